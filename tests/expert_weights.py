@@ -8,18 +8,25 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prologue import silu_mul
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows, quantize_weight
+from slidesparse.quant import Rounding, quantize_rows, quantize_weight
 
 
 def packed_experts(
-    count: int, out: int, columns: int, dtype: torch.dtype, pattern: str = "6:8", device: str = "cpu", k_offset: int = 0
+    count: int,
+    out: int,
+    columns: int,
+    dtype: torch.dtype,
+    pattern: str = "6:8",
+    device: str = "cpu",
+    k_offset: int = 0,
+    recipe: Rounding = "absmax",
 ) -> list[PackedWeight]:
     """Random weights [out, columns] of a pattern, quantised."""
     made = []
     for _ in range(count):
         whole = torch.randn(out, k_offset + columns, device=device)
         weight = (whole * prune_mask(whole, pattern))[:, k_offset:]
-        values, scale = quantize_weight(weight, dtype)
+        values, scale = quantize_weight(weight, dtype, recipe=recipe)
         made.append(pack_segments(values.contiguous(), pattern, scale=scale, k_offset=k_offset))
     return made
 

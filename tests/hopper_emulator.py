@@ -70,6 +70,15 @@ def widened(memory: np.ndarray) -> np.ndarray:
     return step
 
 
+def with_metadata(values: np.ndarray) -> np.ndarray:
+    """The values of six bits of a step in a bundle, where third words lie apart, as they stand with metadata."""
+    step = np.zeros((2, 128, 16), np.uint8)
+    for instruction, own in enumerate(values.reshape(2, 1536)):
+        step[instruction, :, :8] = own[:1024].reshape(128, 8)
+        step[instruction, :, 8:12] = own[1024:].reshape(128, 4)
+    return step.reshape(-1)
+
+
 def metadata(memory: np.ndarray, row: int, window: int, instruction: int, itemsize: int) -> int:
     """The four bits that say where a window's two values stand, from the register of the thread that holds them."""
     warp, row_in_warp = divmod(row, 16)
@@ -91,6 +100,8 @@ def bundle_block(words: np.ndarray, steps: np.ndarray) -> np.ndarray:
     ``steps`` [steps, 4096] are its values. ``words`` are the bits of two counts for each of 32 groups of a row, plane
     by plane: how many entries were kept before each of the two positions that were left out.
     """
+    if steps.shape[1] == 3072:
+        steps = np.stack([widened(with_metadata(step))[:4096] for step in steps])
     windows, planes = len(steps), of_threads(words)
     matrix = np.zeros((ROWS, SLAB * windows), np.uint8)
     values = [[read_row(step, row, 64).tolist() for row in range(ROWS)] for step in steps]
@@ -157,8 +168,15 @@ def weights(dense: np.ndarray, sparse: np.ndarray, itemsize: int) -> np.ndarray:
 
 def of_block(bundle: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     """The words and the steps of a row block in the bytes of a bundle."""
-    words = len(bundle) % (4 * 4096)
-    return bundle[:words].reshape(4, -1)[block], bundle[words:].reshape(-1, 4, 4096)[:, block]
+    sizes = {
+        4 * (field * 512 + windows * size): (field, size)
+        for windows in range(2, 8)
+        for field in (3 + (windows > 3),)
+        for size in (4096, 3072)
+    }
+    field, size = sizes[len(bundle)]
+    words = 4 * 512 * field
+    return bundle[:words].reshape(4, -1)[block], bundle[words:].reshape(-1, 4, size)[:, block]
 
 
 def activations(slabs: np.ndarray, itemsize: int) -> np.ndarray:

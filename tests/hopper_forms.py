@@ -21,6 +21,12 @@ class Bundles(Hopper):
     layout = replace(Hopper.layout, bundle=_always)
 
 
+class SixBitBundles(Bundles):
+    """The same with values of six bits."""
+
+    width = 6
+
+
 class ExpertsWithoutBundles(HopperExperts):
     """With metadata step by step."""
 

@@ -156,6 +156,21 @@ def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, d
     assert all(torch.equal(source[key], found[key]) for key in routers)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "llama4"])
+def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    for recipe in ("absmax", "6bit"):
+        prune_checkpoint(tmp_path / "m", tmp_path / recipe, PruneOptions("6:8", "int8", recipe=recipe))
+    eight, six = tensors(tmp_path / "absmax"), tensors(tmp_path / "6bit")
+    treated = [key for key in six if ".experts." in key and key.endswith(".weight")]
+    assert treated
+    for key in treated:
+        assert not (six[key] & 3).any()
+        scale = six[f"{key}_scale"]
+        error = six[key].float() * scale - eight[key].float() * eight[f"{key}_scale"]
+        assert (error.abs() <= 2.6 * scale).all()  # half of a step of 4, and of one of 1
+
+
 @pytest.mark.parametrize("name", CUT)
 def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
@@ -355,7 +370,6 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
     [
         (PruneOptions("6:8@50%", "int8"), "partial pattern cannot be that of experts.*uniform"),
         (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
-        (PruneOptions("6:8", "int8", recipe="6bit"), "6bit recipe is not for experts"),
         (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
         (PruneOptions("6:8", "fp16"), "pruning without quantising keeps the type"),
         (PruneOptions("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),

@@ -167,6 +167,16 @@ def test_a_product_that_was_wrong_here_is_not_taken(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_experts_of_six_bits_run_where_they_are_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    paths = {recipe: pruned(tmp_path / recipe, "qwen3-moe", recipe=recipe) for recipe in ("6bit", "absmax")}
+    model = slidesparse.load(paths["6bit"], backend="hopper-6bit", fallback="none")
+    assert type(packed_mixtures(model)[0].slide.product) is Grouped
+    assert not packed_mixtures(slidesparse.load(paths["absmax"], backend="hopper-6bit", fallback="none"))
+    assert "run dense: hopper-6bit: a value of their weights has more than 6 bits" in caplog.text
+
+
+@pytest.mark.usefixtures("gpu")
 def test_experts_whose_product_was_wrong_run_dense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

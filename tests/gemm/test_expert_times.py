@@ -129,6 +129,22 @@ def test_experts_with_two_patterns_have_times_of_their_own() -> None:
     ]
 
 
+def test_experts_of_six_bits_have_times_of_their_own_and_those_of_eight_as_a_prior() -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
+    six = replace(KIND, bits=6)
+    choice = choose_experts(six, TOKENS)
+    assert (choice.sparse, measured_here(six)) == (True, ())
+    assert choice.reason.endswith("; prior: measured at 64x64 with 8 bits; this is 6 bits")
+    keep_expert_times(replace(six, down=Pattern(4, 6)), times(0.5, 0.5, 0.5, 0.5, 0.5), ["hopper"])
+    assert choose_experts(six, TOKENS) == choice
+    keep_expert_times(six, times(1.5, 1.5, 1.5, 1.5, 1.5))
+    assert choose_experts(six, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
+    assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.80 to 0.90 of dense's time; measured here"
+    assert six.prefix == "8 experts, 2 a token, 6 bits: "
+    assert was_wrong(replace(six, down=Pattern(4, 6)))
+    assert not was_wrong(six)
+
+
 def test_times_of_experts_and_of_linears_of_one_size_stay_apart() -> None:
     keep_expert_times(KIND, times(0.5, 0.5, 0.5, 0.5, 0.5))
     problem = Problem(KIND.pattern, KIND.dtype, 64, 64, CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_weights import packed_experts
-from hopper_forms import Bundles, ExpertsWithoutBundles
+from hopper_forms import Bundles, ExpertsWithoutBundles, SixBitBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
@@ -40,7 +40,7 @@ def problem(
     torch.manual_seed(tokens)
     weight = torch.randn(OUT, COLUMNS) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    weight = weight & -4 if backend is HopperSixBits else weight
+    weight = weight & -4 if backend.width == 6 else weight
     packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
     x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
@@ -53,7 +53,9 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
     return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)
 
 
-@pytest.mark.parametrize(("pattern", "backend"), [("6:8", Bundles), ("2:4@30%", Hopper), ("6:8@50%", HopperSixBits)])
+@pytest.mark.parametrize(
+    ("pattern", "backend"), [("6:8", Bundles), ("2:4@30%", Hopper), ("6:8@50%", HopperSixBits), ("6:8", SixBitBundles)]
+)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
     lifted, packed, x = problem(pattern, INT8, tile.tokens + 9, backend)
@@ -66,6 +68,7 @@ def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[H
         *((pattern, Hopper) for pattern in ("2:4", "4:6", "dense")),
         *((pattern, Bundles) for pattern in ("4:6", "8:10", "14:16", "4:6@50%")),
         *((pattern, HopperSixBits) for pattern in ("2:4", "4:6", "8:10", "2:4@30%")),
+        *((pattern, SixBitBundles) for pattern in ("4:6", "8:10", "14:16", "4:6@50%")),
     ],
 )
 @pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
@@ -123,13 +126,14 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
+@pytest.mark.parametrize("width", [8, 6])
 @pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
 def test_experts_are_multiplied_where_tokens_chose_them(
-    hopper: HopperExperts, bits: int, monkeypatch: pytest.MonkeyPatch
+    hopper: HopperExperts, bits: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
-    experts = packed_experts(4, 300, 256, INT8)
+    experts = packed_experts(4, 300, 256, INT8, recipe="6bit" if width == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)
@@ -141,11 +145,9 @@ def test_experts_are_multiplied_where_tokens_chose_them(
         memory.add(y)
         return y
 
-    def load(
-        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int
-    ) -> EmulatedKernel:
-        assert (field, width) == (bits, 8)
-        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, grouped=True)
+    def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, *stored: int) -> EmulatedKernel:
+        assert stored == (bits, width)
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), *stored, grouped=True)
 
     for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):
         memory.add(tensor)

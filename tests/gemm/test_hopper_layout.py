@@ -8,7 +8,7 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
-from hopper_forms import Bundles
+from hopper_forms import Bundles, SixBitBundles
 
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBits
@@ -62,6 +62,11 @@ def test_the_hardware_reads_bundles_by_the_column_map(pattern: str, dtype: torch
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_hardware_reads_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), HopperSixBits)
+
+
+@pytest.mark.parametrize("pattern", BUNDLED)
+def test_the_hardware_reads_bundles_of_six_bits_by_the_column_map(pattern: str) -> None:
+    _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), SixBitBundles)
 
 
 def test_six_bits_take_four_fifths_of_the_memory() -> None:

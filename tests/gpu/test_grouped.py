@@ -20,6 +20,7 @@ from slidesparse.gemm.hopper.tiles import WHOLE, Tile
 from slidesparse.kernels.triton_launcher import Launcher
 from slidesparse.layout import Lifted, LinearTensors
 from slidesparse.lifting import TorchLift
+from slidesparse.quant import Rounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,9 +52,11 @@ def tile(request: pytest.FixtureRequest) -> Tile:
     return chosen
 
 
-def products(dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor, out: int = 320):
+def products(
+    dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor, out: int = 320, recipe: Rounding = "absmax"
+) -> list[torch.Tensor]:
     """The products of the kernel and of the definition, on the rows that have a token."""
-    experts = packed_experts(EXPERTS, out, HIDDEN, dtype, pattern, "cuda")
+    experts = packed_experts(EXPERTS, out, HIDDEN, dtype, pattern, "cuda", recipe=recipe)
     at = arrange(chosen, EXPERTS, tile.tokens)
     x, scale = torch.randn(len(at.tokens), HIDDEN, device="cuda", dtype=BF16), torch.stack([p.scale for p in experts])
     here = at.rows[at.rows >= 0]
@@ -71,6 +74,13 @@ def products(dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor,
 @pytest.mark.parametrize("pattern", ["2:4", "6:8"])
 def test_int8_has_the_bits_of_the_definition(pattern: str, routing: str, tile: Tile) -> None:
     ours, exact = products(INT8, pattern, tile, ROUTINGS[routing]())
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
+def test_six_bits_have_the_bits_of_the_definition(pattern: str, routing: str, tile: Tile) -> None:
+    ours, exact = products(INT8, pattern, tile, ROUTINGS[routing](), recipe="6bit")
     assert torch.equal(ours, exact)
 
 

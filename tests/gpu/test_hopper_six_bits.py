@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper_forms import SixBitBundles
 
-from slidesparse.gemm.hopper.backend import HopperSixBits
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
@@ -29,7 +30,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
-    load_kernels(TILES, INT8, BF16, 0, 0, 6)
+    for field in (0, 3, 4):
+        load_kernels(TILES, INT8, BF16, 0, field, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -43,27 +45,37 @@ def packed_weight(pattern: str, out: int, columns: int) -> PackedWeight:
     return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3)
 
 
-def lifted(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def lifted(x: torch.Tensor, packed: PackedWeight, backend: type[Hopper] = HopperSixBits) -> torch.Tensor:
     """In slabs; what stands past the tokens is poison, which must not reach a result."""
-    rows, tokens = gather(x, HopperSixBits.layout.column_map(packed)), x.shape[0]
+    rows, tokens = gather(x, backend.layout.column_map(packed)), x.shape[0]
     padded = rows.new_full((SLABS.padded(tokens), rows.shape[1]), 0x7F)
     padded[:tokens] = rows
     return SLABS.arrange(padded).view(padded.shape)[:tokens]
 
 
-def assert_exact(packed: PackedWeight, tile: Tile | tuple[Band, ...], tokens: tuple[int, ...] = TOKENS) -> None:
-    backend, (out, columns) = HopperSixBits(), packed.shape
+def assert_exact(
+    packed: PackedWeight,
+    tile: Tile | tuple[Band, ...],
+    tokens: tuple[int, ...] = TOKENS,
+    kind: type[Hopper] = HopperSixBits,
+) -> None:
+    backend, (out, columns) = kind(), packed.shape
     operand, weight, bias = backend.prepare(packed), packed.unpack(), torch.randn(out, device="cuda")
     for m in tokens:
         x = torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
         scale_x = torch.rand(m, 1, device="cuda")
-        y = backend.matmul(lifted(x, packed), scale_x, operand, packed.scale, bias, out, BF16, tile)
+        y = backend.matmul(lifted(x, packed, kind), scale_x, operand, packed.scale, bias, out, BF16, tile)
         assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, BF16)), m
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_product_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(pattern, 300, 1000), tile)
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "14:16", "4:6@50%"])
+def test_counts_stand_beside_six_bits(pattern: str, tile: Tile) -> None:
+    assert_exact(packed_weight(pattern, 300, 1000), tile, kind=SixBitBundles)
 
 
 def test_long_rows_use_every_stage_again_and_again(tile: Tile) -> None:

@@ -21,7 +21,7 @@ from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 from slidesparse.prologue import silu_mul
-from slidesparse.quant import parse_dtype, quantize_rows, quantize_weight
+from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
 from slidesparse.records import DENSE_VARIANT
 
 KEPT = 64
@@ -76,7 +76,9 @@ class DenseExperts:
 
 
 @lru_cache(maxsize=KEPT)
-def packed_experts(sizes: ExpertSizes, pattern: str, dtype: str, device: torch.device) -> PackedExperts | str:
+def packed_experts(
+    sizes: ExpertSizes, pattern: str, dtype: str, device: torch.device, recipe: Rounding = "absmax"
+) -> PackedExperts | str:
     """Return random experts, pruned and packed, or why nothing can run them."""
     found = grouped_product(Problem(Pattern.parse(pattern), parse_dtype(dtype), *sizes.shape(GATE_UP), device))
     if isinstance(found, str):
@@ -85,7 +87,9 @@ def packed_experts(sizes: ExpertSizes, pattern: str, dtype: str, device: torch.d
     for part in (GATE_UP, DOWN):
         rows, columns = sizes.shape(part)
         weight = weight_of(pattern, dtype, sizes.experts * rows, columns, device)
-        packed[part] = split_rows(pack_weight(weight, Pattern.parse(pattern), parse_dtype(dtype)), sizes.experts)
+        packed[part] = split_rows(
+            pack_weight(weight, Pattern.parse(pattern), parse_dtype(dtype), recipe), sizes.experts
+        )
     return PackedExperts(SlideExperts(packed[GATE_UP], packed[DOWN], found), packed)
 
 

@@ -73,6 +73,7 @@ class ExpertJob:
         dtype: torch.dtype,
     ) -> None:
         self.checkpoint, self.meta, self.source_dtype, self.dtype = checkpoint, meta, source_dtype, dtype
+        self.rounding = options.rounding
         self.found = find_experts(meta.model)
         names = [one.layer(leaf) for one in self.found for leaf in one.weights]
         self.dense = {
@@ -105,9 +106,8 @@ class ExpertJob:
         """
         if not self.layers:
             return
-        if options.recipe != "absmax":
-            what = f"the {options.recipe} recipe is not for experts"
-            raise InputError(what, got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
+        if options.recipe == "ternary":
+            raise InputError("the ternary recipe is not for experts", got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
         for name, tensor in self._treated():
             self._check_tensor(name, tensor)
         if self.dtype in QUANTISED:
@@ -259,7 +259,7 @@ class ExpertJob:
         if self.source_dtype is None:
             found: dict[str, torch.Tensor] = {}
             for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
-                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name)
+                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name, recipe=self.rounding)
             return found
         (name,) = names
         if pattern == DENSE:

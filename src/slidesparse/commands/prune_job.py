@@ -38,7 +38,6 @@ from slidesparse.quant import (
     FLOATS,
     QUANTISED,
     Quantised,
-    Rounding,
     dequantize,
     dtype_name,
     quantize_weight,
@@ -67,7 +66,7 @@ class PruneJob:
         self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
     ) -> None:
         self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
-        self.rounding: Rounding = "6bit" if options.recipe == "6bit" else "absmax"
+        self.rounding = options.rounding
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)

@@ -16,7 +16,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
-from slidesparse.quant import dtype_name, parse_dtype
+from slidesparse.quant import Rounding, dtype_name, parse_dtype
 
 Recipe = Literal["absmax", "ternary", "6bit"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
@@ -58,6 +58,11 @@ class PruneOptions:
     smooth: bool = False
     reorder: bool = False
     rotate: int = 0
+
+    @property
+    def rounding(self) -> Rounding:
+        """How weights are rounded that the recipe does not make ternary before."""
+        return "6bit" if self.recipe == "6bit" else "absmax"
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

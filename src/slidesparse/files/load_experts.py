@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_of
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.gemm import Problem
+from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
 from slidesparse.gemm.grouped import GroupedProduct, TorchExperts, grouped_patterns
 from slidesparse.gemm.select import WRONG_HERE, Fallback
@@ -25,6 +25,9 @@ from slidesparse.models.parts import text_config
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
+
+WITH_EXPERTS = ("hopper", "hopper-counts", "hopper-6bit", "hopper-6bit-counts")
+"""The backends of linears whose kernel multiplies by experts too; these have counts whatever linears have."""
 
 
 @dataclass
@@ -82,14 +85,17 @@ class ExpertLoader:
         found = grouped_patterns(*patterns.values())
         if isinstance(found, str):
             return found
-        product = self._product(self._kind(experts, dtype, *found))
+        kind = self._kind(experts, dtype, *found)
+        product = self._product(kind)
         if isinstance(product, str):
             return product
         packed = [
             self._read(f"{experts.name}.{leaf}", pattern, experts.count)
             for leaf, pattern in zip(PARAMETERS, found, strict=True)
         ]
-        return SlideExperts(packed[0], packed[1], product)
+        bits = max(one.bits for whole in packed for one in whole)
+        product = self._why_not_bits(bits) or self._product(replace(kind, bits=bits))
+        return product if isinstance(product, str) else SlideExperts(packed[0], packed[1], product)
 
     def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:
         """Return the patterns of the tensors of a layer's weights; dense for those that were not pruned."""
@@ -107,7 +113,7 @@ class ExpertLoader:
         """Return what multiplies, as the user chose, or why nothing does."""
         if self.backend == "reference":
             return TorchExperts()
-        if self.backend not in ("auto", "hopper", "hopper-counts"):
+        if self.backend != "auto" and self.backend not in WITH_EXPERTS:
             return f"the backend {self.backend} does not multiply by experts"
         if kind.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"
@@ -115,6 +121,11 @@ class ExpertLoader:
         if self.backend == "auto" and was_wrong(kind):
             found = f"{GROUPED}: {WRONG_HERE}"
         return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
+
+    def _why_not_bits(self, bits: int) -> str | None:
+        """Return why a backend that was asked for cannot keep values of this many bits."""
+        known = None if self.backend == "auto" else get_backend(self.backend).bits
+        return None if known in (None, bits) else f"{self.backend}: a value of their weights has more than {known} bits"
 
     def _read(self, state: str, pattern: Pattern, count: int) -> list[PackedWeight]:
         """Return the packed weights of all experts of one state of the model, [experts, out, in]."""

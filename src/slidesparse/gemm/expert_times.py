@@ -48,7 +48,7 @@ from slidesparse.quant import dtype_name
 GROUPED = "hopper"
 """The backend whose kernel multiplies by experts."""
 
-_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token(?:, down \d+:\d+)?: ")
+_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token(?:, down \d+:\d+)?(?:, 6 bits)?: ")
 
 NOT_MEASURED = "experts like them have not been measured on this GPU"
 
@@ -73,6 +73,7 @@ class ExpertKind:
         everywhere: Experts on all GPUs.
         top_k: Experts of a token.
         device: The GPU.
+        bits: Bits of a kept value in memory, 6 where all values fit them.
     """
 
     dtype: torch.dtype
@@ -84,6 +85,7 @@ class ExpertKind:
     everywhere: int
     top_k: int
     device: torch.device
+    bits: int = 8
 
     def __str__(self) -> str:
         """Return ``int8 128 experts 1536x2048 6:8``."""
@@ -96,9 +98,10 @@ class ExpertKind:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the names of its times; the pattern of down is a part of it where it is another one."""
-        plain = name_prefix(self.experts, self.everywhere, self.top_k)
-        return plain if self.down == self.pattern else f"{plain.removesuffix(': ')}, down {self.down}: "
+        """The beginning of the names of its times; it names the pattern of down, and bits, where they are others."""
+        down = "" if self.down == self.pattern else f", down {self.down}"
+        bits = "" if self.bits == 8 else f", {self.bits} bits"
+        return f"{name_prefix(self.experts, self.everywhere, self.top_k).removesuffix(': ')}{down}{bits}: "
 
     def times_key(self, form: str) -> str:
         """Return the name of a form's times in the file."""
@@ -152,14 +155,21 @@ def _is_decoding(tokens: int) -> bool:
 
 
 def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
-    """Return the times of experts that are nearest to a kind: measured here, else a prior; None without any."""
+    """Return the times of experts that are nearest to a kind: measured here, else a prior; None without any.
+
+    Times of eight bits are a prior for six, which take fewer bytes.
+    """
     if not can_be_timed(kind.device):
         return None
     here = installation(kind.device)
     compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE, GROUPED)})
     tables = [_of_kind(table, kind) for table in tables_for(here)]
     size = 2 * kind.inner, kind.hidden
-    return find_nearest(tables, compared, dtype_name(kind.dtype), str(kind.pattern), *size)
+    found = find_nearest(tables, compared, dtype_name(kind.dtype), str(kind.pattern), *size)
+    if found is not None or kind.bits == 8:
+        return found
+    wider = find_expert_times(replace(kind, bits=8))
+    return None if wider is None else replace(wider, here=(), others=(*wider.others, ("8 bits", f"{kind.bits} bits")))
 
 
 def measured_here(kind: ExpertKind) -> tuple[int, ...]:

@@ -191,6 +191,14 @@ class HopperSixBits(Hopper):
             InputError: A value needs more bits: other weights were loaded into a layer.
         """
         if packed.bits != self.bits:
-            what = "values of a weight for hopper-6bit"
+            what = f"values of a weight for {self.name}"
             raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
         return super().prepare(packed)
+
+
+class HopperSixBitCounts(HopperSixBits):
+    """The same with counts in place of metadata: the fewest bytes of all. Like :class:`HopperCounts`, it is slower."""
+
+    name = "hopper-6bit-counts"
+    accelerated = False
+    layout = COUNTS

@@ -31,8 +31,8 @@ class HopperExperts:
 
     def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
         """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`)."""
-        bundle = self.layout.bundle(experts[0])
-        steps = torch.stack([sparse_steps(packed, bundle) for packed in experts])
+        bundle, width = self.layout.bundle(experts[0]), min(8, max(packed.bits for packed in experts))
+        steps = torch.stack([sparse_steps(packed, bundle, width) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
         return steps
@@ -49,8 +49,8 @@ class HopperExperts:
         Raises:
             UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
         """
-        for field in {SparseForm.of(operand.shape[1:]).field for operand in operands}:
-            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), field, 8, grouped=True)
+        for form in {SparseForm.of(operand.shape[1:])._replace(slabs=0) for operand in operands}:
+            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), form.field, form.width, grouped=True)
 
     def multiply(
         self,

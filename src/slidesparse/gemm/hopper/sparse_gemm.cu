@@ -28,7 +28,8 @@
 //     bundle       FIELD words a thread and row block | step 0: values | step 1: values | ... | step windows - 1: values
 //
 // WIDTH = 6: kept values of an INT8 weight that are all multiples of 4 have six bits in memory. A thread loads those that it
-// gives to wgmma, which takes A from registers then, and makes eight bits of each (see "values of six bits").
+// gives to wgmma, which takes A from registers then, and makes eight bits of each (see "values of six bits"). Metadata come with
+// them, or as FIELD says.
 //
 // Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
 // copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
@@ -159,7 +160,6 @@ static_assert(FIELD == 0 || (META_WORDS == 2 && (FIELD == 3 || FIELD == 4)), "co
 #if !defined(TYPE_S8)
 #error "values of six bits are INT8"
 #endif
-static_assert(FIELD == 0, "values of six bits stand with their metadata");
 #endif
 static_assert(!SUMS_IN_RING || EXCHANGE_BYTES <= STAGES * STAGE_BYTES, "the ring holds the sums");
 static_assert(!GROUPED || SPLIT == 1, "the blocks of a cluster must all have work, or none");
@@ -170,6 +170,7 @@ struct Arguments {
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
                           // WIDTH = 6: [row tiles][sparse slabs][W_TILE][2 instructions][128 threads]{3 words of values; metadata}
                           // FIELD > 0: [row tiles][bundles]{[W_TILE][FIELD][128] words; [windows][W_TILE][64][HALF] values}
+                          // both: values [2 instructions]{[128 threads][2 words]; [128 threads][word]}
     const float* scale_x; // [tokens] or null
     const float* scale_w; // [channels] or null
     const void* bias;     // [channels] of bias_type
@@ -313,12 +314,12 @@ __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, in
 // With bundles, the address of row block `block` of a step: before the W_TILE row blocks of a bundle's steps stand their words.
 __device__ __forceinline__ const u8* values_at(const Arguments& p, int block, int step) {
     const i64 words = (i64)(block / W_TILE) * (p.sparse_slabs / p.windows) + step / p.windows + 1;
-    return weights_at(p.sparse, block, p.sparse_slabs, step, VALUE_BYTES) + words * (W_TILE * COUNT_BYTES);
+    return weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES) + words * (W_TILE * COUNT_BYTES);
 }
 
 // The address of the words of a row block, from that of its step with this window.
 __device__ __forceinline__ const u8* words_before(const u8* values, int block, int window) {
-    return values - (W_TILE - block % W_TILE) * COUNT_BYTES - (window * W_TILE + block % W_TILE) * VALUE_BYTES;
+    return values - (W_TILE - block % W_TILE) * COUNT_BYTES - (window * W_TILE + block % W_TILE) * SPARSE_BYTES;
 }
 
 // Wait until the kernel before this one has ended: this one may start earlier (programmatic dependent launch, PTX ISA
@@ -414,15 +415,15 @@ struct Producer {
         for (; step < sparse_end; step++, place.next()) {
             if (OPERANDS & WEIGHTS) {
                 barrier_wait(ring.empty_of(place), place.phase ^ 1);
-                barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * VALUE_BYTES + (words ? SLOT_BYTES : 0));
+                barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES + (words ? SLOT_BYTES : 0));
                 if (words)
                     copy(ring.slot(bundle), words_before(values, block, bundle.window), SLOT_BYTES, ring.full_of(place));
             }
             if (OPERANDS & ACTIVATIONS) copy_x(p.dense_slabs + step);
             if (OPERANDS & WEIGHTS)
-                copy(ring.stage(place) + X_BYTES, values, TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+                copy(ring.stage(place) + X_BYTES, values, TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
             words = bundle.next(p.windows);
-            values += W_TILE * (VALUE_BYTES + (words ? COUNT_BYTES : 0));
+            values += W_TILE * (SPARSE_BYTES + (words ? COUNT_BYTES : 0));
         }
 #endif
     }
@@ -529,11 +530,19 @@ __device__ __forceinline__ void metadata_of(const u32* words, int window, u32* m
 //     byte of    word 0: register 0 | register 1    word 1: register 2 | register 3    word 2: of registers 3 | 2 | 0 | 1
 //     its bits           7654       | 3210                  7654       | 3210                              76  54  32  10
 //
-// The lowest two bits of every value are zeros.
+// The lowest two bits of every value are zeros. With counts in place of metadata the third words lie apart: a warp loads words
+// that are neighbours, or 16 bytes a thread.
 struct Words {
     u32 high0, high1, low, meta;
-    __device__ __forceinline__ void load(u32 from) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(high0), "=r"(high1), "=r"(low), "=r"(meta) : "r"(from));
+    __device__ __forceinline__ void load(u32 instruction) {
+        const u32 thread = threadIdx.x % 128;
+#if FIELD == 0
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(high0), "=r"(high1), "=r"(low), "=r"(meta)
+                     : "r"(instruction + thread * 16));
+#else
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(high0), "=r"(high1) : "r"(instruction + thread * 8));
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(low) : "r"(instruction + 1024 + thread * 4));
+#endif
     }
 };
 
@@ -558,8 +567,9 @@ struct Fragment {
 #if WIDTH == 6
 // Groups in flight while values are made, and instructions of a step whose words are loaded at once: as many as registers
 // allow. With more of either the compiler would let each instruction of the largest tiles wait for the one before.
-constexpr int IN_FLIGHT = ROW_BLOCKS * TOKENS <= 352 ? 2 : 1;
-constexpr int AHEAD = ROW_BLOCKS * TOKENS <= 320 ? 2 * ROW_BLOCKS : IN_FLIGHT == 2 ? 1 : 2;
+constexpr int SUMS = ROW_BLOCKS * (TOKENS / 2) + (GROUPED ? 16 : 0);  // registers, and some for the expert
+constexpr int IN_FLIGHT = SUMS <= 176 ? 2 : 1;
+constexpr int AHEAD = SUMS <= 160 ? 2 * ROW_BLOCKS : SUMS == 192 ? 2 : 1;
 #endif
 
 struct Consumer {
@@ -597,7 +607,7 @@ struct Consumer {
 #elif FIELD > 0
     // Make the metadata registers of the next step from the words of its bundle. They came with the bundle's first step, so
     // only that one has to be waited for.
-    __device__ __forceinline__ void make_metadata(Held& meta) {
+    __device__ __forceinline__ void make_metadata(u32 (*meta)[META_WORDS]) {
         const u32 own = ring.slot(bundle) + warpgroup * ROW_BLOCKS * COUNT_BYTES + (threadIdx.x % 128) * 4;
         if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);
 #pragma unroll
@@ -615,7 +625,10 @@ struct Consumer {
 
     // Multiply one 2:4 step. `held` must not be written again before the group after this one has been waited for.
     __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], Held& held, int accumulate) {
-#if FIELD > 0
+#if FIELD > 0 && WIDTH == 6
+        u32 meta[ROW_BLOCKS][META_WORDS];
+        make_metadata(meta);
+#elif FIELD > 0
         make_metadata(held);
 #endif
         barrier_wait(ring.full_of(place), place.phase);
@@ -623,7 +636,7 @@ struct Consumer {
 #if WIDTH == 6
         // Each instruction is a group. While others multiply, the values of the next one are made of words loaded before.
         auto load = [&](Words& words, int q) {
-            words.load(w + q % ROW_BLOCKS * SPARSE_BYTES + (q / ROW_BLOCKS * 128 + threadIdx.x % 128) * 16);
+            words.load(w + q % ROW_BLOCKS * SPARSE_BYTES + q / ROW_BLOCKS * (SPARSE_BYTES / 2));
         };
         Words words[AHEAD];
 #pragma unroll
@@ -631,6 +644,9 @@ struct Consumer {
 #pragma unroll
         for (int q = 0; q < 2 * ROW_BLOCKS; q++) {
             const int i = q / ROW_BLOCKS, j = q % ROW_BLOCKS;
+#if FIELD > 0
+            words[q % AHEAD].meta = meta[j][i];
+#endif
             held[i][j].take(words[q % AHEAD]);
             if (q + AHEAD < 2 * ROW_BLOCKS) load(words[q % AHEAD], q + AHEAD);
             mma_wait<IN_FLIGHT - 1>();

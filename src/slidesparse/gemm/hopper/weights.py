@@ -54,6 +54,11 @@ PADDING = Fraction(51, 50)
 """Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
 
 
+def value_bytes(width: int) -> int:
+    """Return the bytes of the values of a row block in a 2:4 step, of 6 or 8 bits each; those of 16 bits have 8."""
+    return VALUE_BYTES // 8 * width
+
+
 def step_bytes(itemsize: int, width: int = 8) -> int:
     """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512.
 
@@ -61,7 +66,7 @@ def step_bytes(itemsize: int, width: int = 8) -> int:
         itemsize: Bytes of a weight.
         width: Bits of a kept value in memory: 6, or 8 for all others.
     """
-    return VALUE_BYTES // 8 * width + 1024 // itemsize
+    return value_bytes(width) + 1024 // itemsize
 
 
 def bundle_of(packed: PackedWeight) -> int:
@@ -103,8 +108,8 @@ class SparseForm(NamedTuple):
         """Return the form of a tensor of :func:`sparse_steps`."""
         if len(shape) == 4:
             return cls(shape[1], 0, 6 if shape[3] == step_bytes(1, 6) else 8)
-        windows = shape[2] // (BLOCKS * VALUE_BYTES)  # the counts of a bundle have less than the values of a step
-        return cls(shape[1] * windows, windows)
+        windows, width = _BUNDLES.get(shape[2], (1, 8))  # others fit nothing
+        return cls(shape[1] * windows, windows, width)
 
     @classmethod
     def of_order(cls, order: ColumnOrder, itemsize: int, width: int = 8) -> SparseForm:
@@ -122,8 +127,7 @@ class SparseForm(NamedTuple):
         tiles = -(-out_features // TILE_ROWS)
         if not self.windows:
             return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.width)))
-        bundle_bytes = BLOCKS * (self.field * PLANE_BYTES + self.windows * VALUE_BYTES)
-        return torch.Size((tiles, self.slabs // self.windows, bundle_bytes))
+        return torch.Size((tiles, self.slabs // self.windows, bundle_bytes(self.windows, self.width)))
 
 
 def field_bits(windows: int) -> int:
@@ -133,6 +137,15 @@ def field_bits(windows: int) -> int:
     [3, 3, 4, 4]
     """
     return (WINDOW_KEEP * windows).bit_length()
+
+
+def bundle_bytes(windows: int, width: int) -> int:
+    """Return the bytes of a bundle of a row tile: counts, then the values of its steps."""
+    return BLOCKS * (field_bits(windows) * PLANE_BYTES + windows * value_bytes(width))
+
+
+_BUNDLES = {bundle_bytes(windows, width): (windows, width) for windows in COUNTED for width in (6, 8)}
+"""Bytes of a bundle -> its windows, and bits of a kept value; no two have as many."""
 
 
 class HopperOperand(NamedTuple):
@@ -171,14 +184,14 @@ def sparse_steps(packed: PackedWeight, bundle: int, width: int = 8) -> torch.Ten
 
     Returns:
         uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
-        [row tiles, bundles, 4 * (512 * bits of a count + 4096 * windows of a group)].
+        [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
         return torch.empty(SparseForm(0, 0, width).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
     if bundle > 1:
-        return _bundles(segment.values, segment.code, packed.pattern)
+        return _bundles(segment.values, segment.code, packed.pattern, width)
     values = _row_steps(segment.values) if width == 8 else _six_bits(segment.values)
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)
@@ -200,10 +213,15 @@ def dense_steps(packed: PackedWeight) -> torch.Tensor:
     return _row_tiles(F.pad(steps, (0, 0, 0, steps.shape[1] % 2)))
 
 
-def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, width: int) -> torch.Tensor:
     """Arrange the kept values [out, n * keep] and codes [out, n] of groups as :func:`sparse_steps` says."""
     windows = as_bits(values).unflatten(1, (-1, pattern.windows, WINDOW_KEEP))
-    steps = _row_tiles(_row_steps(in_bundles(windows, 0).flatten(1)))
+    in_order = in_bundles(windows, 0).flatten(1)
+    if width == 6:  # of an instruction two words of every thread, then the third
+        words = _six_bits(in_order).unflatten(2, (2, -1))
+        steps = _row_tiles(torch.cat([words[..., :8].flatten(3), words[..., 8:].flatten(3)], -1).flatten(2))
+    else:
+        steps = _row_tiles(_row_steps(in_order))
     a, b = decode_group(code, pattern)
     # No entry stands after a group that keeps its first ones: so are groups and rows that are padding.
     counts = torch.stack([a, b - 1], -1).unsqueeze(2)

@@ -31,7 +31,7 @@ from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
-from slidesparse.support import check_groups
+from slidesparse.support import check_groups, value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -311,7 +311,8 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     if isinstance(product, str):
         return product
     numbers = count, config.num_experts, config.experts_per_token
-    kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], columns, down.shape[2], *numbers, gate_up.device)
+    sizes, bits = (columns, down.shape[2]), max(map(value_bits, (gate_up, down)))
+    kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], *sizes, *numbers, gate_up.device, bits)
     return LoadedExperts(kind, (gate_up, down), (starts[0], starts[1]), product)
 
 
