@@ -21,6 +21,7 @@ from slidesparse.bench.vllm_engine import Engine, EngineOptions, FarEnd
 from slidesparse.experts import SlideExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.packed import PackedWeight
+from slidesparse.quant import Rounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +39,7 @@ CASES = {
     f"{dtype}, {whose}": Case(whose == "sparse", {}, family=TWO, dtype=dtype, model=model)
     for dtype in ("int8", "fp8")
     for whose, model in (("stock", "first"), ("sparse", "first"), ("nudged", "nudged"))
-}
+} | {f"six bits, {whose}": Case(whose == "sparse", {}, family=TWO, model="six bits") for whose in ("stock", "sparse")}
 SHARED = {"tensor": {"tensor_parallel_size": 2}}
 SHARED["expert"] = SHARED["tensor"] | {"enable_expert_parallel": True}
 """How two GPUs share a model."""
@@ -83,13 +84,15 @@ BF16_LOGITS = 2.0**-6
 """The step of bfloat16 logits between 2 and 4, in which answers are told apart."""
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_a_mixture_is_as_near_to_stock_as_rounding_allows(outcomes: dict[str, Served], dtype: str) -> None:
-    stock, ours, nudged = (served(outcomes, f"{dtype}, {whose}") for whose in ("stock", "sparse", "nudged"))
+@pytest.mark.parametrize("kind", ["int8", "fp8", "six bits"])
+def test_a_mixture_is_as_near_to_stock_as_rounding_allows(outcomes: dict[str, Served], kind: str) -> None:
+    stock, ours = (served(outcomes, f"{kind}, {whose}") for whose in ("stock", "sparse"))
+    dtype = "int8" if kind == "six bits" else kind
+    plain, nudged = (served(outcomes, f"{dtype}, {whose}") for whose in ("stock", "nudged"))
     assert (stock.facts["experts"], ours.facts["experts"]) == (0, SMALL["num_hidden_layers"])
     assert [len(tokens) for tokens in ours.answers[0].tokens] == [TOKENS] * len(prompts())
     # One prompt of INT8 differs by 0.1, presumably since a router tips over: 0.036 on an H200 in the mean.
-    rounding = difference(stock.answers[0], nudged.answers[0]) + 2 * BF16_LOGITS
+    rounding = difference(plain.answers[0], nudged.answers[0]) + 2 * BF16_LOGITS
     assert 0 < difference(stock.answers[0], ours.answers[0]) < rounding
 
 
@@ -110,12 +113,12 @@ def test_two_gpus_that_share_experts_answer_as_one_does(
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-def test_a_layer_is_as_near_to_the_truth_as_stock(dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize(("dtype", "recipe"), [(INT8, "absmax"), (FP8, "absmax"), (INT8, "6bit")], ids=str)
+def test_a_layer_is_as_near_to_the_truth_as_stock(dtype: torch.dtype, recipe: Rounding, tokens: int) -> None:
     torch.manual_seed(0)
     experts, k, hidden, inner = 16, 4, 2048, 768
-    gate_up = packed_experts(experts, 2 * inner, hidden, dtype, "6:8", "cuda")
-    down = packed_experts(experts, hidden, inner, dtype, "6:8", "cuda")
+    gate_up = packed_experts(experts, 2 * inner, hidden, dtype, "6:8", "cuda", recipe=recipe)
+    down = packed_experts(experts, hidden, inner, dtype, "6:8", "cuda", recipe=recipe)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     chosen = routed(tokens, experts, k, "cuda")
     weights = torch.rand(tokens, k, device="cuda").softmax(1)
