@@ -494,6 +494,40 @@ def six_bits() -> str:
     return markdown(("Qwen2.5-7B, INT8, 6:8", *(f"{m}" for m in SIX_BITS_TOKENS)), rows)
 
 
+FORMS = {"six bits": "metadata, six bits", "six bits, counts": "counts, six bits", "eight bits, counts": "counts"}
+
+
+def _six_bit_forms(what: str) -> list[dict[str, Any]]:
+    lines = (H200 / "hopper/bundles-six-bits.jsonl").read_text().splitlines()[1:]
+    return [row for row in map(json.loads, lines) if row["what"] == what]
+
+
+def forms_of_linears() -> str:
+    """What the four linears take in other forms, over eight bits with metadata."""
+    found = [row for row in _six_bit_forms("product") if row["pattern"] == "6:8"]
+    sums: dict[int, dict[str, float]] = {}
+    for row in found:
+        own = sums.setdefault(row["tokens"], dict.fromkeys(row["us"], 0.0))
+        for form, us in row["us"].items():
+            own[form] += us
+    rows = [
+        [words, *(f"{sums[tokens][form] / sums[tokens]['metadata']:.2f}" for tokens in sorted(sums))]
+        for words, form in FORMS.items()
+    ]
+    return markdown(("Qwen2.5-7B, INT8, 6:8", *map(str, sorted(sums))), rows)
+
+
+def forms_of_experts() -> str:
+    """What a layer of experts takes in other forms, over eight bits with counts."""
+    header = ("INT8", "tokens", "eight bits, us a layer", "six bits", "six bits without counts")
+    rows = []
+    for row in (row for row in _six_bit_forms("experts") if row["layer"] == "layer"):
+        us, forms = row["us"], ("counts, six bits", "metadata, six bits")
+        shares = (f"{us[form] / us['counts']:.2f}" for form in forms)
+        rows.append([row["pattern"], str(row["tokens"]), f"{us['counts']:.0f}", *shares])
+    return markdown(header, rows)
+
+
 def six_bits_encoder() -> str:
     """What rounding to six bits costs the encoder of the demo."""
     found = json.loads((RESULTS / "accuracy/six-bits-encoder.json").read_text())["rows"]
@@ -726,6 +760,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": partial(layers, GPUS["H200"], TUNED),
     "layers-h100": partial(layers, GPUS["H100"], TUNED_H100),
     "six-bits": six_bits,
+    "six-bits-forms": forms_of_linears,
+    "six-bits-experts": forms_of_experts,
     "six-bits-encoder": six_bits_encoder,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
