@@ -169,6 +169,8 @@ def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: st
         scale = six[f"{key}_scale"]
         error = six[key].float() * scale - eight[key].float() * eight[f"{key}_scale"]
         assert (error.abs() <= 2.6 * scale).all()  # half of a step of 4, and of one of 1
+    told = [inspect_checkpoint(tmp_path / recipe).table() for recipe in ("6bit", "absmax")]
+    assert ["I8 of six bits, marked 6:8" in one for one in told] == [True, False]
 
 
 @pytest.mark.parametrize("name", CUT)

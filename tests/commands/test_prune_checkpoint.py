@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.commands.dry_run import dry_run
+from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import Recipe
@@ -265,6 +266,10 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
     check_pattern(values, pattern)
     exact = dequantize(eight.tensor(f"{name}.weight"), eight.tensor(f"{name}.weight_scale"))
     assert bool(((dequantize(values, scale) - exact).abs() <= 2.5 * scale).all())  # half a step of each
+    told = {path: inspect_checkpoint(tmp_path / path) for path in ("s", "e")}
+    assert [{layer.bits for layer in one.layers} for one in told.values()] == [{6}, {8}]
+    line = "layers of six bits a value: a Hopper GPU keeps 0.8 of their 2:4 MB"
+    assert [line in one.table() for one in told.values()] == [True, False]
     slidesparse.load(tmp_path / "s")
 
 
@@ -724,6 +729,7 @@ def test_memory_grows_by_less_than_the_checkpoint(tmp_path: Path) -> None:
     code = """
 import re, sys
 from slidesparse.cli import main
+from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import prune_checkpoint
 from transformers import LlamaForCausalLM
 def peak():

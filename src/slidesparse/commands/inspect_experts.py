@@ -16,7 +16,7 @@ from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_kinds import kind_of
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import UNIFORM_PATTERNS, check_pattern, check_weight, is_nonzero, tightest_pattern
+from slidesparse.support import UNIFORM_PATTERNS, check_pattern, check_weight, is_nonzero, tightest_pattern, value_bits
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ExpertLayer:
         count: How many experts there are.
         shape: [out, in] of one; gate and up may be one weight in the model and two in the checkpoint.
         dtype: Storage type.
+        bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
         tightest: Tightest uniform pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.
@@ -41,6 +42,7 @@ class ExpertLayer:
     count: int
     shape: tuple[int, int]
     dtype: str
+    bits: int
     sparsity: float
     marked: str | None
     tightest: str
@@ -74,8 +76,9 @@ def _inspect(
     marks = {marker.experts.get(marker_name(name, len(one.shape))) if marker else None for name, one in stored.items()}
     mark = next(iter(marks)) if len(marks) == 1 else None
     candidates: list[Pattern] | None = list(UNIFORM_PATTERNS)
-    zeros, total, problem = 0, 0, None
+    zeros, total, bits, problem = 0, 0, 0, None
     for name, weight in _weights(checkpoint, tensors):
+        bits = max(bits, value_bits(weight))
         zeros, total = zeros + weight.numel() - int(is_nonzero(weight).sum()), total + weight.numel()
         try:
             check_weight(weight, name)
@@ -99,6 +102,7 @@ def _inspect(
         count=experts.count,
         shape=(shape[1], shape[0]) if experts.transposed else (shape[0], shape[1]),
         dtype=" ".join(dict.fromkeys(one.dtype for one in stored.values())),
+        bits=bits,
         sparsity=zeros / max(total, 1),
         marked=None if mark is None else str(mark),
         tightest="-" if candidates is None else str(min(candidates, key=_order, default=DENSE)),
@@ -122,7 +126,7 @@ def describe_expert_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     """Return a line for each kind of experts' weights; layers that differ by number share it."""
     kinds: dict[tuple[object, ...], list[ExpertLayer]] = {}
     for one in layers:
-        kind = kind_of(one.name), one.count, one.shape, one.dtype, one.marked, one.tightest
+        kind = kind_of(one.name), one.count, one.shape, one.dtype, one.bits, one.marked, one.tightest
         kinds.setdefault(kind, []).append(one)
     return [_describe(group) for group in kinds.values()]
 
@@ -133,7 +137,8 @@ def _describe(group: list[ExpertLayer]) -> str:
     low, high = min(each.sparsity for each in group), max(each.sparsity for each in group)
     zeros = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
     megabytes = sum(each.stored_bytes for each in group) / 1e6
+    dtype = f"{one.dtype} of six bits" if one.bits == 6 else one.dtype
     return (
-        f"experts: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {one.dtype},"
+        f"experts: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {dtype},"
         f" marked {one.marked or '-'}, tightest {one.tightest}, zeros {zeros}, {megabytes:.2f} MB"
     )
