@@ -328,6 +328,32 @@ def served_six_bits() -> str:
     return markdown(("7B in INT8 at 6:8", "stock, another machine", "eight bits", "six bits"), rows)
 
 
+def served_six_bits_on_h200() -> str:
+    """Engines with eight and six bits beside stock and the control, and another model."""
+    title, rows = "INT8", []
+    columns = (CONTROL, "6:8", *(f"{pattern} {SIX_BITS}" for pattern in UNIFORM))
+    for name, model in (("7b", "7B"), ("14b", "14B")):
+        group, engines, stock = _stock_first(H200 / f"serve/qwen2.5-{name}-int8-6bit.jsonl")
+        loads = {load: words for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]}
+        for load, words in loads.items():
+            ms = [1e3 * _undisturbed(group, engine, load) for engine in engines]
+            cells = dict(zip(engines, _over_fastest(ms, stock), strict=True))
+            fastest = min((cells[one] for one in engines[:stock]), key=float)
+            rows.append([f"{model}, {words}, ms", fastest, *(cells.get(one, "-") for one in columns)])
+            if load == "mixed":
+                computing = _over_fastest([1e3 * _computing(group, one, load) for one in engines], stock)
+                cells = dict(zip(engines, computing, strict=True))
+                fastest = min((cells[one] for one in engines[:stock]), key=float)
+                rows.append([f"{model}, of it the GPU computes, ms", fastest, *(cells.get(one, "-") for one in columns)])
+    return markdown((title, STOCK, *(one.replace(f" {SIX_BITS}", ", six bits") for one in columns)), rows)
+
+
+def _undisturbed(group: Group, engine: str, load: str) -> float:
+    """Seconds: the median, and of decoding the fastest repeat."""
+    seconds = group.records[engine][load].seconds
+    return min(seconds) if load.startswith("decode") else statistics.median(seconds)
+
+
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
     """The engines of a record, stock ones first, and how many these are."""
     (group,) = groups(read(ServeRecord, [path]))
@@ -448,24 +474,36 @@ def _step_cells(found: Sequence[Step]) -> list[str]:
 # -- linears -------------------------------------------------------------------------------------------------------
 
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Qwen2.5-14B"), ("int8", "Llama-3.2-1B"), ("fp8", "Qwen2.5-7B"))
+TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("int8", "Qwen2.5-14B"), ("fp8", "Qwen2.5-7B"))
 TUNED_H100 = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("fp8", "Qwen2.5-7B"))
 
 
 def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
-    """The four linears of a block, by a table that ships."""
+    """The four linears of a block, by the tables that ship; that of the newest kernel has the plain name."""
     (path,) = (ROOT / "src").rglob(file_name(gpu))
-    table = {(one["dtype"], one["out"], one["columns"]): one for one in json.loads(path.read_text())["layers"]}
+    tables = [json.loads(one.read_text()) for one in (path, *sorted(path.parent.glob(f"{path.stem}-*.json")))]
     rows = []
     for dtype, model in tuned:
-        found = [table[(dtype, *shape)] for shape in MODELS[model]]
+        table, found = next(filter(None, (_of_model(table, dtype, model) for table in tables)))
+        older = "" if table is tables[0] else f", `{table['libraries']['hopper'].split()[-1]}`"
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
-        every = (dtype, model) == tuned[0]
-        names = [name for name in known if every or name.split()[1] in ("2:4", "4:6", "6:8")]
+        first = (dtype, model) == tuned[0]
+        known.sort(key=lambda name: name.startswith(SIX_BITS))
+        names = [name for name in known if name.split()[1] in UNIFORM and (first or not name.startswith(SIX_BITS))]
         for name in names:
-            lead = [TYPES[dtype], model] if name == names[0] else ["", ""]
-            rows.append([*lead, name.removeprefix("hopper "), *(_share(found, name, tokens) for tokens in TOKENS)])
+            lead = [f"{TYPES[dtype]}{older}", model] if name == names[0] else ["", ""]
+            pattern = f"{name.split()[1]}, six bits" if name.startswith(SIX_BITS) else name.split()[1]
+            rows.append([*lead, pattern, *(_share(found, name, tokens) for tokens in TOKENS)])
     return markdown(("type", "model", "pattern", *(f"{m}" for m in TOKENS)), rows, 3)
+
+
+def _of_model(
+    table: dict[str, Any], dtype: str, model: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """A table and its layers of a model, if it has all of them."""
+    known = {(one["dtype"], one["out"], one["columns"]): one for one in table["layers"]}
+    found = [known.get((dtype, *shape)) for shape in MODELS[model]]
+    return None if None in found else (table, [one for one in found if one is not None])
 
 
 def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
@@ -475,6 +513,7 @@ def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
 
 
+SIX_BITS = "hopper-6bit"
 SIX_BITS_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -748,6 +787,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-h100-halves": partial(served_models, WITH_HALVES, "slow host, `hopper-6`", ("6:8",), "burst"),
     "served-h100-control": over_control,
     "served-h100-6bit": served_six_bits,
+    "served-h200-6bit": served_six_bits_on_h200,
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,

@@ -26,7 +26,7 @@ from slidesparse.models.expert_weights import expert_weights
 from slidesparse.models.experts import find_experts
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.targets import find_targets
-from slidesparse.quant import parse_dtype, quantize_rows
+from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_rows_to_six_bits
 
 CONTEXT = 512
 TASK_SHARE = 3 / 16
@@ -355,15 +355,16 @@ class _Products(TorchFunctionMode):
 
 
 @contextmanager
-def served(model: nn.Module, dtype: str) -> Iterator[None]:
-    """Let linears and experts multiply as a server does: weights by channel and inputs by token in 8 bits.
+def served(model: nn.Module, dtype: str, recipe: Rounding = "absmax") -> Iterator[None]:
+    """Let linears and experts multiply as a server does: inputs by token in 8 bits, and weights by channel in 8 or 6.
 
     The numbers are slidesparse's, and exact in BF16; the products are summed in float32, as on tensor cores.
     """
     linears, kind = find_targets(model).linears.values(), parse_dtype(dtype)
 
     def forward(held: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        weight = quantize_rows(held.detach(), kind)
+        rows = held.detach()
+        weight = quantize_rows_to_six_bits(rows) if recipe == "6bit" else quantize_rows(rows, kind)
         values = weight.values.to(torch.bfloat16)
 
         def product(x: torch.Tensor) -> torch.Tensor:
