@@ -26,6 +26,9 @@ from slidesparse.commands.step_time import (
     served_times,
 )
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.select import installation
+from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.pattern import DENSE, Pattern
@@ -207,6 +210,26 @@ def test_times_of_eight_bits_are_a_prior_for_six_and_say_so(monkeypatch: pytest.
         f"linears (1 of 2): {told}",
         f"linears (1 of 2): {told}, of hopper in place of hopper-6bit",
     ]
+
+
+def test_on_a_gpu_six_bits_go_by_what_its_server_goes_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPUS["H100"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    six, size = LayerTimes("int8", torch.device("cuda"), bits=6), (4608, 3584)
+    (one,) = (one for one in qwen()[:4] if one.shapes == (size,))
+    (told,) = six.basis(PATTERNS[:1], [one])
+    assert told.startswith("linears (1 of 1): prior: measured at 4608x3584 with ")
+    assert told.endswith("hopper-6bit")
+    here = installation(torch.device("cuda"))
+    us = {"dense": (9.0, 9.0), "hopper 6:8": (5.0, 5.0), "hopper-6bit 6:8": (3.0, 3.0)}  # as tune measures
+    add_layers(here, [LayerSpeed("int8", *size, (16, 1024), us)])
+    for bits, name in ((8, "hopper"), (6, "hopper-6bit")):
+        found = LayerTimes("int8", torch.device("cuda"), bits=bits).find(PATTERNS[0], *size)
+        assert found is not None
+        assert set(found.layer.us) == {"dense", name}
+        assert found.here == (16, 1024)
 
 
 @pytest.mark.parametrize(("gpu", "size"), [("H100", (37888, 3584)), ("H200", (2048, 2048))])
