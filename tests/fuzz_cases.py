@@ -281,6 +281,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--method": ("magnitude", "sparsegpt"),
         "--patterns": ("6:8", "2:4", "dense"),
         "--mma-gain": ("2", "1.6", "3"),
+        "--recipe": ("absmax", "6bit"),
         "--ignore": ("re:.*mlp.*", "re:.*", "lm_head"),
         "--seed": ("0", "7"),
         "--json": (),

@@ -31,6 +31,7 @@ def offered(*words: str) -> list[str]:
         (["slidesparse", "prune", "--dr"], ["--dry-run"]),
         (["slidesparse", "prune", "--method", ""], ["magnitude", "sparsegpt", "wanda"]),
         (["slidesparse", "prune", "m", "q", "--recipe", "t"], ["ternary"]),
+        (["slidesparse", "plan", "m", "--recipe", ""], ["absmax", "6bit"]),
         (["slidesparse", "-v", "completion", ""], ["bash", "fish", "zsh"]),
         (["slidesparse", "bench", "v"], ["vllm"]),
         (["slidesparse", "prune", "./"], []),

@@ -42,6 +42,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "options without effect; got --samples with --method magnitude; needed a method that sees calibration windows",
     ),
     "no load": ([*PLAN, "--at", "mix"], "load of a plan; got 'mix'"),
+    "a plan of six bits in FP8": (
+        [*PLAN, "--recipe", "6bit", "--dtype", "fp8"],
+        "the 6bit recipe ends in INT8 storage; got fp8; needed int8",
+    ),
+    "six bits of a backend alone": (
+        [*PLAN, "--backend", "hopper-6bit"],
+        "hopper-6bit reads weights of six bits alone; got --recipe absmax; needed --recipe 6bit",
+    ),
     "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
     "windows of tasks": (
         ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],

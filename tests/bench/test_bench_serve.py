@@ -179,6 +179,28 @@ def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path)
         adapt(plan=tmp_path / "other.json")
 
 
+def test_a_plan_of_six_bits_is_served_with_such_weights(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = []
+    written = serve_checkpoints.write_checkpoint
+    monkeypatch.setattr(
+        serve_checkpoints, "write_checkpoint", lambda *given: (recipes.append(given[-1]), written(*given))
+    )
+    eight = plan_file(tmp_path / "plan.json")
+    six = tmp_path / "six.json"
+    six.write_text(json.dumps({**json.loads(eight.read_text()), "recipe": "6bit"}))
+    with pytest.raises(InputError, match="the 6bit recipe ends in INT8 storage; got fp8; needed int8"):
+        adapt(plan=six)
+    profiles = [
+        adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=one, engines=["plan"]) for one in (eight, six)
+    ]
+    for profile in profiles:
+        run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert recipes == ["absmax", "6bit"]
+    assert len({one.key.pattern for one in read(ServeRecord, [tmp_path / "r.jsonl"])}) == 2
+
+
 def test_a_checkpoint_of_a_plan_follows_it(tmp_path: Path) -> None:
     config = model_config("Qwen2.5-7B", 2) | {"hidden_size": 96, "intermediate_size": 48, "vocab_size": 8}
     config |= {"num_attention_heads": 1, "num_key_value_heads": 1}

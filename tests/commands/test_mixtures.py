@@ -538,6 +538,10 @@ def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys:
     said = "these experts cannot be quantised as they are stored: prune keeps bf16, in which they run dense"
     assert any(line.startswith(said) for line in lines) == kept
     assert last.endswith("--dtype bf16" if kept else "--dtype fp8")
+    six = [*words[:3], tmp_path / "six.json", *words[4:], "--length", "16", "--method", "magnitude", "--recipe", "6bit"]
+    assert main([*map(str, six), "--patterns", "6:8"]) == kept
+    refused = "these experts cannot be quantised as they are stored; got --recipe 6bit; leave it out, or add --ignore"
+    assert (refused in capsys.readouterr().err) == kept
     command = shlex.split(last.partition("slidesparse ")[2])
     paths = {"SRC": str(tmp_path / "m"), "DST": str(tmp_path / "s")}
     assert main([paths.get(word, word) for word in command]) == 0

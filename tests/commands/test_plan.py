@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
+from slidesparse.commands import step_time
 from slidesparse.commands.plan import plan_checkpoint
 from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
@@ -34,7 +35,9 @@ from slidesparse.files import identity
 from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.gemm import get_backend
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
+from slidesparse.linear import pack_weight
 from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import (
     Multiplies,
@@ -51,7 +54,8 @@ from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner, prune_mask
-from slidesparse.support import check_pattern
+from slidesparse.quant import Rounding
+from slidesparse.support import check_pattern, value_bits
 
 TEXTS = ("8:10", "6:8", "4:6", "2:4")
 
@@ -74,7 +78,7 @@ def sets(count: int, seed: int = 0) -> list[PlanSet]:
 
 @pytest.mark.parametrize(
     "target",
-    [Target(speedup=1.1), Target(speedup=1.2), Target(speedup=1.5), Target(sparsity=0.3), Target(gigabytes=1.3e-4)],
+    [Target(speedup=1.1), Target(speedup=1.2), Target(speedup=1.5), Target(sparsity=0.3), Target(gigabytes=9e-5)],
     ids=str,
 )
 @pytest.mark.parametrize("gain", [Fraction(2), Fraction(8, 5)], ids=str)
@@ -180,6 +184,31 @@ def test_padding_costs() -> None:
     # 152 = 19 groups of 8 but 15.2 of 10: the last group is multiplied whole
     assert modelled_cost(Pattern.parse("8:10"), 1, 152, Fraction(2)) == 16 * 16 / 2
     assert modelled_cost(Pattern.parse("4:6@50%"), 1, 14, Fraction(2)) == 2 * 8 / 2 + 2
+
+
+@pytest.mark.parametrize(("backend", "recipe", "bits"), [("hopper", "absmax", 8), ("hopper-6bit", "6bit", 6)])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@50%", "dense"])
+def test_sizes_are_those_of_the_kernel(text: str, backend: str, recipe: Rounding, bits: int) -> None:
+    """Dense groups, and all of a dense weight, have eight bits in any case."""
+    pattern, out = Pattern.parse(text), 256
+    weight = torch.randn(out, 128 * pattern.group)  # whole slabs
+    weight = weight * prune_mask(weight, pattern) if pattern != DENSE else weight
+    form = get_backend(backend).prepare(pack_weight(weight, pattern, torch.int8, recipe))
+    assert sum(part.nbytes for part in form) == modelled_bytes(pattern, *weight.shape, bits=bits)
+    if text == "6:8":
+        assert modelled_bytes(pattern, 1, 1, bits=bits) == Fraction(15 if bits == 8 else 12, 16)
+
+
+def test_a_size_is_reached_with_fewer_zeros_where_weights_have_six_bits() -> None:
+    eight, target = sets(5), Target(gigabytes=9e-5)
+    six = [replace(one, bits=6) for one in eight]
+    plans = [choose_patterns(candidates, target) for candidates in (eight, six)]
+    assert plans[1].damage < plans[0].damage
+    assert plans[1].sparsity < plans[0].sparsity
+    expected = sum(
+        modelled_bytes(plans[1].patterns[one.names[0]], *shape, bits=6) for one in six for shape in one.shapes
+    )
+    assert plans[1].gigabytes * 1e9 == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("columns", [32, 40, 100, 120, 320])
@@ -349,6 +378,22 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert "linears (16 of 16): times of an NVIDIA H100 80GB HBM3" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
+
+
+def test_a_plan_of_six_bits_says_whose_times_it_goes_by(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of eight bits, of which alone there are any, and constants of models of eight bits."""
+    shipped = step_time.find_among
+
+    def nearest(tables: Any, there: Any, problem: Any, names: Any) -> MeasuredLayer | None:
+        return shipped(tables, there, replace(problem, out_features=4608, in_features=3584), names)
+
+    monkeypatch.setattr(step_time, "find_among", nearest)
+    wanted = options(source, target=Target(speedup=1.01), at=("prefill:8192",), patterns=("2:4",), recipe="6bit")
+    wanted = replace(wanted, method="magnitude")
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    ship = "times of an NVIDIA H200, which ship with the package, of layers of other sizes"
+    assert plan.basis[0] == f"linears (8 of 8): {ship}, of hopper in place of hopper-6bit"
+    assert plan.basis[1].startswith("all else as served with eight bits: Qwen2.5-7B on one NVIDIA H200")
 
 
 def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +653,37 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert "--layer and --plan" in capsys.readouterr().err
 
 
+def test_prune_rounds_as_the_plan_says(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = source.parent / "plan.json"
+    command = ["plan", str(source), "--out", str(out), "--method", "magnitude", "--patterns", "6:8", "--recipe", "6bit"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--device", "cpu"]
+    assert main([*command, "--sparsity", "0.2"]) == 0
+    told, plan = capsys.readouterr().out, json.loads(out.read_text())
+    assert "\nsizes are those of six bits; damage is measured in float, without what rounding to them adds\n" in told
+    weights = load_file(source / "model.safetensors")
+    rows = {name: weights[f"{name}.weight"].numel() for name in plan["layers"]}
+    expected = sum(n * (0.75 if plan["layers"][name] == "6:8" else 1) for name, n in rows.items())
+    assert "dense" in plan["layers"].values()
+    assert plan["modelled"]["gigabytes"] * 1e9 == pytest.approx(expected)
+    assert plan["recipe"] == "6bit"
+    prune = ["prune", str(source), "--plan", str(out), "--dtype", "int8", "--device", "cpu"]
+    pruned = next(name for name, pattern in plan["layers"].items() if pattern == "6:8")
+
+    def bits(name: str, *more: str) -> int:
+        assert main([*prune[:2], str(source.parent / name), *prune[2:], *more]) == 0
+        return value_bits(Checkpoint(source.parent / name).tensor(f"{pruned}.weight"))
+
+    assert bits("followed") == 6
+    assert bits("overruled", "--recipe", "absmax") == 8
+    capsys.readouterr()
+    assert main([*prune[:2], str(source.parent / "f"), *prune[2:-3], "fp8"]) == 1
+    told = capsys.readouterr().err
+    assert "the 6bit recipe ends in INT8 storage; got fp8; needed --dtype int8, or --recipe absmax" in told
+    del plan["recipe"]  # as plans were before there was one
+    out.write_text(json.dumps(plan))
+    assert bits("older") == 8
+
+
 def test_json_is_not_mixed_with_what_the_solver_prints(
     source: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -788,8 +864,10 @@ def test_bad_input(source: Path) -> None:
     (folder / "other.json").write_text("{}")
     odd = {"version": 1, "method": "wanda", "layers": {"a": "6:8"}, "ignore": [1]}
     (folder / "odd.json").write_text(json.dumps(odd))
+    (folder / "round.json").write_text(json.dumps({**odd, "ignore": [], "recipe": "ternary"}))
     for path, told in (
         ("other.json", "is no plan; needed"),
+        ("round.json", "is no plan; needed"),
         ("odd.json", "is no plan; needed"),
         ("missing.json", "is missing; make a plan with"),
     ):

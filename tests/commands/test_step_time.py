@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slidesparse.bench.problems import MODELS
+from slidesparse.commands import step_time
 from slidesparse.commands.step_time import (
     GPUS,
     SERVED_STEPS,
@@ -25,6 +26,9 @@ from slidesparse.commands.step_time import (
     served_times,
 )
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.select import installation
+from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.pattern import DENSE, Pattern
@@ -178,6 +182,54 @@ def test_the_page_says_how_far_factors_are_from_one() -> None:
         for factor in factors.values()
     ]
     assert f"each take up to {100 * max(found):.0f} % more or less" in (ROOT / "docs/pruning.md").read_text()
+
+
+def test_times_of_eight_bits_are_a_prior_for_six_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table that ships has times of six bits; one that has some is a table of them, and of nothing else."""
+    eight, six = (LayerTimes("int8", torch.device("cpu"), bits=bits) for bits in (8, 6))
+    size, told = (4608, 3584), "times of an NVIDIA H200, which ship with the package"
+    usual, prior = (one.find(PATTERNS[0], *size) for one in (eight, six))
+    assert usual is not None is not prior
+    assert prior.layer.us == {"dense": usual.layer.us["dense"], "hopper-6bit": usual.layer.us["hopper"]}
+    (one,) = (one for one in qwen()[:4] if one.shapes == (size,))
+    assert six.us(one, PATTERNS[0], PATTERNS, 64) == eight.us(one, PATTERNS[0], PATTERNS, 64)
+    assert six.basis(PATTERNS[:1], [one]) == [f"linears (1 of 1): {told}, of hopper in place of hopper-6bit"]
+
+    shipped = load_speeds(PACKAGED / file_name(GPUS["H200"]))
+    assert shipped is not None
+    dense, hopper = (usual.layer.us[name] for name in ("dense", "hopper"))
+    us = {"dense": dense, "hopper-6bit 6:8": tuple(0.5 * time for time in hopper if time)}
+    libraries = {**shipped.installation.libraries, "hopper-6bit": shipped.installation.libraries["hopper"]}
+    measured = replace(shipped, installation=replace(shipped.installation, libraries=libraries))
+    measured = replace(measured, layers=(*shipped.layers, replace(usual.layer, us=us)))
+    monkeypatch.setattr(step_time, "tables_for", lambda _: [measured])
+    eight, six = (LayerTimes("int8", torch.device("cpu"), bits=bits) for bits in (8, 6))
+    assert eight.find(PATTERNS[0], *size) == usual
+    assert six.us(one, PATTERNS[0], PATTERNS, 64) == pytest.approx(eight.us(one, PATTERNS[0], PATTERNS, 64) / 2)
+    assert six.basis(PATTERNS[:2], [one]) == [
+        f"linears (1 of 2): {told}",
+        f"linears (1 of 2): {told}, of hopper in place of hopper-6bit",
+    ]
+
+
+def test_on_a_gpu_six_bits_go_by_what_its_server_goes_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPUS["H100"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    six, size = LayerTimes("int8", torch.device("cuda"), bits=6), (4608, 3584)
+    (one,) = (one for one in qwen()[:4] if one.shapes == (size,))
+    (told,) = six.basis(PATTERNS[:1], [one])
+    assert told.startswith("linears (1 of 1): prior: measured at 4608x3584 with ")
+    assert told.endswith("hopper-6bit")
+    here = installation(torch.device("cuda"))
+    us = {"dense": (9.0, 9.0), "hopper 6:8": (5.0, 5.0), "hopper-6bit 6:8": (3.0, 3.0)}  # as tune measures
+    add_layers(here, [LayerSpeed("int8", *size, (16, 1024), us)])
+    for bits, name in ((8, "hopper"), (6, "hopper-6bit")):
+        found = LayerTimes("int8", torch.device("cuda"), bits=bits).find(PATTERNS[0], *size)
+        assert found is not None
+        assert set(found.layer.us) == {"dense", name}
+        assert found.here == (16, 1024)
 
 
 @pytest.mark.parametrize(("gpu", "size"), [("H100", (37888, 3584)), ("H200", (2048, 2048))])

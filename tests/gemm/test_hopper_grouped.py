@@ -22,6 +22,7 @@ from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
 from slidesparse.layout import Lifted
 from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.pattern import Pattern
+from slidesparse.quant import Rounding
 from slidesparse.slide import gather
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
@@ -52,11 +53,12 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
         assert not matrix[300:].any()
 
 
+@pytest.mark.parametrize(("recipe", "bits"), [("absmax", 8), ("6bit", 6)])
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "16:18"])
-def test_plans_count_the_bytes_that_experts_take(pattern: str) -> None:
+def test_plans_count_the_bytes_that_experts_take(pattern: str, recipe: Rounding, bits: int) -> None:
     out, columns = 256, 32 * 720  # whole bundles of all of these patterns
-    experts = packed_experts(2, out, columns, INT8, pattern)
-    modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True)
+    experts = packed_experts(2, out, columns, INT8, pattern, recipe=recipe)
+    modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True, bits=bits)
     assert HopperExperts().prepare(experts).nbytes == pytest.approx(float(modelled), rel=2e-3)
 
 

@@ -120,9 +120,10 @@ def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(key.model, key.layers)
-    common, layers = (Pattern.parse(key.pattern), {}) if plan is None else (plan.common, plan.exceptions)
-    write_checkpoint(
-        partial, config, parse_dtype(key.dtype), common, device, layers, recipe_for(key.backend, key.dtype)
-    )
+    if plan is None:
+        common, layers, recipe = Pattern.parse(key.pattern), {}, recipe_for(key.backend, key.dtype)
+    else:
+        common, layers, recipe = plan.common, plan.exceptions, plan.recipe
+    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers, recipe)
     torch.cuda.empty_cache()
     partial.rename(folder)

@@ -21,6 +21,7 @@ from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
 from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import Rounding, check_rounding, parse_dtype
 from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
 
@@ -44,10 +45,12 @@ class ServedPlan:
     Attributes:
         common: The most frequent pattern but dense.
         layers: Linear -> pattern, of all linears.
+        recipe: How their weights are rounded.
     """
 
     common: Pattern
     layers: Mapping[str, Pattern]
+    recipe: Rounding = "absmax"
 
     @property
     def exceptions(self) -> dict[str, Pattern]:
@@ -58,6 +61,7 @@ class ServedPlan:
     def name(self) -> str:
         """``plan`` and a digest, in the place of a pattern."""
         text = json.dumps({name: str(pattern) for name, pattern in sorted(self.layers.items())})
+        text += "" if self.recipe == "absmax" else self.recipe
         return f"{PLAN} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -69,9 +73,10 @@ def served_plan(path: Path | None) -> ServedPlan | None:
     """
     if path is None:
         return None
-    layers = {name: Pattern.parse(text) for name, text in read_plan(path).layers.items()}
+    stored = read_plan(path)
+    layers = {name: Pattern.parse(text) for name, text in stored.layers.items()}
     pruned = Counter(pattern for pattern in layers.values() if pattern != DENSE)
-    return ServedPlan(max(pruned, key=pruned.__getitem__, default=DENSE), layers)
+    return ServedPlan(max(pruned, key=pruned.__getitem__, default=DENSE), layers, stored.recipe)
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,8 @@ def adapt(
     if profile.plan is not None:
         for model in profile.models:
             _require_names(profile.plan, model, layers)
+        for dtype in profile.dtypes:
+            check_rounding(profile.plan.recipe, parse_dtype(dtype))
     keys = [key for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)]
     known = {key.engine: key.graphs for key in keys}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")

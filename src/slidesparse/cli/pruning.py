@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slidesparse.commands.dry_run import DryRun
     from slidesparse.commands.plan_file import StoredPlan
     from slidesparse.commands.prune import PruneSummary
+    from slidesparse.commands.prune_options import Recipe
     from slidesparse.files.calibration import Calibration
     from slidesparse.files.source_files import Links
 
@@ -69,10 +70,9 @@ def add_prune(commands: Commands) -> None:
     )
     prune.add_argument(
         "--recipe",
-        default="absmax",
         choices=("absmax", "ternary", "6bit"),
         help="how INT8 weights are rounded: one scale a channel, BitNet b1.58's -1, 0, 1, or a scale a channel and six "
-        "bits, which take 0.8 of the memory on an H100 or H200",
+        "bits, which take 0.8 of the memory on an H100 or H200 (default: absmax, or the plan's)",
     )
     prune.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)"
@@ -132,6 +132,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
     pattern, method, ignore = options.pattern, options.method or "magnitude", tuple(options.ignore)
+    recipe: Recipe = options.recipe or "absmax"
     plan = None
     if options.plan is not None:
         if layers:
@@ -139,13 +140,13 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         plan = read_plan(options.plan).without(ignore)
         pattern, layers = as_options(plan.layers)
         ignore = plan.ignore
-        method = options.method or plan.method
+        method, recipe = options.method or plan.method, options.recipe or plan.recipe
     wanted = PruneOptions(
         pattern=pattern,
         dtype=options.dtype,
         method=method,
         calibration=calibration,
-        recipe=options.recipe,
+        recipe=recipe,
         ignore=ignore,
         layers=layers,
         lm_head=options.lm_head,
@@ -188,7 +189,9 @@ def add_plan(commands: Commands) -> None:
     target = plan.add_mutually_exclusive_group(required=True)
     target.add_argument("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
     target.add_argument("--sparsity", type=float, help="share of zeros: 0.25")
-    target.add_argument("--memory", type=float, metavar="GB", help="treated weights in 8 bits, 2:4 form")
+    target.add_argument(
+        "--memory", type=float, metavar="GB", help="treated weights in 2:4 form, of 8 bits or 6 (--recipe)"
+    )
     pace = plan.add_mutually_exclusive_group()
     pace.add_argument(
         "--at", metavar="LOADS", help="served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
@@ -198,6 +201,12 @@ def add_plan(commands: Commands) -> None:
     )
     plan.add_argument(
         "--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at and --backend (%(default)s)"
+    )
+    plan.add_argument(
+        "--recipe",
+        choices=("absmax", "6bit"),
+        default="absmax",
+        help="how INT8 weights will be rounded, for sizes and --at: as prune does by this name (%(default)s)",
     )
     plan.add_argument(
         "--gpu",
@@ -244,6 +253,7 @@ def _plan(options: argparse.Namespace) -> int:
         ignore=tuple(options.ignore),
         backend=options.backend,
         gpu=options.gpu,
+        recipe=options.recipe,
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))

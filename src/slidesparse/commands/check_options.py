@@ -102,6 +102,6 @@ def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
         return
     if options.recipe != "absmax" and dtype != torch.int8:
         what = f"the {options.recipe} recipe ends in INT8 storage"
-        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8")
+        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8, or --recipe absmax")
     if options.smooth and dtype not in QUANTISED:
         raise InputError("smoothing helps rounding to 8 bits", got=f"--dtype {dtype_name(dtype)}", needed="int8 or fp8")

@@ -38,7 +38,7 @@ from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
-from slidesparse.models.experts import find_experts
+from slidesparse.models.experts import LEAVE_DENSE, find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once
@@ -83,6 +83,12 @@ def plan_checkpoint(
         _refuse_mixture(meta.model)
     run = run_once(meta.model)
     planned = find_sets(meta, checkpoint, options, run)
+    if planned.kept_type is not None and options.recipe != "absmax":
+        raise InputError(
+            "these experts cannot be quantised as they are stored",
+            got=f"--recipe {options.recipe}",
+            remedy=f"leave it out, or add {LEAVE_DENSE}",
+        )
     if options.backend is not None:
         _require_backend(options, patterns, planned.linears, device)
     layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
@@ -160,9 +166,9 @@ def _times(
         left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
         return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
     if options.gpu is None:
-        times = LayerTimes(options.dtype, device)
+        times = LayerTimes(options.dtype, device, bits=options.bits)
     else:
-        times = LayerTimes(options.dtype, torch.device("cpu"), GPUS[options.gpu])
+        times = LayerTimes(options.dtype, torch.device("cpu"), GPUS[options.gpu], options.bits)
     sets = planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
@@ -171,10 +177,11 @@ def _times(
         raise times.lacking(next(unknown, sets[0]), *patterns)
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
     alone = sum(len(one.names) for one in planned.dense)
+    served_so = "as served" if options.recipe == "absmax" else "as served with eight bits"
     basis = [
         *times.basis(timed, sets),
         *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
-        f"all else as served: {served_steps(options.dtype, times.gpu).source}",
+        f"all else {served_so}: {served_steps(options.dtype, times.gpu).source}",
         *([f"left out, since not measured: {left_out}"] if left_out else []),
     ]
     return served, timed, tuple(basis)
@@ -202,9 +209,7 @@ def _require_backend(
     backend = get_backend(options.backend)
     for pattern in patterns:
         for layer, shape in shapes.items():
-            reason = backend.why_not(
-                Problem(pattern, parse_dtype(options.dtype), *shape, device, bits=backend.bits or 8)
-            )
+            reason = backend.why_not(Problem(pattern, parse_dtype(options.dtype), *shape, device, bits=options.bits))
             if reason is not None:
                 raise InputError(
                     f"{options.backend} cannot run {pattern} at {layer} in {options.dtype}: {reason}",

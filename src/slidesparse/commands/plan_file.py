@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ from slidesparse.files.json_files import read_json
 from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import Pattern
+from slidesparse.quant import Rounding
 
 PLAN_VERSION = 1
 
@@ -38,12 +39,14 @@ class StoredPlan:
         layers: Linear -> pattern.
         ignore: What it was told to leave alone, as entries of an ignore list.
         weights: Fingerprint of the checkpoint on which damage was measured; None where the file has none.
+        recipe: How the weights are to be rounded.
     """
 
     method: str
     layers: dict[str, str]
     ignore: tuple[str, ...] = ()
     weights: str | None = None
+    recipe: Rounding = "absmax"
 
     def without(self, entries: Sequence[str]) -> StoredPlan:
         """Return the plan that leaves more alone.
@@ -122,7 +125,8 @@ def read_plan(path: str | Path) -> StoredPlan:
     except CheckpointError as error:
         raise InputError(str(error), remedy="make a plan with: slidesparse plan") from error
     method, layers, ignore = plan.get("method"), plan.get("layers"), plan.get("ignore", [])
-    known = plan.get("version") == PLAN_VERSION and isinstance(ignore, list)
+    recipe = plan.get("recipe", "absmax")
+    known = plan.get("version") == PLAN_VERSION and isinstance(ignore, list) and recipe in get_args(Rounding)
     if (
         not known
         or not isinstance(method, str)
@@ -132,7 +136,7 @@ def read_plan(path: str | Path) -> StoredPlan:
     ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
     patterns, weights = {name: _pattern(text, f"{path}, {name}") for name, text in layers.items()}, plan.get("weights")
-    return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None)
+    return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None, recipe)
 
 
 def _pattern(text: Any, where: str) -> str:
@@ -168,6 +172,7 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
         **(_served(options) if options.at else {"mma_gain": float(options.mma_gain)}),
+        "recipe": options.recipe,
         "modelled": {
             "speedup": plan.speedup,
             "sparsity": plan.sparsity,

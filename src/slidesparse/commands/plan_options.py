@@ -12,7 +12,7 @@ from slidesparse.gemm import get_backend
 from slidesparse.models.choose_patterns import Target
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.quant import QuantName
+from slidesparse.quant import QuantName, Rounding, check_rounding, parse_dtype, rounded_bits
 
 CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
 
@@ -40,6 +40,7 @@ class PlanOptions:
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
         gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: the device's, an H200's for the CPU.
+        recipe: How weights will be rounded: ``6bit`` rounds INT8 to six bits, which take less memory.
 
     Raises:
         InputError: An option is no value, or contradicts another, whatever the source is.
@@ -55,8 +56,10 @@ class PlanOptions:
     ignore: tuple[str, ...] = ()
     backend: str | None = None
     gpu: str | None = None
+    recipe: Rounding = "absmax"
 
     def __post_init__(self) -> None:
+        check_rounding(self.recipe, parse_dtype(self.dtype))
         if self.at and self.target.speedup is None:
             raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
         if self.gpu is not None and not self.at:
@@ -68,8 +71,15 @@ class PlanOptions:
         for load in self.at:
             parse_load(load, served_steps(self.dtype).dtypes[self.dtype])
         get_pruner(self.method)
-        if self.backend is not None:
-            get_backend(self.backend)
+        if self.backend is not None and get_backend(self.backend).bits not in (None, self.bits):
+            raise InputError(
+                f"{self.backend} reads weights of six bits alone", got=f"--recipe {self.recipe}", needed="--recipe 6bit"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of a kept value in memory."""
+        return rounded_bits(self.recipe, parse_dtype(self.dtype))
 
 
 def parse_gain(text: str) -> Fraction:

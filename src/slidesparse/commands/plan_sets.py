@@ -41,6 +41,7 @@ class PlannedSets:
         reached: Name of experts' weights -> the share of a layer's experts to which a token is routed.
         dense: Linears and experts that get no pattern, the ignored ones among them; without embeddings.
         kept_type: Type of the checkpoint, where it has experts that cannot be quantised as they are stored; else None.
+        bits: Bits of a kept value in memory.
     """
 
     sets: list[list[str]]
@@ -48,6 +49,7 @@ class PlannedSets:
     reached: dict[str, Fraction]
     dense: list[PlanSet]
     kept_type: str | None
+    bits: int = 8
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -77,6 +79,7 @@ class PlannedSets:
                     tuple(self.shapes[name] for name in names),
                     (PatternChoice(DENSE, 0.0), *choices),
                     self.reached.get(names[0], Fraction(1)),
+                    self.bits,
                 )
             )
         return made
@@ -122,7 +125,7 @@ def find_sets(
     shapes = {name: _shape(linear) for name, linear in linears.items()}
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
-    return PlannedSets(sets, shapes, reached, dense, _kept_type(planned, meta, checkpoint))
+    return PlannedSets(sets, shapes, reached, dense, _kept_type(planned, meta, checkpoint), options.bits)
 
 
 def _read_together(

@@ -15,6 +15,8 @@ from slidesparse.prune import get_pruner
 
 EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
 
+ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float, without what rounding to them adds"
+
 
 def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     """Return a plan as text, with the command that uses it."""
@@ -27,6 +29,7 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
             *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
             f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
             f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
+            *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
             *plan.basis,
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
             f" --dtype {plan.kept_type or options.dtype}",

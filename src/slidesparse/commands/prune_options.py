@@ -95,7 +95,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
         raise InputError(
             "the source is quantised already and is not rounded twice",
             got=f"--dtype {options.dtype}, --recipe {options.recipe}",
-            needed=f"--dtype {dtype_name(source)} or none",
+            needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
         )
     dtype = source or wanted
     if dtype is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,9 +27,10 @@ import torch
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem
-from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_measured
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_among, find_measured
 from slidesparse.gemm.speed import DENSE as DENSE_FORM
-from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, find_nearest
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
 from slidesparse.gemm.speed_files import PACKAGED, file_name, load_speeds, tables_for
 from slidesparse.gemm.time_model import lean_routes_of, time_at
 from slidesparse.models.choose_patterns import PlanSet
@@ -154,13 +155,14 @@ class LayerTimes:
         device: Where the model will run: of a GPU the times that a server there goes by, of a CPU those that ship with
             the package.
         gpu: Which of these.
+        bits: Bits of a kept value in memory. Of six bits those of eight are a prior.
 
     Attributes:
         gpu: The GPU whose times they are.
     """
 
-    def __init__(self, dtype: str, device: torch.device, gpu: str = SHIPPED_GPU) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: str, device: torch.device, gpu: str = SHIPPED_GPU, bits: int = 8) -> None:
+        self.dtype, self.device, self.bits = dtype, device, bits
         self.gpu = torch.cuda.get_device_name(device) if can_be_timed(device) else gpu
         self._found: dict[tuple[str, int, int], MeasuredLayer | None] = {}
 
@@ -172,7 +174,7 @@ class LayerTimes:
         return self._found[key]
 
     def _look_up(self, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
-        problem = Problem(pattern, parse_dtype(self.dtype), out, columns, self.device)
+        problem = Problem(pattern, parse_dtype(self.dtype), out, columns, self.device, bits=self.bits)
         if can_be_timed(self.device):
             names = backends_to_compare(problem)
             return find_measured(problem, names) if names else None
@@ -180,7 +182,10 @@ class LayerTimes:
         assert shipped is not None
         there = shipped.installation
         tables = [table for table in tables_for(there) if table.packaged]
-        return find_nearest(tables, there, self.dtype, str(pattern), out, columns)
+        # One revision of the kernel runs both.
+        there = replace(there, libraries={HopperSixBits.name: there.libraries[Hopper.name], **there.libraries})
+        names = [DENSE_FORM, HopperSixBits.name if self.bits == HopperSixBits.bits else Hopper.name]
+        return find_among(tables, there, problem, names)
 
     def us(self, one: PlanSet, pattern: Pattern, among: Sequence[Pattern], tokens: float) -> float:
         """Return the microseconds of a set's linears as one layer.
@@ -231,6 +236,7 @@ class LayerTimes:
         if can_be_timed(self.device):
             return found.describe()
         other = "" if (found.layer.out, found.layer.columns) == size else ", of layers of other sizes"
+        other += "".join(f", of {there} in place of {here}" for there, here in found.others if here in found.layer.us)
         return f"times of an {found.gpu}, which ship with the package{other}"
 
 

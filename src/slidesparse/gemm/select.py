@@ -40,6 +40,7 @@ from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
     MeasuredLayer,
+    SpeedTable,
     WrongForm,
     find_nearest,
     is_wrong,
@@ -219,13 +220,23 @@ def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | Non
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
+    return find_among(tables_for(here), here, problem, names)
+
+
+def find_among(
+    tables: Sequence[SpeedTable], here: Installation, problem: Problem, names: Sequence[str]
+) -> MeasuredLayer | None:
+    """Return the layer of some tables by which backends are chosen on an installation; None without one.
+
+    Where a backend was never measured, times of another one may stand in (:attr:`Backend.stand_in`).
+    """
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
-    found = find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    found = find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
     others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
     if found is not None or not others:
         return found
-    prior = find_measured(problem, [others.get(name, name) for name in names])
+    prior = find_among(tables, here, problem, [others.get(name, name) for name in names])
     return None if prior is None else prior.stands_in(others)
 
 

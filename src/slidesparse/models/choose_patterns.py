@@ -43,12 +43,14 @@ class PlanSet:
         shapes: [out, in] of each; of experts the rows of all of a layer.
         choices: One for every pattern; dense among them.
         reached: The share of the rows that a token is multiplied by: of experts those to which it is routed.
+        bits: Bits of a kept value in memory, 6 or 8.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     choices: tuple[PatternChoice, ...]
     reached: Fraction = Fraction(1)
+    bits: int = 8
 
     @property
     def of_experts(self) -> bool:
@@ -57,7 +59,7 @@ class PlanSet:
 
     def n_bytes(self, pattern: Pattern) -> Fraction:
         """Return the bytes of all of them with a pattern (:func:`modelled_bytes`)."""
-        sizes = (modelled_bytes(pattern, *shape, experts=self.of_experts) for shape in self.shapes)
+        sizes = (modelled_bytes(pattern, *shape, experts=self.of_experts, bits=self.bits) for shape in self.shapes)
         return sum(sizes, Fraction(0))
 
 
@@ -127,15 +129,20 @@ def least_zeros(pattern: Pattern, columns: int) -> int:
     return max(pattern.following(groups) * left_out - min(padding, left_out), 0)
 
 
-def modelled_bytes(pattern: Pattern, out: int, columns: int, *, experts: bool = False) -> Fraction:
-    """Return the bytes of a weight in 8 bits: in 2:4 form with its metadata, those of experts with counts.
+def modelled_bytes(pattern: Pattern, out: int, columns: int, *, experts: bool = False, bits: int = 8) -> Fraction:
+    """Return the bytes of an 8-bit weight: in 2:4 form with its metadata, those of experts with counts.
+
+    Kept values may have 6 bits in memory; groups and weights that are dense have 8 in any case.
 
     >>> pattern = Pattern.parse("6:8")
     >>> float(modelled_bytes(pattern, 1, 64)), float(modelled_bytes(pattern, 1, 64, experts=True))
     (60.0, 54.0)
+    >>> float(modelled_bytes(pattern, 1, 64, bits=6)), float(modelled_bytes(pattern, 1, 64, experts=True, bits=6))
+    (48.0, 42.0)
     """
     form: StorageForm = "counts" if experts and pattern.windows in COUNTED else "2:4"
-    return out * columns * pattern.bytes_per_weight(form)
+    following = pattern.uniform.bytes_per_weight(form, bits)
+    return out * columns * (pattern.share * following + (1 - pattern.share))
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class Target:
     Attributes:
         speedup: Speed-up over dense, at every load.
         sparsity: Share of zeros, from 0 to 1.
-        gigabytes: Size of the treated linears' weights in 8 bits and 2:4 form, in 1e9 bytes.
+        gigabytes: Size of the treated linears' weights in memory (:func:`modelled_bytes`), in 1e9 bytes.
     """
 
     speedup: float | None = None
@@ -176,7 +183,7 @@ class Plan:
         damage: Sum of the damages of all sets.
         speedups: Load -> speed-up over dense.
         sparsity: Least share of zeros.
-        gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
+        gigabytes: Size in memory (:func:`modelled_bytes`), in 1e9 bytes.
         has_experts: Whether some of the patterns are those of experts.
         basis: What measured speed-ups rest on, in words; empty where they are modelled.
         together: Damage of all sets pruned together; None where it was not measured.
