@@ -330,22 +330,20 @@ def served_six_bits() -> str:
 
 def served_six_bits_on_h200() -> str:
     """Engines with eight and six bits beside stock and the control, and another model."""
-    title, rows = "INT8", []
     columns = (CONTROL, "6:8", *(f"{pattern} {SIX_BITS}" for pattern in UNIFORM))
+    rows = []
     for name, model in (("7b", "7B"), ("14b", "14B")):
         group, engines, stock = _stock_first(H200 / f"serve/qwen2.5-{name}-int8-6bit.jsonl")
-        loads = {load: words for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]}
-        for load, words in loads.items():
-            ms = [1e3 * _undisturbed(group, engine, load) for engine in engines]
-            cells = dict(zip(engines, _over_fastest(ms, stock), strict=True))
-            fastest = min((cells[one] for one in engines[:stock]), key=float)
-            rows.append([f"{model}, {words}, ms", fastest, *(cells.get(one, "-") for one in columns)])
-            if load == "mixed":
-                computing = _over_fastest([1e3 * _computing(group, one, load) for one in engines], stock)
-                cells = dict(zip(engines, computing, strict=True))
-                fastest = min((cells[one] for one in engines[:stock]), key=float)
-                rows.append([f"{model}, of it the GPU computes, ms", fastest, *(cells.get(one, "-") for one in columns)])
-    return markdown((title, STOCK, *(one.replace(f" {SIX_BITS}", ", six bits") for one in columns)), rows)
+        measures = [
+            (words, load, _undisturbed) for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]
+        ]
+        measures.insert(2, ("of it the GPU computes", "mixed", _computing))
+        for words, load, measure in measures:
+            cells = _over_fastest([1e3 * measure(group, engine, load) for engine in engines], stock)
+            shown = dict(zip(engines[stock:], cells[stock:], strict=True))
+            fastest = min(cells[:stock], key=float)
+            rows.append([f"{model}, {words}, ms", fastest, *(shown.get(one, "-") for one in columns)])
+    return markdown(("INT8", STOCK, *(one.replace(f" {SIX_BITS}", ", six bits") for one in columns)), rows)
 
 
 def _undisturbed(group: Group, engine: str, load: str) -> float:
@@ -497,9 +495,7 @@ def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
     return markdown(("type", "model", "pattern", *(f"{m}" for m in TOKENS)), rows, 3)
 
 
-def _of_model(
-    table: dict[str, Any], dtype: str, model: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def _of_model(table: dict[str, Any], dtype: str, model: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """A table and its layers of a model, if it has all of them."""
     known = {(one["dtype"], one["out"], one["columns"]): one for one in table["layers"]}
     found = [known.get((dtype, *shape)) for shape in MODELS[model]]

@@ -171,9 +171,7 @@ def test_what_the_pages_say_of_an_h100() -> None:
 
 def test_what_the_pages_say_of_six_bits_on_an_h200() -> None:
     readme, cards, log = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/cards.md", LOG))
-    (group,) = MEASURED["groups"](
-        MEASURED["read"](MEASURED["ServeRecord"], [SERVED / "qwen2.5-7b-int8-6bit.jsonl"])
-    )
+    (group,) = MEASURED["groups"](MEASURED["read"](MEASURED["ServeRecord"], [SERVED / "qwen2.5-7b-int8-6bit.jsonl"]))
     six = "6:8 hopper-6bit"
     rows = {line.split("|")[1].strip(): line for line in MEASURED["TABLES"]["served-h200-6bit"]().splitlines()}
     mixed = re.findall(r"\(([\d.]+)\)", rows["7B, mixed load: 1000 requests, ms"])
@@ -184,10 +182,14 @@ def test_what_the_pages_say_of_six_bits_on_an_h200() -> None:
     assert f"decode 16 and 64 sequences {steps[0]} and {steps[1]} times as fast as stock" in readme
     computed = [MEASURED["_computing"](group, engine) for engine in ("control", six, "6:8")]
     gpu = [f"{computed[0] / one:.2f}" for one in computed[1:]]
-    text = f"6:8 has {over[six]} in the mixed load, with eight bits {over['6:8']}, and {gpu[0]} and {gpu[1]} of what the"
+    text = (
+        f"6:8 has {over[six]} in the mixed load, with eight bits {over['6:8']}, and {gpu[0]} and {gpu[1]} of what the"
+    )
     assert text in cards
     kilojoules = [group.records[engine]["mixed"].power.energy_j / 2e3 for engine in (six, "6:8", "control", "stock")]
-    assert "takes {:.1f} kJ with six bits, {:.1f} with eight, {:.1f} in the control and {:.1f}".format(*kilojoules) in log
+    assert (
+        "takes {:.1f} kJ with six bits, {:.1f} with eight, {:.1f} in the control and {:.1f}".format(*kilojoules) in log
+    )
 
 
 def test_what_the_pages_say_of_an_h100_in_fp8() -> None:

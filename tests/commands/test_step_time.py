@@ -26,9 +26,10 @@ from slidesparse.commands.step_time import (
     served_times,
 )
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import select
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.select import installation
-from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.pattern import DENSE, Pattern
@@ -45,9 +46,35 @@ def qwen(damages: tuple[float, ...] = (0.01, 0.03, 0.2)) -> list[PlanSet]:
     return [PlanSet((f"{i}.{shape}",), (shape,), choices) for i in range(LAYERS) for shape in shapes]
 
 
+def forget_six_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no table that ships have times of six bits, as that of an H100 has none."""
+    known = step_time.tables_for
+
+    def tables(here: Installation) -> list[SpeedTable]:
+        return [
+            replace(table, layers=tuple(map(eight_bits, table.layers))) if table.packaged else table
+            for table in known(here)
+        ]
+
+    def eight_bits(layer: LayerSpeed) -> LayerSpeed:
+        return replace(layer, us={name: us for name, us in layer.us.items() if not name.startswith("hopper-6bit")})
+
+    for module in (step_time, select):
+        monkeypatch.setattr(module, "tables_for", tables)
+
+
 def times(dtype: str, load: str) -> ServedTime:
     (found,) = served_times([load], LAYERS, LayerTimes(dtype, torch.device("cpu")), PATTERNS)
     return found
+
+
+def test_six_bits_that_were_measured_on_an_h200_go_by_their_own_times() -> None:
+    layer_times = LayerTimes("int8", torch.device("cpu"), bits=6)
+    told = "linears (12 of 12): times of an NVIDIA H200, which ship with the package"
+    assert layer_times.basis(PATTERNS, qwen()[:4]) == [told]
+    usual = LayerTimes("int8", torch.device("cpu"))
+    for one in qwen()[:4]:
+        assert layer_times.us(one, PATTERNS[0], PATTERNS, 16) < usual.us(one, PATTERNS[0], PATTERNS, 16)
 
 
 @pytest.mark.parametrize("engine", [CONTROL, *map(str, PATTERNS)])
@@ -185,7 +212,8 @@ def test_the_page_says_how_far_factors_are_from_one() -> None:
 
 
 def test_times_of_eight_bits_are_a_prior_for_six_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No table that ships has times of six bits; one that has some is a table of them, and of nothing else."""
+    """Where no table has times of six bits; one that has some is a table of them, and of nothing else."""
+    forget_six_bits(monkeypatch)
     eight, six = (LayerTimes("int8", torch.device("cpu"), bits=bits) for bits in (8, 6))
     size, told = (4608, 3584), "times of an NVIDIA H200, which ship with the package"
     usual, prior = (one.find(PATTERNS[0], *size) for one in (eight, six))
@@ -195,8 +223,9 @@ def test_times_of_eight_bits_are_a_prior_for_six_and_say_so(monkeypatch: pytest.
     assert six.us(one, PATTERNS[0], PATTERNS, 64) == eight.us(one, PATTERNS[0], PATTERNS, 64)
     assert six.basis(PATTERNS[:1], [one]) == [f"linears (1 of 1): {told}, of hopper in place of hopper-6bit"]
 
-    shipped = load_speeds(PACKAGED / file_name(GPUS["H200"]))
-    assert shipped is not None
+    there = load_speeds(PACKAGED / file_name(GPUS["H200"]))
+    assert there is not None
+    (shipped,) = (one for one in step_time.tables_for(there.installation) if one.installation == there.installation)
     dense, hopper = (usual.layer.us[name] for name in ("dense", "hopper"))
     us = {"dense": dense, "hopper-6bit 6:8": tuple(0.5 * time for time in hopper if time)}
     libraries = {**shipped.installation.libraries, "hopper-6bit": shipped.installation.libraries["hopper"]}
@@ -217,6 +246,7 @@ def test_on_a_gpu_six_bits_go_by_what_its_server_goes_by(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPUS["H100"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    forget_six_bits(monkeypatch)
     six, size = LayerTimes("int8", torch.device("cuda"), bits=6), (4608, 3584)
     (one,) = (one for one in qwen()[:4] if one.shapes == (size,))
     (told,) = six.basis(PATTERNS[:1], [one])

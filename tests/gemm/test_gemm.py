@@ -11,7 +11,7 @@ from oracles import scaled_product, sparse_int8
 from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import BACKENDS, Backend, Problem, choose, dense, get_backend, select
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, dense, get_backend, select, speed_files
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
@@ -212,8 +212,10 @@ def test_the_table_that_ships_serves_other_releases_of_vllm(
     monkeypatch.setattr(Dense, "library", lambda _: here)
     choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
     assert "hopper" in choice.backends
+    assert choice.reason.endswith(f"; prior: measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}")
+    choice = choose(Problem(Pattern(2, 4), torch.int8, 7168, 5120, torch.device("cuda")))  # of an older kernel alone
     kernel = "slidesparse hopper-4", Hopper().library()
-    prior = f"; prior: measured at 4608x3584 with vLLM 0.22, torch 2.11 and {kernel[0]}; this is {here} and {kernel[1]}"
+    prior = f"; prior: measured at 7168x5120 with vLLM 0.22, torch 2.11 and {kernel[0]}; this is {here} and {kernel[1]}"
     assert choice.reason.endswith(prior)
 
 
@@ -240,6 +242,9 @@ def test_weights_of_six_bits_have_a_backend_of_their_own_and_times_of_eight_are_
     _use_gpu(monkeypatch, "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
+    table = speed_files.file_name("NVIDIA H100 80GB HBM3")
+    (tmp_path / table).write_bytes((speed_files.PACKAGED / table).read_bytes())  # without those of an H200
+    monkeypatch.setattr(speed_files, "PACKAGED", tmp_path)
     eight = Problem(Pattern(6, 8), torch.int8, 4608, 3584, torch.device("cuda"))
     six = replace(eight, bits=6)
     assert backends_to_compare(eight) == ["dense", "hopper"]

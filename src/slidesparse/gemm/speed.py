@@ -190,10 +190,11 @@ class MeasuredLayer:
     def rank(self, gpu: str, out: int, columns: int) -> tuple[bool, bool, int, float]:
         """Return how little it says of a layer of some size on a GPU: of several, the lowest is to be believed.
 
-        On another GPU what else differs does not count: two cards differ by more than two revisions of a kernel.
+        Another size counts as one more thing that differs. On another GPU what else differs does not count: two cards
+        differ by more than two revisions of a kernel.
         """
-        foreign = self.gpu != gpu
-        return not self.here, foreign, 0 if foreign else len(self.others), self.layer.distance(out, columns)
+        foreign, distance = self.gpu != gpu, self.layer.distance(out, columns)
+        return not self.here, foreign, 0 if foreign else len(self.others) + (distance > 0), distance
 
     def stands_in(self, others: Mapping[str, str]) -> MeasuredLayer:
         """Return it as a prior for other backends: of each the backend whose times these are."""
@@ -246,7 +247,8 @@ def find_nearest(
 ) -> MeasuredLayer | None:
     """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
-    A layer measured here goes before all others; then those of which less differs from the installation here.
+    A layer measured here goes before all others; then those of which less differs from the installation here, and in
+    size (:meth:`MeasuredLayer.rank`).
 
     Args:
         tables: Tables; the first one is taken on a tie.
