@@ -33,7 +33,8 @@ class PruneOptions:
         method: Pruning method.
         calibration: Text for methods that need it.
         recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
-            channel to multiples of 4 (:func:`slidesparse.quant.quantize_rows_to_six_bits`).
+            channel to multiples of 4 where the pattern is not dense
+            (:func:`slidesparse.quant.quantize_rows_to_six_bits`).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
