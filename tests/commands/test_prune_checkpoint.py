@@ -348,6 +348,20 @@ def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ({"recipe": "6bit"}, "--recipe 6bit"),
+        ({"dtype": "int8", "recipe": "ternary"}, "--recipe ternary"),
+        ({"dtype": "bf16"}, "--dtype bf16"),
+    ],
+)
+def test_what_a_source_in_8_bits_does_not_take_is_named(tmp_path: Path, given: dict[str, Any], got: str) -> None:
+    told = f"is not rounded twice; got {got}; needed --dtype int8 or none, and no --recipe"
+    with pytest.raises(InputError, match=told):
+        prune_checkpoint(quantised_source(tmp_path), tmp_path / "s", PruneOptions("6:8", **given))
+
+
 def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
     """A compressed-tensors checkpoint without our marker, as others make them."""
     make_checkpoint(path / "float", name, **options)

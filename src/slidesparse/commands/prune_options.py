@@ -92,12 +92,15 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
         if options.recipe != "ternary":
             raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
     source = None if bitnet else quantisation_dtype(config)
-    if source is not None and (options.recipe != "absmax" or wanted not in (None, source)):
-        raise InputError(
-            "the source is quantised already and is not rounded twice",
-            got=f"--dtype {options.dtype}, --recipe {options.recipe}",
-            needed=f"--dtype {dtype_name(source)} or none",
-        )
+    if source is not None:
+        other = [] if wanted in (None, source) else [f"--dtype {options.dtype}"]
+        other += [] if options.recipe == "absmax" else [f"--recipe {options.recipe}"]
+        if other:
+            raise InputError(
+                "the source is quantised already and is not rounded twice",
+                got=", ".join(other),
+                needed=f"--dtype {dtype_name(source)} or none, and no --recipe",
+            )
     dtype = source or wanted
     if dtype is None:
         raise InputError(
