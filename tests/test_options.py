@@ -31,6 +31,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
     "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
     "six bits in FP8": ([*PRUNE, "--recipe", "6bit", "--dtype", "fp8"], "the 6bit recipe ends in INT8 storage"),
+    "six bits of nothing": (
+        [*PRUNE, "--recipe", "6bit", "--pattern", "dense", "--layer", "re:.*down_proj=dense"],
+        "options without effect; got --recipe 6bit without a pattern; needed a pattern, whose weights are rounded so;",
+    ),
     "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
     "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
     "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),

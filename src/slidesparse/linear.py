@@ -29,6 +29,7 @@ from slidesparse.quant import (
     dtype_name,
     parse_dtype,
     quantize_weight,
+    rounding_of,
 )
 from slidesparse.read_back import read_back
 from slidesparse.support import following_groups, require_dense
@@ -122,7 +123,8 @@ class SlideLinear(nn.Module):
             method: A pruning method to apply first; None when the weight satisfies the pattern already.
             backend: ``auto`` or a backend's name.
             fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
-            recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU.
+            recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless the
+                pattern is dense.
             name: The weight's name in error messages.
 
         Raises:
@@ -350,6 +352,6 @@ def pack_weight(
     """
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name, recipe=recipe)
+        values, scale = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

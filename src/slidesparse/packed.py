@@ -91,8 +91,8 @@ class PackedWeight:
 
     @property
     def bits(self) -> int:
-        """Bits in which every value can be kept: see :func:`slidesparse.support.value_bits`."""
-        return max(value_bits(segment.values) for segment in self.segments)
+        """Bits in which every value of a slid group can be kept: see :func:`slidesparse.support.value_bits`."""
+        return max(value_bits(one.values if one.kind == "2:4" else one.values[:0]) for one in self.segments)
 
     @property
     def n_bytes(self) -> int:

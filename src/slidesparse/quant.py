@@ -21,6 +21,7 @@ import torch
 from slidesparse.base.arguments import shown
 from slidesparse.base.row_blocks import row_blocks
 from slidesparse.errors import InputError
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import as_bits, check_weight
 
 INT8_MAX = 127.0
@@ -50,7 +51,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 Rounding = Literal["absmax", "6bit"]
-"""How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits."""
+"""How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits.
+
+Six bits are for weights that follow a pattern (:func:`rounding_of`)."""
 
 
 class Quantised(NamedTuple):
@@ -79,6 +82,11 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 def rounded_bits(recipe: Rounding, dtype: torch.dtype) -> int:
     """Return the bits in which values of a type can be kept after they were rounded so."""
     return 6 if recipe == "6bit" else 8 * dtype.itemsize
+
+
+def rounding_of(recipe: Rounding, pattern: Pattern) -> Rounding:
+    """Return how a weight is rounded: a dense one would lose accuracy by six bits, and gain nothing."""
+    return "absmax" if pattern == DENSE else recipe
 
 
 def check_rounding(recipe: object, dtype: torch.dtype) -> None:

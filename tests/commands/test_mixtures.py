@@ -173,6 +173,17 @@ def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: st
     assert ["I8 of six bits, marked 6:8" in one for one in told] == [True, False]
 
 
+def test_dense_experts_keep_eight_bits_beside_six(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    for recipe in ("absmax", "6bit"):
+        layers = {"re:.*experts.gate_up_proj": "dense"}
+        prune_checkpoint(tmp_path / "m", tmp_path / recipe, PruneOptions("6:8", "int8", recipe=recipe, layers=layers))
+    eight, six = tensors(tmp_path / "absmax"), tensors(tmp_path / "6bit")
+    expert = next(key for key in six if key.endswith("experts.0.w1.weight")).removesuffix("w1.weight")
+    same = [torch.equal(six[f"{expert}{leaf}.weight"], eight[f"{expert}{leaf}.weight"]) for leaf in ("w1", "w3", "w2")]
+    assert same == [True, True, False]
+
+
 @pytest.mark.parametrize("name", CUT)
 def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 
 from slidesparse.cli import main
 from slidesparse.commands.prune import PruneOptions, PruneSummary, prune_checkpoint
+from slidesparse.commands.prune_options import Recipe
 from slidesparse.files.calibration import Calibration
 
 SOURCE = """---
@@ -81,6 +82,19 @@ def test_what_was_done_is_on_the_card(tmp_path: Path) -> None:
     assert "base_model" not in card
     for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         exec(block.replace("THIS_FOLDER", str(tmp_path / "q")).replace("cuda", "cpu"), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "words"),
+    [
+        ("llama", "6bit", "int8, of six bits where pruned, a scale for each channel, zeros in place"),
+        ("bitnet", "ternary", "int8, of three values (BitNet b1.58), a scale for each channel, zeros in place"),
+    ],
+)
+def test_how_weights_were_rounded_is_on_the_card(tmp_path: Path, name: str, recipe: Recipe, words: str) -> None:
+    make_checkpoint(tmp_path / "m", name, num_hidden_layers=1)
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8", recipe=recipe))
+    assert f"| weights | {words} |" in (tmp_path / "q/README.md").read_text()
 
 
 def test_a_card_of_float_weights_says_how_they_are_served(tmp_path: Path) -> None:

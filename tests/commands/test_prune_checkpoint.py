@@ -268,9 +268,31 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
     assert bool(((dequantize(values, scale) - exact).abs() <= 2.5 * scale).all())  # half a step of each
     told = {path: inspect_checkpoint(tmp_path / path) for path in ("s", "e")}
     assert [{layer.bits for layer in one.layers} for one in told.values()] == [{6}, {8}]
-    line = "layers of six bits a value: a Hopper GPU keeps 0.8 of their 2:4 MB"
+    line = "14 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
     assert [line in one.table() for one in told.values()] == [True, False]
     slidesparse.load(tmp_path / "s")
+
+
+def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "llama")
+    for path, recipe in (("s", "6bit"), ("e", "absmax")):
+        options = PruneOptions("6:8", "int8", recipe=recipe, layers={"re:.*o_proj": "dense"})
+        prune_checkpoint(tmp_path / "m", tmp_path / path, options)
+    six, eight = Checkpoint(tmp_path / "s"), Checkpoint(tmp_path / "e")
+    for leaf in ("weight", "weight_scale"):
+        dense, pruned = (f"model.layers.0.self_attn.{name}_proj.{leaf}" for name in "oq")
+        assert torch.equal(six.tensor(dense), eight.tensor(dense))
+        assert not torch.equal(six.tensor(pruned), eight.tensor(pruned))
+    table = inspect_checkpoint(tmp_path / "s").table()
+    assert "12 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB" in table
+
+
+def test_six_bits_that_no_group_slides_save_nothing(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "bitnet")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("dense", "int8", recipe="ternary"))
+    told = inspect_checkpoint(tmp_path / "s")
+    assert {layer.bits for layer in told.layers} == {6}
+    assert "six bits" not in told.table()
 
 
 def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
@@ -324,6 +346,20 @@ def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
     for destination in ("a", "b"):
         prune_checkpoint(tmp_path / "m", tmp_path / destination, PruneOptions("4:6@50%", "fp8"))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ({"recipe": "6bit"}, "--recipe 6bit"),
+        ({"dtype": "int8", "recipe": "ternary"}, "--recipe ternary"),
+        ({"dtype": "bf16"}, "--dtype bf16"),
+    ],
+)
+def test_what_a_source_in_8_bits_does_not_take_is_named(tmp_path: Path, given: dict[str, Any], got: str) -> None:
+    told = f"is not rounded twice; got {got}; needed --dtype int8 or none, --recipe absmax"
+    with pytest.raises(InputError, match=told):
+        prune_checkpoint(quantised_source(tmp_path), tmp_path / "s", PruneOptions("6:8", **given))
 
 
 def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:

@@ -177,12 +177,14 @@ def test_experts_of_six_bits_run_where_they_are_asked_for(tmp_path: Path, caplog
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("bits", [8, 6])
 def test_experts_whose_product_was_wrong_run_dense(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bits: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    path, pattern = pruned(tmp_path, "qwen3-moe"), Pattern(6, 8)
-    kind = expert_times.ExpertKind(torch.int8, pattern, pattern, 64, 48, 4, 4, 2, torch.device("cpu"))
+    paths = {n: pruned(tmp_path / recipe, "qwen3-moe", recipe=recipe) for n, recipe in ((8, "absmax"), (6, "6bit"))}
+    pattern = Pattern(6, 8)
+    kind = expert_times.ExpertKind(torch.int8, pattern, pattern, 64, 48, 4, 4, 2, torch.device("cpu"), bits)
     expert_times.keep_expert_times(kind, None, ["hopper"])
     # A device of another type, as far as this choice goes.
     choose = load_experts.ExpertLoader._product
@@ -190,7 +192,7 @@ def test_experts_whose_product_was_wrong_run_dense(
     monkeypatch.setattr(
         load_experts.ExpertLoader, "_product", lambda self, kind: choose(self, replace(kind, device=elsewhere))
     )
-    assert not packed_mixtures(slidesparse.load(path))
+    assert [bool(packed_mixtures(slidesparse.load(path))) for path in paths.values()] == [bits != 8, bits != 6]
     assert "run dense: hopper: its result was wrong when it was measured here" in caplog.text
 
 

@@ -114,7 +114,7 @@ def test_experts_with_two_patterns_have_times_of_their_own() -> None:
     keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
     both = replace(KIND, down=Pattern(2, 4))
     keep_expert_times(both, times(1.5, 1.5, 1.5, 1.5, 1.5))
-    assert (KIND.patterns, both.patterns) == ("6:8", "6:8 and 2:4")
+    assert (KIND.form, both.form) == ("6:8", "6:8 and 2:4")
     assert str(both) == "int8 8 experts 64x64 6:8 and 2:4"
     assert choose_experts(KIND, TOKENS).sparse
     assert choose_experts(both, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
@@ -141,6 +141,7 @@ def test_experts_of_six_bits_have_times_of_their_own_and_those_of_eight_as_a_pri
     assert choose_experts(six, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
     assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.80 to 0.90 of dense's time; measured here"
     assert six.prefix == "8 experts, 2 a token, 6 bits: "
+    assert str(six) == f"{KIND}, 6 bits"
     assert was_wrong(replace(six, down=Pattern(4, 6)))
     assert not was_wrong(six)
 

@@ -64,6 +64,10 @@ def test_the_hardware_reads_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), HopperSixBits)
 
 
+def test_dense_groups_have_eight_bits_beside_six() -> None:
+    _assert_it_is_the_weight(_packed("dense", torch.int8, 70, 333), HopperSixBits)
+
+
 @pytest.mark.parametrize("pattern", BUNDLED)
 def test_the_hardware_reads_bundles_of_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), SixBitBundles)

@@ -95,6 +95,25 @@ def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor]) -
     assert float((total - whole).norm()) < 0.03 * float(whole.norm())
 
 
+def test_shards_whose_values_have_other_bits_sum_to_the_whole(weights: dict[str, torch.Tensor]) -> None:
+    """Each rank keeps its own bits, and has times of its own."""
+    half = INNER // 2
+    for name in ("w13_weight", "w2_weight"):
+        weights[name] &= -4
+    weights["w2_weight"][..., half:] += weights["w2_weight"][..., half:] // 4  # where there is a weight
+    _, whole = gpu(weights, parallel())
+    total, bits = torch.zeros_like(whole), []
+    for rank in range(2):
+        rows = torch.cat([torch.arange(half) + rank * half, torch.arange(half) + INNER + rank * half])
+        shard = {name: weights[name][:, rows] for name in ("w13_weight", "w13_weight_scale")}
+        shard["w2_weight"] = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
+        found, part = gpu(shard | {"w2_weight_scale": weights["w2_weight_scale"]}, parallel(tp_size=2, tp_rank=rank))
+        bits.append(found.kind.bits)
+        total += part
+    assert bits == [6, 8]
+    assert float((total - whole).norm()) < 0.03 * float(whole.norm())
+
+
 def test_a_shard_does_not_satisfy_the_pattern_from_elsewhere(weights: dict[str, torch.Tensor]) -> None:
     """So that the test above could fail: the second half follows 6:8 from position 4 of a group, and not from 0."""
     from slidesparse.errors import PatternViolation

@@ -24,6 +24,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
@@ -441,6 +442,27 @@ def test_a_shard_without_a_group_that_follows_is_joined_too() -> None:
     assert outcome == Outcome(False, True, f"{told}, {JOINED}")
     left = pack_shard(weight, scale, named, Options(fuse=False), start=64)
     assert left == (None, Outcome(False, True, told))
+
+
+def test_each_rank_packs_the_bits_that_its_shard_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.integrations.vllm.names import NamedLayer
+    from slidesparse.integrations.vllm.options import Options
+    from slidesparse.integrations.vllm.scheme import pack_shard
+
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    weight, scale = torch.randint(-32, 32, (16, 128), dtype=torch.int8) * 4, torch.ones(16, 1)
+    weight *= ss.prune_mask(weight.float(), "6:8")
+    weight[:, 64:] //= 2
+    named, found = NamedLayer("down_proj", Pattern(6, 8)), []
+    for start in (0, 64):
+        shard = weight[:, start : start + 64].contiguous()
+        packed, outcome = pack_shard(shard, scale, named, Options(fallback="none"), start)
+        assert packed is not None
+        assert torch.equal(packed.unpack(), shard)
+        found.append(outcome.text.split(" for ")[0])
+    assert found == ["6:8: hopper-6bit", "6:8: hopper"]
+    with pytest.raises(UnsupportedError, match="hopper-6bit cannot run this layer: a value of its weight has more"):
+        pack_shard(shard, scale, named, Options(backend="hopper-6bit"), 64)
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import torch
 from expert_weights import packed_experts
 
 from slidesparse.experts import SlideExperts
+from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
 from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
+from slidesparse.quant import Rounding
 
 
 def sparse_linear(backend: str) -> SlideLinear:
@@ -60,6 +62,19 @@ def test_experts_of_a_kind_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -
     for kind, top_k in (("a", 2), ("a", 2), ("b", 1)):
         warmup.experts(layer, kind, top_k)
     assert ran == [(torch.bfloat16, 2), (torch.bfloat16, 1)]
+
+
+def test_experts_with_weights_of_another_form_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[SlideExperts] = []
+    monkeypatch.setattr(SlideExperts, "warm_up", lambda layer, *_: ran.append(layer))
+    monkeypatch.setattr(HopperExperts, "warm_up", lambda *_: None)
+    recipes: tuple[Rounding, ...] = ("absmax", "6bit", "absmax")
+    gate_up, down = ([packed_experts(2, 512, size, torch.int8, recipe=one) for one in recipes] for size in (512, 256))
+    layers = [SlideExperts(gate_up[i], down[j], HopperExperts()) for i in range(3) for j in range(3)]
+    warmup = WarmUp(4, torch.bfloat16)
+    for layer in layers:
+        warmup.experts(layer, "a", 2)
+    assert ran == [layers[place] for place in (0, 1, 3, 4)]
 
 
 def test_a_warm_up_that_memory_ended_is_done_by_the_next_layer_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:

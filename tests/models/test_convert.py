@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 import pytest
@@ -556,3 +556,21 @@ def test_six_bits_on_a_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert [layer.choice.backends for layer in (model[0], model[2])] == [("hopper-6bit",)] * 2
     with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
         sparsify_(nn.Sequential(nn.Linear(128, 96)), "6:8", backend="hopper-6bit")
+
+
+def test_dense_layers_keep_eight_bits_beside_six(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    model = nn.Sequential(nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64))
+    given: Any = {"pattern": "6:8", "layers": {"2": "dense"}}
+    eight = sparsify_(copy.deepcopy(model), **given).state_dict()
+    six = sparsify_(copy.deepcopy(model), **given, recipe="6bit").state_dict()
+    assert [torch.equal(six[name], eight[name]) for name in ("0.weight", "2.weight", "2.weight_scale")] == [
+        False,
+        True,
+        True,
+    ]
+    asked = sparsify_(model, **given, recipe="6bit", backend="hopper-6bit")  # it has dense groups in eight bits
+    layer = cast("SlideLinear", asked[2])
+    assert layer.choice.backends == ("hopper-6bit",)
+    layer.load_state_dict({name.removeprefix("2."): value for name, value in eight.items() if name[0] == "2"})
+    assert layer.choice.backends == ("hopper-6bit",)

@@ -13,7 +13,7 @@ import torch
 from slidesparse.base.arguments import require_kind
 from slidesparse.commands.prune_options import RECIPES, PruneOptions
 from slidesparse.errors import InputError
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
@@ -25,8 +25,14 @@ def check_options(options: PruneOptions) -> None:
         InputError: A pattern, a type, a method or a number is none; or two options contradict each other.
     """
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
-    for pattern in (options.pattern, *options.layers.values()):
-        Pattern.parse(pattern)
+    patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
+    if options.recipe == "6bit" and patterns == {DENSE}:
+        raise InputError(
+            "options without effect",
+            got="--recipe 6bit without a pattern",
+            needed="a pattern, whose weights are rounded so",
+            remedy="use --pattern 6:8, or leave out --recipe",
+        )
     _require_counts(options)
     _require_text(options)
     _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))

@@ -157,9 +157,10 @@ class Inspection:
 
 
 def _describe_six_bits(layers: list[Layer]) -> list[str]:
-    """Return a line about the layers whose values all have six bits, if there are any."""
-    count = sum(layer.bits == 6 for layer in layers)
-    return [f"{counted(count, 'layer')} of six bits a value: a Hopper GPU keeps 0.8 of their 2:4 MB"] if count else []
+    """Return a line about the layers that slide and whose values all have six bits, if there are any."""
+    count = sum(layer.bits == 6 and layer.ideal_speedup > 1 for layer in layers)
+    told = f"{counted(count, 'layer')} of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
+    return [told] if count else []
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:

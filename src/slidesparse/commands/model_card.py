@@ -17,10 +17,18 @@ from typing import Any
 from slidesparse import __version__
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.whole_file import read_regular, replace_file
+from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, hub_model
 
 FILE_NAME = "README.md"
+
+ROUNDED: dict[Recipe, str] = {
+    "absmax": "",
+    "6bit": ", of six bits where pruned",
+    "ternary": ", of three values (BitNet b1.58)",
+}
+"""Recipe -> what it makes of a type's values."""
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Keys of the source's card that hold for the pruned model too."""
@@ -53,6 +61,7 @@ def write_card(
     patterns: Mapping[str, str],
     dtype: str,
     quantised: bool,
+    recipe: Recipe,
     method: str,
     reordered: bool,
     rotated: bool,
@@ -70,6 +79,7 @@ def write_card(
         patterns: Treated linear -> pattern.
         dtype: Type of the treated weights.
         quantised: Whether the weights are quantised.
+        recipe: How they were rounded.
         method: How weights were chosen, with the text that the method saw.
         reordered: Whether channels inside MLPs have changed places.
         rotated: Whether the residual stream has other axes.
@@ -100,7 +110,7 @@ def write_card(
             if rotated
             else {}
         ),
-        "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",
+        "weights": f"{dtype}{ROUNDED[recipe]}{', a scale for each channel' if quantised else ''}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(sizes[1])}, of {readable_size(sizes[0])}",
     }

@@ -346,6 +346,7 @@ def _write_the_rest(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dtype=dtype_name(job.dtype),
         quantised=job.dtype in QUANTISED,
+        recipe=options.recipe,
         method=_method_words(options, job.windows),
         reordered=job.steps.reorder is not None,
         rotated=job.steps.rotation is not None,

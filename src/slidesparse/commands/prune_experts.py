@@ -30,7 +30,7 @@ from slidesparse.models.experts import (
 )
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
+from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize, rounding_of
 from slidesparse.support import check_weight
 
 
@@ -258,8 +258,9 @@ class ExpertJob:
         """Return one expert's weight as it is stored, cut into as many tensors as there are names."""
         if self.source_dtype is None:
             found: dict[str, torch.Tensor] = {}
+            recipe = rounding_of(self.rounding, pattern)
             for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
-                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name, recipe=self.rounding)
+                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name, recipe=recipe)
             return found
         (name,) = names
         if pattern == DENSE:

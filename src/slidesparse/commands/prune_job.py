@@ -42,6 +42,7 @@ from slidesparse.quant import (
     dtype_name,
     quantize_weight,
     requantize,
+    rounding_of,
     ternary_scale,
     ternary_weight,
 )
@@ -308,7 +309,8 @@ class PruneJob:
         if self.recipe == "ternary":
             absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
             return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
-        return quantize_weight(weight, self.dtype, name=tensor, recipe=self.rounding)
+        recipe = rounding_of(self.rounding, self.patterns[name])
+        return quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's own names of linears, where they are others than transformers' names.

@@ -33,7 +33,8 @@ class PruneOptions:
         method: Pruning method.
         calibration: Text for methods that need it.
         recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
-            channel to multiples of 4 (:func:`slidesparse.quant.quantize_rows_to_six_bits`).
+            channel to multiples of 4 where the pattern is not dense
+            (:func:`slidesparse.quant.quantize_rows_to_six_bits`).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
@@ -91,12 +92,15 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
         if options.recipe != "ternary":
             raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
     source = None if bitnet else quantisation_dtype(config)
-    if source is not None and (options.recipe != "absmax" or wanted not in (None, source)):
-        raise InputError(
-            "the source is quantised already and is not rounded twice",
-            got=f"--dtype {options.dtype}, --recipe {options.recipe}",
-            needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
-        )
+    if source is not None:
+        other = [] if wanted in (None, source) else [f"--dtype {options.dtype}"]
+        other += [] if options.recipe == "absmax" else [f"--recipe {options.recipe}"]
+        if other:
+            raise InputError(
+                "the source is quantised already and is not rounded twice",
+                got=", ".join(other),
+                needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
+            )
     dtype = source or wanted
     if dtype is None:
         raise InputError(

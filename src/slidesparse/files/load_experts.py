@@ -93,9 +93,12 @@ class ExpertLoader:
             self._read(f"{experts.name}.{leaf}", pattern, experts.count)
             for leaf, pattern in zip(PARAMETERS, found, strict=True)
         ]
-        bits = max(one.bits for whole in packed for one in whole)
-        product = self._why_not_bits(bits) or self._product(replace(kind, bits=bits))
-        return product if isinstance(product, str) else SlideExperts(packed[0], packed[1], product)
+        kind = replace(kind, bits=max(one.bits for whole in packed for one in whole))
+        if self.backend == "auto" and was_wrong(kind):  # asked here, since the values' bits are part of the kind
+            if self.fallback != "none":
+                return f"{GROUPED}: {WRONG_HERE}"
+            product = TorchExperts()
+        return self._why_not_bits(kind.bits) or SlideExperts(packed[0], packed[1], product)
 
     def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:
         """Return the patterns of the tensors of a layer's weights; dense for those that were not pruned."""
@@ -118,8 +121,6 @@ class ExpertLoader:
         if kind.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"
         found = grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
-        if self.backend == "auto" and was_wrong(kind):
-            found = f"{GROUPED}: {WRONG_HERE}"
         return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
 
     def _why_not_bits(self, bits: int) -> str | None:

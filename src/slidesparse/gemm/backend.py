@@ -50,7 +50,7 @@ class Problem:
         in_features: Columns of the weight, before lifting.
         device: The device on which it runs.
         slid: Some group is slid. A shard of a partial pattern may have no such group: its packed weight is dense.
-        bits: Bits in which every value of the weight can be kept (:func:`slidesparse.support.value_bits`).
+        bits: Bits in which every value of its slid groups can be kept (:func:`slidesparse.support.value_bits`).
     """
 
     pattern: Pattern

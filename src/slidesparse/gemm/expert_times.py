@@ -89,19 +89,22 @@ class ExpertKind:
 
     def __str__(self) -> str:
         """Return ``int8 128 experts 1536x2048 6:8``."""
-        return f"{dtype_name(self.dtype)} {self.experts} experts {2 * self.inner}x{self.hidden} {self.patterns}"
+        return f"{dtype_name(self.dtype)} {self.experts} experts {2 * self.inner}x{self.hidden} {self.form}"
 
     @property
-    def patterns(self) -> str:
-        """Their patterns in words, each once."""
-        return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down))))
+    def form(self) -> str:
+        """Their patterns in words, each once, and the bits of their values where they are not eight."""
+        return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down)))) + self._bits
+
+    @property
+    def _bits(self) -> str:
+        return "" if self.bits == 8 else f", {self.bits} bits"
 
     @property
     def prefix(self) -> str:
         """The beginning of the names of its times; it names the pattern of down, and bits, where they are others."""
         down = "" if self.down == self.pattern else f", down {self.down}"
-        bits = "" if self.bits == 8 else f", {self.bits} bits"
-        return f"{name_prefix(self.experts, self.everywhere, self.top_k).removesuffix(': ')}{down}{bits}: "
+        return f"{name_prefix(self.experts, self.everywhere, self.top_k).removesuffix(': ')}{down}{self._bits}: "
 
     def times_key(self, form: str) -> str:
         """Return the name of a form's times in the file."""

@@ -223,7 +223,8 @@ def sparsify_(
         method: Pruning method, or None when the weights satisfy their patterns already.
         backend: ``auto`` or a backend's name.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
-        recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU.
+        recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
+            ``dense`` keep eight.
         run: Runs the model once, on any input. It is needed for partial patterns, to find the linears that read the
             same input; transformers models need none.
 

@@ -30,7 +30,10 @@ class HopperExperts:
     """An expert gets few tokens, so that bytes decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`)."""
+        """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`).
+
+        Their values have six bits in memory where those of every expert fit.
+        """
         bundle, width = self.layout.bundle(experts[0]), min(8, max(packed.bits for packed in experts))
         steps = torch.stack([sparse_steps(packed, bundle, width) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs

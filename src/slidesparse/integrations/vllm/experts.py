@@ -172,7 +172,7 @@ class _Packing:
             with given_back_workspace():
                 tuner.measure_experts(experts.kind, forms)
         choice = choice or self._choose(layer, experts.kind)
-        text = f"{experts.kind.experts} experts, {experts.kind.patterns}: {choice.reason}"
+        text = f"{experts.kind.experts} experts, {experts.kind.form}: {choice.reason}"
         if packed is None or not choice.sparse:
             if not measured:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]

@@ -90,16 +90,17 @@ class WarmUp:
 
         Args:
             layer: They.
-            kind: What tells experts with other kernels.
+            kind: What tells experts with other kernels, besides the forms of their weights.
             top_k: Experts of a token.
         """
-        if kind in self._done:
+        operands = [linear.operand for linear in (layer.gate_up, layer.down)]
+        of_form = kind, *(operand.shape for operand in operands)  # only one of the two may have values of six bits
+        if of_form in self._done:
             return
         if isinstance(layer.product, HopperExperts):
-            operands = [linear.operand for linear in (layer.gate_up, layer.down)]
             layer.product.warm_up(layer.gate_up.dtype, self.dtype, operands)
         layer.warm_up(self.dtype, top_k)
-        self._done.add(kind)
+        self._done.add(of_form)
 
     def lift(self, prologue: str, weight: WeightSpec, device: torch.device) -> None:
         """Run the lifting kernels of a weight after a norm or an activation on a GPU, if none of its kind has run."""
