@@ -19,7 +19,7 @@ from torch import nn
 
 import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.errors import PatternViolation
+from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import expert_times
@@ -58,10 +58,18 @@ def test_packed_experts_compute_what_dense_ones_do(tmp_path: Path, name: str) ->
     assert not packed_mixtures(dense)
     assert len(packed_mixtures(ours)) == len(find_experts(dense)) > 0
     assert not find_experts(ours)
-    assert not any(value.is_meta for value in ours.state_dict().values())
+    assert not any(value.is_meta for value in (*ours.parameters(), *ours.buffers()))
     a, b = logits(dense), logits(ours)
     assert not torch.equal(a, b)  # inputs of the experts are rounded
     assert (a - b).norm() < 0.05 * a.norm()
+
+
+def test_packed_experts_are_not_lost_where_a_model_is_saved(tmp_path: Path) -> None:
+    ours = slidesparse.load(pruned(tmp_path, "qwen3-moe"), backend="reference")
+    with pytest.raises(UnsupportedError, match=r"packed experts .model\.layers\.0\.mlp\.experts.*folder") as error:
+        ours.save_pretrained(tmp_path / "saved")
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("saved/*.safetensors"))
 
 
 def test_fp8_experts_and_those_of_another_pattern(tmp_path: Path) -> None:

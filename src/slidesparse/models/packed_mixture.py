@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts
 from slidesparse.models.experts import Experts
 
@@ -54,6 +55,17 @@ class PackedMixture(nn.Module):
         here = torch.where(top_k_index < self.slide.count, top_k_index, -1)
         y: torch.Tensor = self.slide(hidden_states, top_k_weights, here)
         return y
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Refuse: a model that is saved would lack its experts.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"the state of packed experts ({prefix.removesuffix('.')})",
+            remedy="copy the folder that they were loaded from, or read parameters() and buffers()",
+        )
 
 
 def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
