@@ -11,6 +11,7 @@ from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prune import prune_mask
 from slidesparse.slide import gather
@@ -95,6 +96,15 @@ def test_any_number_of_channels(out: int, tile: Tile) -> None:
 def test_two_bands_are_one_product(rest: Tile) -> None:
     large = next(iter(TILES))
     assert_exact(packed_weight("6:8", 1300, 1000), (Band(large, 512), Band(rest, 788)), (200,))
+
+
+def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
+    packed = packed_weight("6:8", 512, 1024)
+    layer, exact = (SlideLinear(packed, backend=name, fallback="none") for name in ("auto", "reference"))
+    assert layer.choice.backends == ("hopper-6bit",)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, 1024, device="cuda", dtype=BF16)
+        assert torch.equal(layer(x), exact(x)), tokens
 
 
 def test_ten_thousand_launches_give_the_same_bits() -> None:
