@@ -21,7 +21,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import Rounding, quantize_weight
+from slidesparse.quant import Rounding, quantize_weight, rounding_of
 
 HEAD = 128
 
@@ -230,7 +230,7 @@ class _Writer:
             if self.dtype == torch.bfloat16:
                 tensors[f"{prefix}.{name}.weight"] = part
             else:
-                values, scale = quantize_weight(part, self.dtype, recipe=self.recipe)
+                values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, pattern))
                 tensors[f"{prefix}.{name}.weight"] = values
                 tensors[f"{prefix}.{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:
