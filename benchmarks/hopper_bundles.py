@@ -38,7 +38,7 @@ from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBitCo
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE
-from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SLABS, sparse_steps
+from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SLABS
 from slidesparse.kernels.lift import quantize_lift
 from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
@@ -65,10 +65,9 @@ class Experts(HopperExperts):
     def __init__(self, layout: Layout, width: int) -> None:
         self.layout, self.width = layout, width
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """See :meth:`HopperExperts.prepare`."""
-        bundle = self.layout.bundle(experts[0])
-        return torch.stack([sparse_steps(packed, bundle, self.width) for packed in experts])
+    def width_of(self, experts: Sequence[PackedWeight]) -> int:
+        """See :meth:`HopperExperts.width_of`."""
+        return self.width
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from slidesparse.models.expert_weights import expert_weights
 from slidesparse.models.experts import find_experts
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.targets import find_targets
-from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_rows_to_six_bits
+from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
 
 CONTEXT = 512
 TASK_SHARE = 3 / 16
@@ -363,8 +363,7 @@ def served(model: nn.Module, dtype: str, recipe: Rounding = "absmax") -> Iterato
     linears, kind = find_targets(model).linears.values(), parse_dtype(dtype)
 
     def forward(held: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        rows = held.detach()
-        weight = quantize_rows_to_six_bits(rows) if recipe == "6bit" else quantize_rows(rows, kind)
+        weight = quantize_weight(held, kind, recipe=recipe)
         values = weight.values.to(torch.bfloat16)
 
         def product(x: torch.Tensor) -> torch.Tensor:

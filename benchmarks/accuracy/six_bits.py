@@ -25,7 +25,7 @@ class SixBits(Experiment):
     def run(self) -> None:
         """Judge the dense model and all pruned ones."""
         self.train()
-        self.one("dense none 0", lambda: self.restored())
+        self.one("dense none 0", self.restored)
         for method in METHODS:
             for pattern in PATTERNS:
                 self.one(f"{pattern} {method} 0", lambda pattern=pattern, method=method: self.made(pattern, method))

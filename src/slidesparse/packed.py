@@ -7,6 +7,7 @@ is neutral: a backend reorders it once into the operand that its kernel reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -171,6 +172,11 @@ class PackedWeight:
         if x.shape[-1:] != self.shape[1:] or x.dtype not in INT_VIEW:
             raise InputError("activations", got=f"{list(x.shape)} {x.dtype}", needed=f"[..., {self.shape[1]}]")
         return gather(x, self.column_map())
+
+
+def common_bits(weights: Iterable[PackedWeight]) -> int:
+    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 at the first that needs them."""
+    return 6 if all(packed.bits == 6 for packed in weights) else 8
 
 
 class Packer(Protocol):

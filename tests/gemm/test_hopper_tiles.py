@@ -148,13 +148,14 @@ def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, chann
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("speed-*.json")), ids=lambda path: path.stem)
 def test_more_tokens_never_take_less_time_in_a_shipped_table(path: Path) -> None:
-    # Gate and up of 8B at 16 tokens, six bits: 448 of the 396 small tiles that run at once. 64 tokens take 0.944.
     table = load_speeds(path)
     assert table is not None
     for layer in table.layers:
         for name, us in layer.us.items():
             if name.startswith("hopper"):
-                assert all(us_of_more > 0.94 * us_of_few for us_of_few, us_of_more in pairwise(filter(None, us))), (
+                # 448 small tiles at 16 tokens, of which 396 run at once: a known wave.
+                share = 0.94 if (layer.out, layer.columns, name) == (28672, 4096, "hopper-6bit 4:6") else 0.95
+                assert all(us_of_more > share * us_of_few for us_of_few, us_of_more in pairwise(filter(None, us))), (
                     f"{layer.dtype} {layer.out} x {layer.columns}, {name}: {us}"
                 )
 

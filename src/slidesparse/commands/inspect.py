@@ -270,9 +270,9 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         problem = str(error)
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
-    bits = 8 * weight.element_size()
+    bits = value_bits(weight)
     following = None
-    choice, kept = _what_runs(pattern, weight) if problem is None else (None, {})
+    choice, kept = _what_runs(pattern, weight, bits) if problem is None else (None, {})
     if marked is not None and marked != DENSE:
         following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
         pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
@@ -280,13 +280,13 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
         dtype=str(weight.dtype).removeprefix("torch."),
-        bits=value_bits(weight),
+        bits=bits,
         sparsity=1 - is_nonzero(weight).sum().item() / max(weight.numel(), 1),
         marked=None if marked is None else str(marked),
         tightest="-" if tightest is None else str(tightest),
         following=following,
         dense_bytes=weight.numel() * weight.element_size(),
-        packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", bits)),
+        packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", 8 * weight.element_size())),
         ideal_speedup=float(pattern.ideal_speedup),
         backends="-" if choice is None else choice.describe(),
         reason="-" if choice is None else choice.reason,
@@ -295,10 +295,10 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     )
 
 
-def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
+def _what_runs(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
     """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=value_bits(weight))
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
     groups = pattern.groups(weight.shape[1])
     slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
     choice = choose(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -22,7 +23,7 @@ from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.packed_mixture import PARAMETERS, PackedMixture, why_not_packed
 from slidesparse.models.parts import text_config
-from slidesparse.packed import PackedWeight
+from slidesparse.packed import PackedWeight, common_bits
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 
@@ -93,7 +94,7 @@ class ExpertLoader:
             self._read(f"{experts.name}.{leaf}", pattern, experts.count)
             for leaf, pattern in zip(PARAMETERS, found, strict=True)
         ]
-        kind = replace(kind, bits=max(one.bits for whole in packed for one in whole))
+        kind = replace(kind, bits=common_bits(chain(*packed)))
         if self.backend == "auto" and was_wrong(kind):  # asked here, since the values' bits are part of the kind
             if self.fallback != "none":
                 return f"{GROUPED}: {WRONG_HERE}"

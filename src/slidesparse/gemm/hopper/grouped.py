@@ -19,7 +19,7 @@ from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
 from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
-from slidesparse.packed import PackedWeight
+from slidesparse.packed import PackedWeight, common_bits
 from slidesparse.support import check_vector
 
 
@@ -34,11 +34,15 @@ class HopperExperts:
 
         Their values have six bits in memory where those of every expert fit.
         """
-        bundle, width = self.layout.bundle(experts[0]), min(8, max(packed.bits for packed in experts))
+        bundle, width = self.layout.bundle(experts[0]), self.width_of(experts)
         steps = torch.stack([sparse_steps(packed, bundle, width) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
         return steps
+
+    def width_of(self, experts: Sequence[PackedWeight]) -> int:
+        """Return the bits of a kept value in memory."""
+        return common_bits(experts)
 
     def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
