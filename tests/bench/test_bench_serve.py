@@ -20,10 +20,11 @@ from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.bench.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.cli import main
+from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
-from slidesparse.pattern import DENSE
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import Machine, open_records
 from slidesparse.served_figures import Latency, Power
 from slidesparse.served_records import (
@@ -89,6 +90,7 @@ def write_nothing(
     device: object,
     layers: Mapping[str, Any],
     recipe: str,
+    lm_head: bool,
 ) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
@@ -185,7 +187,7 @@ def test_a_plan_of_six_bits_is_served_with_such_weights(
     recipes = []
     written = serve_checkpoints.write_checkpoint
     monkeypatch.setattr(
-        serve_checkpoints, "write_checkpoint", lambda *given: (recipes.append(given[-1]), written(*given))
+        serve_checkpoints, "write_checkpoint", lambda *given: (recipes.append(given[6]), written(*given))
     )
     eight = plan_file(tmp_path / "plan.json")
     six = tmp_path / "six.json"
@@ -230,6 +232,33 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
     attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
+
+
+def test_an_output_embedding_in_eight_bits(pretend: None, tmp_path: Path) -> None:
+    """It is one more linear: pruned, named by the quantisation, and in the bytes that a checkpoint takes."""
+    profile = adapt(quick=True, models=["Llama-3-8B+lm_head"], dtypes=["int8"], patterns=["6:8"], engines=["6:8"])
+    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
+    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
+    plain = replace(record.key, model="Llama-3-8B")
+    rows = 128256 * 4096
+    assert serve_checkpoints.checkpoint_bytes(plain) - serve_checkpoints.checkpoint_bytes(record.key) == rows
+    config = model_config("Llama-3-8B+lm_head", 1) | {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 24}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    pattern, device = Pattern.parse("6:8"), torch.device("cpu")
+    write_checkpoint(tmp_path / "made", config, torch.int8, pattern, device, {}, "6bit", True)
+    assert inspect_checkpoint(tmp_path / "made").ok
+    made = Checkpoint(tmp_path / "made")
+    weight, scale = (made.tensor(f"lm_head.{part}") for part in ("weight", "weight_scale"))
+    check_pattern(weight, pattern)
+    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (24, 64), (24, 1))
+    assert Marker.require(made.config, made.path).ignore == ()
+    assert "re:(.*[.])?lm_head$" in made.config["quantization_config"]["config_groups"]["group_0"]["targets"]
+
+
+def test_a_plan_says_nothing_of_an_output_embedding(tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "plan.json", 28)
+    with pytest.raises(InputError, match="differs at lm_head"):
+        adapt(models=["Qwen2.5-7B+lm_head"], dtypes=["int8"], plan=plan)
 
 
 def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
@@ -666,7 +695,7 @@ def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.M
 
     def write(folder: Path, *given: Any) -> None:
         folder.mkdir()
-        written[folder.name] = given[-1]
+        written[folder.name] = given[5]
 
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

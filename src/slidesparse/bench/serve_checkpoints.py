@@ -60,8 +60,9 @@ def checkpoint_bytes(key: EngineKey) -> int:
     sizes = kind.sizes(key.model)
     linears = key.layers * sum(out * columns for out, columns in sizes)
     (_, hidden), *_ = sizes
-    ends = 2 * kind.vocabulary * hidden * torch.bfloat16.itemsize
-    return linears * parse_dtype(key.dtype).itemsize + ends
+    stored, float_bytes = parse_dtype(key.dtype).itemsize, torch.bfloat16.itemsize
+    ends = kind.vocabulary * hidden * (float_bytes + (stored if kind.lm_head else float_bytes))
+    return linears * stored + ends
 
 
 def require_space(scratch: Path, keys: Sequence[EngineKey], removable: Sequence[EngineKey]) -> None:
@@ -124,6 +125,7 @@ def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
         common, layers, recipe = Pattern.parse(key.pattern), {}, recipe_for(key.backend, key.dtype)
     else:
         common, layers, recipe = plan.common, plan.exceptions, plan.recipe
-    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers, recipe)
+    lm_head = ARCHITECTURES[key.model].lm_head
+    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers, recipe, lm_head)
     torch.cuda.empty_cache()
     partial.rename(folder)

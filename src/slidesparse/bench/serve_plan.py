@@ -223,6 +223,7 @@ def _require_names(plan: ServedPlan, model: str, layers: int | None) -> None:
     attention, mlp = (f"self_attn.{x}_proj" for x in "qkvo"), (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
     count = layers or ARCHITECTURES[model].layers
     known = {f"model.layers.{i}.{leaf}" for leaf in (*attention, *mlp) for i in range(count)}
+    known |= {"lm_head"} if ARCHITECTURES[model].lm_head else set()
     odd = sorted(known ^ set(plan.layers))
     if odd:
         raise InputError("--plan", got=f"a plan that differs at {odd[0]}", needed=f"one of {model}, {count} layers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from slidesparse.prune import prune_mask
 from slidesparse.quant import Rounding, quantize_weight, rounding_of
 
 HEAD = 128
+
+LM_HEAD = "+lm_head"
+"""Ends the name of a model whose output embedding is stored as its linears are, by ``prune --lm-head``."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Architecture:
         head_columns: Columns of a head.
         mixture: The experts of each layer; None for a dense model.
         attention: Of a mixture, (out, in) of q, k and v together, and of the linear after attention.
+        lm_head: The output embedding is stored as linears are. Otherwise it is in BF16.
     """
 
     model_type: str
@@ -62,11 +66,12 @@ class Architecture:
     head_columns: int = HEAD
     mixture: Mixture | None = None
     attention: tuple[tuple[int, int], ...] = ()
+    lm_head: bool = False
 
     def sizes(self, model: str) -> tuple[tuple[int, int], ...]:
         """Return (out, in) of every linear of a layer that is read as one, experts one by one."""
         if self.mixture is None:
-            return MODELS[model]
+            return MODELS[model.removesuffix(LM_HEAD)]
         hidden, inner = self.attention[0][1], self.mixture.inner
         return (*self.attention, *((2 * inner, hidden), (hidden, inner)) * self.mixture.experts)
 
@@ -84,6 +89,10 @@ ARCHITECTURES = {
 }
 
 DENSE_MODELS = tuple(name for name, kind in ARCHITECTURES.items() if kind.mixture is None)
+
+ARCHITECTURES |= {
+    f"{name}{LM_HEAD}": replace(ARCHITECTURES[name], lm_head=True) for name in ("Llama-3-8B", "Qwen2.5-7B")
+}
 
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """Code of a model -> its class."""
@@ -142,6 +151,7 @@ def write_checkpoint(
     device: torch.device,
     layers: Mapping[str, Pattern] | None = None,
     recipe: Rounding = "absmax",
+    lm_head: bool = False,
 ) -> None:
     """Write a checkpoint that vLLM loads, the same weights on every call.
 
@@ -153,6 +163,7 @@ def write_checkpoint(
         device: Device on which the weights are drawn.
         layers: Linear -> pattern, where it is not the common one.
         recipe: How weights are rounded.
+        lm_head: Whether the output embedding is stored as linears are.
     """
     folder.mkdir(parents=True)
     exceptions = layers or {}
@@ -162,7 +173,7 @@ def write_checkpoint(
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
     ends = {
         "model.embed_tokens.weight": writer.gaussian(rows, hidden) * hidden**0.5,
-        "lm_head.weight": writer.gaussian(rows, hidden),
+        **(writer.linears({"lm_head": rows}, hidden) if lm_head else {"lm_head.weight": writer.gaussian(rows, hidden)}),
         "model.norm.weight": writer.gain(hidden),
     }
     writer.save("ends.safetensors", ends)
@@ -170,9 +181,9 @@ def write_checkpoint(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file), encoding="utf-8")
     extra: dict[str, Any] = {}
     mixtures = [f"model.layers.{index}.mlp" for index in range(config["num_hidden_layers"]) if experts]
-    alone = ["lm_head", *(f"{mixture}.gate" for mixture in mixtures)]
+    alone = [*([] if lm_head else ["lm_head"]), *(f"{mixture}.gate" for mixture in mixtures)]
     if dtype != torch.bfloat16:
-        extra["quantization_config"] = quantization_config(dtype, alone)
+        extra["quantization_config"] = quantization_config(dtype, alone, "lm_head" if lm_head else None)
     if pattern != DENSE:
         leaves = ("gate_proj", "up_proj", "down_proj")
         treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
@@ -185,16 +196,17 @@ def _layer(writer: _Writer, config: dict[str, Any], prefix: str) -> dict[str, to
     q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
     bias = config["model_type"] == "qwen2"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    tensors = writer.linears(attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias)
-    tensors |= writer.linears(attention, {"o_proj": hidden}, q)
+    rows = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
+    tensors = writer.linears(rows, hidden, bias)
+    tensors |= writer.linears({f"{attention}.o_proj": hidden}, q)
     experts = config.get("num_experts", 0)
     if experts:
         inner = config["moe_intermediate_size"]
         tensors[f"{mlp}.gate.weight"] = writer.gaussian(experts, hidden)
         tensors |= {f"{attention}.{name}_norm.weight": writer.gain(config["head_dim"]) for name in ("q", "k")}
     for name in [f"{mlp}.experts.{expert}" for expert in range(experts)] or [mlp]:
-        tensors |= writer.linears(name, {"gate_proj": inner, "up_proj": inner}, hidden)
-        tensors |= writer.linears(name, {"down_proj": hidden}, inner)
+        tensors |= writer.linears({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden)
+        tensors |= writer.linears({f"{name}.down_proj": hidden}, inner)
     norms = ("input_layernorm", "post_attention_layernorm")
     return tensors | {f"{prefix}.{norm}.weight": writer.gain(hidden) for norm in norms}
 
@@ -219,22 +231,28 @@ class _Writer:
     def gain(self, columns: int) -> torch.Tensor:
         return 1 + 0.1 * self.gaussian(columns, 1).flatten()
 
-    def linears(self, prefix: str, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
-        """Return linears of one input, pruned together so that they share the groups of a partial pattern."""
+    def linears(self, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
+        """Return linears of one input, pruned together so that they share the groups of a partial pattern.
+
+        Args:
+            rows: Name of each -> its rows.
+            columns: Of all.
+            bias: Whether they have one.
+        """
         weight = self.gaussian(sum(rows.values()), columns)
-        pattern = self.exceptions.get(f"{prefix}.{next(iter(rows))}", self.pattern)
+        pattern = self.exceptions.get(next(iter(rows)), self.pattern)
         if pattern != DENSE:
             weight = weight * prune_mask(weight, pattern)
         tensors: dict[str, torch.Tensor] = {}
         for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
             if self.dtype == torch.bfloat16:
-                tensors[f"{prefix}.{name}.weight"] = part
+                tensors[f"{name}.weight"] = part
             else:
                 values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, pattern))
-                tensors[f"{prefix}.{name}.weight"] = values
-                tensors[f"{prefix}.{name}.weight_scale"] = scale.reshape(-1, 1)
+                tensors[f"{name}.weight"] = values
+                tensors[f"{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:
-                tensors[f"{prefix}.{name}.bias"] = self.gaussian(len(part), 1).flatten() * 0.02
+                tensors[f"{name}.bias"] = self.gaussian(len(part), 1).flatten() * 0.02
         return tensors
 
     def save(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
