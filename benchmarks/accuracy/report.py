@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from six_bits import METHODS as ROUNDED_METHODS
+from six_bits import SIX_BITS
 from speeds import served_speeds
 
 from slidesparse.models.choose_patterns import modelled_bytes
@@ -51,6 +53,7 @@ MEASURES = {
     "exact_mean": "exact answers over dense, points",
 }
 TYPES = {"": "BF16", "int8": "INT8", "fp8": "FP8"}
+ROUNDED = {"": "BF16", "int8": "INT8", SIX_BITS: "INT8 in six bits", "fp8": "FP8"}
 Record = dict[str, Any]
 Runs = dict[int, dict[str, Record]]
 """Seed -> key -> record."""
@@ -186,6 +189,21 @@ def served_table(runs: Runs) -> str:
         speeds = [f"{found[pattern]:.3f}x" for found in eight_bits.values()]
         rows.append([pattern, *cells, *(["-"] * (2 * len(TYPES) - len(cells))), *speeds])
     return table([*head, *(f"speed, {TYPES[dtype]}" for dtype in eight_bits)], rows)
+
+
+def six_bits_table(runs: Runs) -> str:
+    """As served in every type, six bits among them, in one shot."""
+    kinds = {"dense none 0": ("dense", "-")}
+    kinds |= {
+        f"{pattern} {method} {ONE_SHOT}": (pattern, METHOD_NAMES[method])
+        for method in ROUNDED_METHODS
+        for pattern in PATTERNS
+    }
+    rows = [
+        [*named, *(cell(values(runs, key, "packages_perplexity", dtype), 2) for dtype in ROUNDED)]
+        for key, named in kinds.items()
+    ]
+    return table(["pattern", "method", *ROUNDED.values()], rows)
 
 
 def rivals(runs: Runs) -> Iterator[tuple[str, str, float]]:
@@ -400,6 +418,8 @@ def tables(folder: Path) -> str:
         )
         sections[f"{MODELS[model]} parameters at a served speed ({files})"] = speed_table(folder, runs)
         sections[f"{MODELS[model]} parameters: influence of layers ({files})"] = layer_table(runs)
+    title = f"Six bits, 30 M parameters as served: {MEASURES['packages_perplexity']} (six-bits/30m-*.jsonl)"
+    sections[title] = six_bits_table(read(folder / "six-bits", "30m"))
     sections["A mixture of experts (mixture-*.jsonl)"] = mixture_table(read(folder, "mixture"))
     sections["The encoder (encoder.jsonl)"] = encoder_table(lines(folder / "encoder.jsonl"))
     sections["The encoder, matched (encoder-matched.jsonl)"] = matching_table(lines(folder / "encoder-matched.jsonl"))
