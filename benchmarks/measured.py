@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from slidesparse.bench.problems import MODELS
+from slidesparse.bench.serve_plan import PLAN
 from slidesparse.commands import cards as card_list
 from slidesparse.commands.step_time import GPUS
 from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
@@ -178,6 +179,14 @@ BESIDE_CONTROL = {
 
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
+SIX_BITS = "hopper-6bit"
+IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UNIFORM}
+"""Engine that was told to take them -> what it is called here."""
+
+BY_AUTO = {CONTROL: CONTROL, PLAN: "6:8, six bits"} | {
+    f"{one} {SIX_BITS}": f"{one}, six bits" for one in ("4:6", "2:4")
+}
+EIGHT_OR_SIX = {"6:8": "6:8", f"6:8 {SIX_BITS}": "6:8, six bits"}
 OURS = (CONTROL, *UNIFORM)
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
@@ -328,12 +337,11 @@ def served_six_bits() -> str:
     return markdown(("7B in INT8 at 6:8", "stock, another machine", "eight bits", "six bits"), rows)
 
 
-def served_six_bits_on_h200() -> str:
-    """Engines with eight and six bits beside stock and the control, and another model."""
-    columns = (CONTROL, "6:8", *(f"{pattern} {SIX_BITS}" for pattern in UNIFORM))
+def served_forms(models: Mapping[str, str], columns: Mapping[str, str]) -> str:
+    """Models of some records of an H200, with some engines of ours by other names; stock is the fastest of each row."""
     rows = []
-    for name, model in (("7b", "7B"), ("14b", "14B")):
-        group, engines, stock = _stock_first(H200 / f"serve/qwen2.5-{name}-int8-6bit.jsonl")
+    for name, model in models.items():
+        group, engines, stock = _stock_first(H200 / f"serve/{name}.jsonl")
         measures = [
             (words, load, _undisturbed) for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]
         ]
@@ -343,7 +351,7 @@ def served_six_bits_on_h200() -> str:
             shown = dict(zip(engines[stock:], cells[stock:], strict=True))
             fastest = min(cells[:stock], key=float)
             rows.append([f"{model}, {words}, ms", fastest, *(shown.get(one, "-") for one in columns)])
-    return markdown(("INT8", STOCK, *(one.replace(f" {SIX_BITS}", ", six bits") for one in columns)), rows)
+    return markdown(("INT8", STOCK, *columns.values()), rows)
 
 
 def _undisturbed(group: Group, engine: str, load: str) -> float:
@@ -509,7 +517,6 @@ def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
 
 
-SIX_BITS = "hopper-6bit"
 SIX_BITS_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -783,7 +790,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-h100-halves": partial(served_models, WITH_HALVES, "slow host, `hopper-6`", ("6:8",), "burst"),
     "served-h100-control": over_control,
     "served-h100-6bit": served_six_bits,
-    "served-h200-6bit": served_six_bits_on_h200,
+    "served-h200-6bit": partial(
+        served_forms,
+        {"qwen2.5-7b-int8-6bit": "7B", "qwen2.5-14b-int8-6bit": "14B"},
+        {CONTROL: CONTROL, "6:8": "6:8"} | IN_SIX_BITS,
+    ),
+    "served-h200-6bit-auto": partial(served_forms, {"qwen2.5-7b-int8-6bit-auto": "7B"}, BY_AUTO),
+    "served-h200-head": partial(served_forms, {"qwen2.5-7b-int8-lm-head": "7B"}, EIGHT_OR_SIX),
+    "served-h200-experts-6bit": partial(served_forms, {"qwen3-30b-a3b-24-layers-6bit": "30B-A3B"}, EIGHT_OR_SIX),
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,

@@ -15,7 +15,16 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import measure
-from slidesparse.tuning.measure import LONG_FROM, LONG_S, SHORT_S, LayerMeasurement, TakenTimes, _Form, sizes_up_to
+from slidesparse.tuning.measure import (
+    LONG_FROM,
+    LONG_S,
+    RIVALS_FROM,
+    SHORT_S,
+    LayerMeasurement,
+    TakenTimes,
+    _Form,
+    sizes_up_to,
+)
 
 OUT, K = 24, 64
 
@@ -159,13 +168,13 @@ def test_measuring_ends_with_its_time_and_keeps_what_it_has() -> None:
 
 def test_a_form_that_is_far_slower_is_not_timed_where_that_takes_long() -> None:
     stopwatch = FakeStopwatch(by(dense=1e3, quick=4e3, wrong=1.0))
-    found = taken(stopwatch, [1024, LONG_FROM], ("dense", "quick"))
+    found = taken(stopwatch, [1024, RIVALS_FROM], ("dense", "quick"))
     assert found.layer is not None
     assert found.layer.us["quick 6:8"] == (4e3, 4e3)  # the only packed one
     slow = {"dense": 1e3, "quick": 1e3, "slow": 1.3e3}
     BACKENDS["slow"] = type("Slow", (Quick,), {"name": "slow"})
     try:
-        found = taken(FakeStopwatch(by(**slow)), [1024, LONG_FROM], ("dense", "quick", "slow"))
+        found = taken(FakeStopwatch(by(**slow)), [1024, RIVALS_FROM], ("dense", "quick", "slow"))
     finally:
         del BACKENDS["slow"]
     assert found.layer is not None

@@ -31,10 +31,11 @@ from slidesparse.weight_form import WeightForm
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 """The numbers of tokens to measure, as far as an engine makes such batches."""
 
-SHORT_S, LONG_S = 0.02, 0.3
-"""Seconds that a form runs at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly."""
+SHORT_S, LONG_S = 0.02, 0.15
+"""Seconds that a form runs at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly. The
+clock settles within 70 ms, and the later half counts (results/history/h200/stretches.jsonl)."""
 
-LONG_FROM = 4096
+LONG_FROM = 512
 """The fewest tokens that are timed for :data:`LONG_S`."""
 
 TRANSIENT_BYTES = 2 << 30
@@ -42,8 +43,8 @@ TRANSIENT_BYTES = 2 << 30
 would need more, or more than half of what is free. It is what gate and up of a 7B model need at 16384 tokens; vLLM
 itself takes as much when it profiles such a batch, later and not at the same time."""
 
-RIVAL = 1.25
-"""A packed form that takes this much longer than the fastest one is not timed where that takes long."""
+RIVAL, RIVALS_FROM = 1.25, 4096
+"""A packed form that takes this much longer than the fastest one is not timed again, from this number of tokens on."""
 
 
 SEED = 7_654_321
@@ -278,4 +279,4 @@ def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], 
     last = columns[max(columns)] if columns else {}
     best = min((us for name, us in last.items() if name != DENSE), default=0.0)
     slow = {name for name, us in last.items() if name != DENSE and us > RIVAL * best}
-    return [form for form in forms if tokens < LONG_FROM or form.backend not in slow]
+    return [form for form in forms if tokens < RIVALS_FROM or form.backend not in slow]
