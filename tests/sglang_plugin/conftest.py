@@ -47,6 +47,12 @@ def sglang_on_cpu() -> None:
     import transformers.image_utils  # noqa: F401 # before the stand-in, or it would believe in torchvision
 
     sys.meta_path.insert(0, StandIn())
+    import sglang  # noqa: F401 # up to 0.5.20 it imports transformers anew
+
+    # Without torchvision transformers 5.12 has none, and SGLang registers processors of images with it.
+    sys.modules["transformers"].AutoImageProcessor = type(  # type: ignore[attr-defined]
+        "AutoImageProcessor", (), {"register": lambda *given, **more: None}
+    )
 
 
 @pytest.fixture

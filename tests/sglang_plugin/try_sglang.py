@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the SGLang plugin's tests inside SGLang's Python, in an environment of its own.
 
-python tests/sglang_plugin/try_sglang.py [VERSION]
+python tests/sglang_plugin/try_sglang.py [VERSION ...]
 python tests/sglang_plugin/try_sglang.py fetch VERSION     # put it into this environment instead
 """
 
@@ -33,12 +33,18 @@ def main() -> None:
     if sys.argv[1:2] == ["fetch"]:
         fetch("sglang", sys.argv[2], DEPENDENCIES, lambda name: not name.endswith(".so"))  # it looks for its sources
         return
-    version = sys.argv[1] if len(sys.argv) > 1 else TESTED
+    failed = [version for version in sys.argv[1:] or TESTED if not passes(version)]
+    raise SystemExit(f"failed in SGLang {', '.join(failed)}" if failed else 0)
+
+
+def passes(version: str) -> bool:
+    """Run the tests inside a release's Python."""
+    print(f"SGLang {version}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         python = make_environment(Path(folder))
         subprocess.run([python, __file__, "fetch", version], check=True)
         run = subprocess.run([python, "-m", "pytest", "-q", HERE], env=os.environ | {"SGLANG_MUST_BE_THERE": "1"})
-    raise SystemExit(run.returncode)
+    return run.returncode == 0
 
 
 if __name__ == "__main__":

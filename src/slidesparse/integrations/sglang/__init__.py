@@ -16,8 +16,11 @@ without its compiled parts.
 
 from __future__ import annotations
 
-TESTED = "0.5.23"
-"""The release inside whose Python CI runs the plugin's tests."""
+import logging
+from importlib.metadata import version
+
+TESTED = ("0.5.16", "0.5.23")
+"""The releases inside whose Python CI runs the plugin's tests. The first one is made for PyTorch 2.11."""
 
 METHOD = "compressed-tensors"
 """SGLang's name of the quantisation method of our checkpoints."""
@@ -27,9 +30,13 @@ LOGGER = "sglang.srt.plugins.slidesparse"
 
 
 def register() -> None:
-    """Make SGLang see our marker; a second call changes nothing."""
-    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    """Make SGLang see our marker; a second call changes nothing. A release that lacks what we need serves dense."""
+    try:
+        from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
-    from slidesparse.integrations.sglang.config import SGLangConfig
-
+        from slidesparse.integrations.sglang.config import SGLangConfig
+    except ImportError as error:
+        line = "slidesparse: pruned checkpoints run dense in SGLang %s: %s; tested are %s"
+        logging.getLogger(LOGGER).warning(line, version("sglang"), str(error).partition(" (")[0], " and ".join(TESTED))
+        return
     QUANTIZATION_METHODS[METHOD] = SGLangConfig

@@ -76,10 +76,10 @@ class SGLangConfig(CompressedTensorsConfig):
         self.marker = rename_layers(self.marker, mapped)
 
     def get_linear_scheme(
-        self, layer: torch.nn.Module, layer_name: str | None = None, matched_target: str | None = None
+        self, layer: torch.nn.Module, layer_name: str | None = None, *more: Any, **named_more: Any
     ) -> CompressedTensorsLinearScheme | None:
-        """Return SGLang's scheme for a layer, wrapped where we can run it."""
-        scheme = super().get_linear_scheme(layer, layer_name, matched_target)
+        """Return SGLang's scheme for a layer, wrapped where we can run it. Releases differ in what else they pass."""
+        scheme = super().get_linear_scheme(layer, layer_name, *more, **named_more)
         if scheme is None or layer_name is None:
             return scheme
         reason = why_not(scheme)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 
 from slidesparse.errors import UnsupportedError
@@ -136,8 +135,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
         if columns == self.in_features:
             return 0
-        group = getattr(layer, "tp_group", None)
-        rank, size = get_group_rank_size(group)
+        rank, size = _place(layer)
         if size * columns != self.in_features:
             raise UnsupportedError(
                 f"{self.name}: a shard whose place in the whole weight is unknown",
@@ -150,6 +148,14 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     def _say(self, text: str) -> None:
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.name)
         _say_once(f"slidesparse: {kind}: {text}")
+
+
+def _place(layer: Any) -> tuple[int, int]:
+    """Return a layer's rank, and the ranks of its group: SGLang 0.5.23 gives a layer its group, 0.5.16 numbers."""
+    group = getattr(layer, "tp_group", None)
+    if group is not None:
+        return group.rank_in_group, group.world_size
+    return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
 
 
 def _describe(choice: Choice) -> str:
