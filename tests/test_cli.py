@@ -289,6 +289,23 @@ def test_what_prune_did_fits_the_terminal(
     assert all(len(line) <= 60 for line in shown[60].splitlines() if "made-60" not in line)  # a path is not broken
 
 
+def test_what_plan_and_eval_say_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m", "llama", torch.float32, num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt", words=60)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "terminal_width", lambda: 60)
+    plan = ["plan", "m", "--out", "plan.json", "--sparsity", "0.2", "--recipe", "6bit", "--method", "magnitude"]
+    assert main([*plan, "--calibration", "text.txt", "--length", "16", "--device", "cpu"]) == 0
+    *lines, command = capsys.readouterr().out.splitlines()
+    assert command == "use it with: slidesparse prune SRC DST --plan plan.json --method magnitude --dtype int8"
+    assert max(map(len, lines)) <= 60  # what is to be copied is not broken
+    assert main(["eval", "m", "--text", "text.txt", "--window", "16", "--device", "cpu"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
 def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for columns, taken in (("90", 90), ("40", 40), ("7", 40)):

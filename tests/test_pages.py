@@ -318,6 +318,13 @@ def test_commands_parse(path: Path) -> None:
             assert build_parser().parse_args(shlex.split(line, comments=True)[1:]).command
 
 
+def test_options_of_bench_serve_parse() -> None:
+    """Those of the table, and what its cells name beside them."""
+    table = (ROOT / "docs/serving.md").read_text().partition("| option | effect |")[2].partition("\n\n")[0]
+    for option in re.findall(r"`(--[^`]+)`", table):
+        assert build_parser().parse_args(["bench", "serve", "--out", "x.jsonl", *shlex.split(option)]).command
+
+
 def test_messages_that_troubleshooting_explains_exist() -> None:
     """Every quoted message, without the parts that differ from case to case, stands in the source."""
     source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, write_text
+from checkpoints import add_tokenizer, make_checkpoint, write_text
 from small_models import TEXT, make
 
 from slidesparse.commands.plan import plan_checkpoint
@@ -19,6 +21,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.choose_patterns import Target
+from slidesparse.support import value_bits
 
 
 def source(path: Path, name: str) -> Calibration:
@@ -52,6 +55,24 @@ def test_others(tmp_path: Path, name: str) -> None:
     summary = prune_checkpoint(tmp_path / name, tmp_path / "s", options)
     assert summary.losses
     assert {layer for names in summary.losses for layer in names.split()} == set(summary.patterns)
+
+
+@pytest.mark.parametrize("step", [{}, {"match": 1}, {"smooth": True}, {"reorder": True}, {"rotate": 1}], ids=str)
+def test_an_output_embedding_is_treated_beside_calibrated_layers_where_it_is_not_pruned(
+    tmp_path: Path, step: dict[str, Any]
+) -> None:
+    """It is outside of the layers, and at ``dense`` no method looks at it."""
+    make_checkpoint(tmp_path / "m", "llama", torch.float32)
+    add_tokenizer(tmp_path / "m")
+    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
+    options = PruneOptions("6:8", "int8", method="sparsegpt", calibration=text, recipe="6bit", lm_head=True, **step)
+    told = "outside of it: lm_head; put them on the ignore list .--ignore., or leave them at dense .--layer NAME=dense."
+    with pytest.raises(InputError, match=told):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(options, layers={"lm_head": "dense"}))
+    made = Checkpoint(tmp_path / "s")
+    bits = [value_bits(made.tensor(f"{name}.weight")) for name in ("lm_head", "model.layers.0.mlp.down_proj")]
+    assert bits == [8, 6]
 
 
 @pytest.mark.parametrize("name", ["mllama", "rwkv"])

@@ -75,7 +75,7 @@ def test_what_was_done_is_on_the_card(tmp_path: Path) -> None:
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "q", options)
     assert summary.source_card is None
     card = (tmp_path / "q/README.md").read_text()
-    assert "| patterns | 6:8 in 6 linears, dense in 1 linears |" in card
+    assert "| patterns | 6:8 in 6 linears, dense in 1 linear |" in card
     assert "| method | wanda, 4 windows of 32 tokens of some/text.txt |" in card
     assert "| weights | fp8, a scale for each channel, zeros in place |" in card
     assert str(tmp_path) not in card

@@ -273,6 +273,22 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
     slidesparse.load(tmp_path / "s")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "pattern", "told"), [("6bit", "6:8", True), ("6bit", "dense", False), ("absmax", "6:8", False)]
+)
+def test_what_six_bits_save_is_told(tmp_path: Path, recipe: Recipe, pattern: str, told: bool) -> None:
+    """The files are as large as with eight bits, and a plan may leave no layer that has six."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    options = PruneOptions("6:8", "int8", recipe=recipe, layers={"re:.*": pattern})
+    line = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
+    for found in (
+        dry_run(tmp_path / "m", tmp_path / "s", options),
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options),
+    ):
+        assert (line in found.describe().splitlines()) == told
+        assert found.to_json()["recipe"] == recipe
+
+
 def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", "llama")
     for path, recipe in (("s", "6bit"), ("e", "absmax")):
@@ -462,6 +478,10 @@ def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> 
     [
         (PruneOptions("6_8", "int8"), "6_8"),
         (PruneOptions("6:8"), "which type"),
+        (
+            PruneOptions("6:8", recipe="6bit"),
+            "needed int8, in which the 6bit recipe ends; add --dtype int8$",
+        ),
         (PruneOptions("6:8", "int4"), "int4"),
         (PruneOptions("6:8", "fp16"), "keeps the type"),
         (PruneOptions("6:8", "fp8", recipe="ternary"), "INT8"),

@@ -76,6 +76,7 @@ def _add_eval(commands: Commands) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from slidesparse.base.progress import wrapped
     from slidesparse.commands.evaluate import evaluate
 
     evaluation = evaluate(
@@ -89,7 +90,7 @@ def _eval(options: argparse.Namespace) -> int:
         device=device_of(options),
         card=options.card,
     )
-    print(json.dumps(evaluation.to_json(), indent=2) if options.json else evaluation.describe())
+    print(json.dumps(evaluation.to_json(), indent=2) if options.json else wrapped(evaluation.describe()))
     return 0
 
 

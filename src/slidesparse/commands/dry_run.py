@@ -13,9 +13,9 @@ import torch
 from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.plan_file import StoredPlan
-from slidesparse.commands.prune import Prepared, plan_of, prepare, what_readers_do
+from slidesparse.commands.prune import Prepared, plan_of, prepare, what_readers_do, what_rounding_gives
 from slidesparse.commands.prune_job import PruneJob
-from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.prune_options import PruneOptions, Recipe
 from slidesparse.commands.prune_time import PruneTime, estimate_time
 from slidesparse.errors import CheckpointError
 from slidesparse.files.dry_staging import bytes_to_write
@@ -47,6 +47,7 @@ class DryRun:
     Attributes:
         destination: The folder that would be made.
         dtype: Type of the treated weights.
+        recipe: How INT8 weights would be rounded.
         treated: Pattern -> the linears that would get it.
         experts: Pattern -> the tensors of experts that would get it.
         treated_experts: Lines that describe them.
@@ -65,6 +66,7 @@ class DryRun:
 
     destination: str
     dtype: str
+    recipe: Recipe
     treated: dict[str, Tensors]
     experts: dict[str, Tensors]
     treated_experts: list[str]
@@ -96,6 +98,7 @@ class DryRun:
         for pattern, what in self.experts.items():
             lines.append(f"would treat {_line(what, 'tensors of experts')} at {pattern}")
         lines += [f"experts: {line}" for line in self.treated_experts]
+        lines += what_rounding_gives(self.recipe, [*self.treated, *self.experts])
         lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
@@ -138,6 +141,7 @@ def dry_run(
     return DryRun(
         destination=str(prepared.destination),
         dtype=dtype_name(job.dtype),
+        recipe=options.recipe,
         treated={
             pattern: _tensors(prepared, [treated[name] for name, p in job.patterns.items() if str(p) == pattern], count)
             for pattern, count in counts.most_common()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse import __version__
+from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.commands.prune_options import Recipe
@@ -94,7 +95,7 @@ def write_card(
     counts = Counter(patterns.values()).most_common()
     common = counts[0][0] if counts else "dense"
     rows = {
-        "patterns": ", ".join(f"{pattern} in {count} linears" for pattern, count in counts) or "none",
+        "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         **({"experts": _plain("; ".join(experts))} if experts else {}),
         "method": _plain(method),
         **(

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from shlex import quote
 
+from slidesparse.base.progress import wrapped
 from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.files.calibration import Calibration
@@ -19,22 +20,20 @@ ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float,
 
 
 def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
-    """Return a plan as text, with the command that uses it."""
+    """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
     counts = Counter(map(str, plan.patterns.values()))
     text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
-    return "\n".join(
-        [
-            f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
-            *([EXPERTS_COUNTED] if plan.has_experts else []),
-            *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
-            f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
-            f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
-            *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
-            *plan.basis,
-            f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
-            f" --dtype {plan.kept_type or options.dtype}",
-        ]
-    )
+    said = [
+        f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
+        *([EXPERTS_COUNTED] if plan.has_experts else []),
+        *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
+        f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
+        f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
+        *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
+        *plan.basis,
+    ]
+    command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
+    return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])
 
 
 def _kept_words(kept_type: str, wanted: str) -> str:

@@ -29,7 +29,7 @@ from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.plan_file import StoredPlan
 from slidesparse.commands.prune_job import PruneJob
-from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.prune_options import PruneOptions, Recipe
 from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs, shown_names
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -45,11 +45,14 @@ from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
+from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
 NOT_IN_TRANSFORMERS = (
     "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
 )
+
+SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
 
 MOST_NAMES = 3
 """Most names of tensors in a line."""
@@ -62,6 +65,7 @@ class PruneSummary:
     Attributes:
         destination: The new checkpoint.
         dtype: Type of the treated weights.
+        recipe: How INT8 weights were rounded.
         patterns: Treated layer -> pattern.
         experts: Treated weights of experts -> pattern, of a mixture.
         treated_experts: Lines that describe them.
@@ -88,6 +92,7 @@ class PruneSummary:
 
     destination: str
     dtype: str
+    recipe: Recipe
     patterns: dict[str, str]
     experts: dict[str, str]
     treated_experts: list[str]
@@ -118,6 +123,7 @@ class PruneSummary:
         found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
+        lines += what_rounding_gives(self.recipe, [*self.patterns.values(), *self.experts.values()])
         lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
@@ -140,6 +146,11 @@ class PruneSummary:
         lines.append(f"{sizes} in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
+
+
+def what_rounding_gives(recipe: Recipe, patterns: Iterable[str]) -> list[str]:
+    """Return a line on values of six bits, where weights of these patterns have them: sizes of files do not show it."""
+    return [SIX_BITS] if recipe == "6bit" and any(pattern != str(DENSE) for pattern in patterns) else []
 
 
 def what_readers_do(has_experts: bool, in_transformers: bool, dense_head: str | None) -> list[str]:
@@ -277,6 +288,7 @@ def prune_checkpoint(
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
+        recipe=options.recipe,
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
         treated_experts=job.experts.describe(),

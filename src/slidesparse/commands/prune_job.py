@@ -93,10 +93,11 @@ class PruneJob:
         patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
+        self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options, run)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.patterns, run)
+        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.calibrated_patterns, run)
         self.steps = steps_of(options, self.source, self.dtype)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
@@ -113,13 +114,13 @@ class PruneJob:
         if self.windows is None:
             return
         self.checkpoint = self.steps.prepare(
-            self.checkpoint, self.patterns, self.windows, folder, self.device, progress
+            self.checkpoint, self.calibrated_patterns, self.windows, folder, self.device, progress
         )
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
-            [*self.sets, *([name] for name in experts)],
-            {**self.patterns, **{name: self.experts.patterns[layer] for name, layer in experts.items()}},
+            [*(names for names in self.sets if names[0] in self.calibrated_patterns), *([name] for name in experts)],
+            {**self.calibrated_patterns, **{name: self.experts.patterns[layer] for name, layer in experts.items()}},
             self.pruner,
             self.windows,
             folder,
@@ -129,6 +130,13 @@ class PruneJob:
             experts=self.expert_rows,
             matching=self.steps.matching,
         )
+
+    def _in_layers(self) -> dict[str, Pattern]:
+        """Return the patterns of linears but for those outside of the layers that stay dense, which need no text."""
+        everything = {**self.patterns, **self.experts.patterns}
+        pruned = [name for name, pattern in everything.items() if pattern != DENSE]
+        layers = f"{find_layer_list(self.meta.model, pruned or self.patterns).name}."
+        return {name: one for name, one in self.patterns.items() if one != DENSE or name.startswith(layers)}
 
     def foldable(self) -> set[str] | None:
         """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
@@ -140,7 +148,7 @@ class PruneJob:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         if options.calibration is None:
             return None
-        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.patterns), run)
+        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), run)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
 
     def _check_tensors(self) -> None:

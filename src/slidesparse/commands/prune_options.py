@@ -102,6 +102,13 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
                 needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
             )
     dtype = source or wanted
+    if dtype is None and options.recipe != "absmax":
+        raise InputError(
+            "which type shall the weights have",
+            got="no --dtype",
+            needed=f"int8, in which the {options.recipe} recipe ends",
+            remedy="add --dtype int8",
+        )
     if dtype is None:
         raise InputError(
             "which type shall the weights have",

@@ -30,6 +30,9 @@ Give = Callable[[torch.Tensor, int], object]
 
 Found = TypeVar("Found")
 
+LEFT_DENSE = "leave them at dense (--layer NAME=dense)"
+"""What works for linears outside of the layers."""
+
 BY_MAGNITUDE = "use --method magnitude"
 """What works where calibration does not."""
 
@@ -146,10 +149,11 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
         )
     outside = [name for name in names if name not in inside[best]]
     if outside:
+        others = [] if remedy is None else [LEFT_DENSE, remedy]
         raise InputError(
             f"pruning layer by layer goes through {best} only",
             got=f"{counted(len(outside), 'linear')} outside of it: {', '.join(outside[:3])}",
-            remedy=", or ".join(["put them on the ignore list (--ignore)", *([] if remedy is None else [remedy])]),
+            remedy=", or ".join(["put them on the ignore list (--ignore)", *others]),
         )
     return LayerList(best, list(lists[best]))
 
