@@ -125,7 +125,8 @@ MARKS: dict[str, tuple[Damage, str]] = {
     "float weight": (put(f"{Q}.weight", lambda t: t.float()), f"type of {Q}.weight; got F32; needed I8"),
     "ignored in one place": (
         lambda _, config: config["quantization_config"]["ignore"].append(Q),
-        f"type of {Q}.weight; got I8; needed the quantization_config ignores the layer, slidesparse_config does not",
+        f"type of {Q}.weight; got I8; needed both configs to ignore the layer, or neither: quantization_config does,"
+        " slidesparse_config does not",
     ),
 }
 
