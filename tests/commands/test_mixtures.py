@@ -342,6 +342,8 @@ def test_a_run_that_was_interrupted_goes_on(
 def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     source = tensors(tmp_path / "m")
+    with pytest.raises(InputError, match=r"no linear layer to treat; .*; needed at least one nn\.Linear, in a mixture"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "n", PruneOptions("6:8", "int8", ignore=("re:.*self_attn",)))
     recipe = ("re:.*experts", "re:.*mlp.gate$")  # the second names routers, which stay dense anyway
     left = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "int8", ignore=recipe))
     assert not left.experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -155,6 +156,32 @@ def test_eval_adds_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert card.count("| what | value | how |") == 1
     assert card.index("## Measured") < card.index(rows[0]) < card.index("## Left dense")
     assert ModelCard.load(tmp_path / "q/README.md").data.library_name == "transformers"
+
+
+def test_what_was_measured_is_not_lost_where_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have taken hours."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    prune(tmp_path / "m", tmp_path / "q")
+    command = ["eval", str(tmp_path / "q"), "--text", str(write_text(tmp_path / "t.txt", words=40)), "--json"]
+    capsys.readouterr()
+    assert main(command) == 0
+    value = json.loads(capsys.readouterr().out)["perplexity"]["perplexity"]
+    before = (tmp_path / "q/README.md").read_text()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert main([*command, "--card"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "CheckpointError"
+    assert error["what"] == f"the disk of {tmp_path / 'q/README.md'} is full"
+    assert error["remedy"].endswith(f"what was measured: perplexity on t.txt: {value:.4f}")
+    assert (tmp_path / "q/README.md").read_text() == before
 
 
 def test_eval_refuses_a_card_before_it_measures(

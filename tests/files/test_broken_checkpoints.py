@@ -125,7 +125,8 @@ MARKS: dict[str, tuple[Damage, str]] = {
     "float weight": (put(f"{Q}.weight", lambda t: t.float()), f"type of {Q}.weight; got F32; needed I8"),
     "ignored in one place": (
         lambda _, config: config["quantization_config"]["ignore"].append(Q),
-        f"type of {Q}.weight; got I8; needed the quantization_config ignores the layer, slidesparse_config does not",
+        f"type of {Q}.weight; got I8; needed both configs to ignore the layer, or neither: quantization_config does,"
+        " slidesparse_config does not",
     ),
 }
 
@@ -311,6 +312,31 @@ def test_q_k_and_v_have_one_pattern(dense: Path, tmp_path: Path, pattern: str) -
         prune_checkpoint(dense, tmp_path / "s", options)
     alike = dict.fromkeys((f"re:.*{name}_proj" for name in "qkv"), pattern)
     prune_checkpoint(dense, tmp_path / "s", PruneOptions("6:8", "int8", layers=alike))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others", "told"),
+    [
+        ("int8", "6:8", "left alone, .*k_proj: 6:8"),
+        ("int8", "dense", "left alone, .*k_proj: dense"),  # in 8 bits, which q_proj would not have
+        ("bf16", "6:8", "dense, .*k_proj: 6:8"),
+        ("bf16", "dense", None),
+    ],
+)
+def test_q_k_and_v_are_left_alone_together(
+    dense: Path, tmp_path: Path, dtype: str, others: str, told: str | None
+) -> None:
+    """vLLM refuses a checkpoint in which the parts of one of its layers are quantised and not."""
+    layers = dict.fromkeys(("re:.*k_proj", "re:.*v_proj"), others)
+    options = PruneOptions("6:8", dtype, layers=layers, ignore=("re:.*q_proj",))
+    if told is None:
+        prune_checkpoint(dense, tmp_path / "s", options)
+    else:
+        with pytest.raises(InputError, match=rf"different patterns; got {Q}: {told}.*or all left alone"):
+            prune_checkpoint(dense, tmp_path / "s", options)
+        assert not list(tmp_path.iterdir())
+    alone = PruneOptions("6:8", dtype, ignore=("re:.*[qkv]_proj", "re:.*o_proj"))
+    prune_checkpoint(dense, tmp_path / "t", alone)
 
 
 # -- the packed file -----------------------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ def test_no_marker() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 3}, "version"),
-        ({"version": True}, "version"),
+        ({"version": 3}, "version.*; upgrade slidesparse"),
+        ({"version": None}, "version.*; make the checkpoint again"),
+        ({"version": True}, "version.*; make the checkpoint again"),
         ({"version": 2}, "lacks experts"),
         ({"version": 2, "experts": {"a": "8:6"}}, "8:6"),
         ({"experts": {}}, "unknown"),

@@ -236,7 +236,7 @@ def test_a_copied_folder_loads(tmp_path: Path) -> None:
     assert torch.equal(slidesparse.load(copy, backend="reference")(tokens()).logits, wanted)
 
 
-@pytest.mark.parametrize("damage", ["cut off", "of other weights"])
+@pytest.mark.parametrize("damage", ["cut off", "of other weights", "other data"])
 def test_inspect_tells_a_packed_file_that_loading_refuses(
     pruned: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -244,13 +244,18 @@ def test_inspect_tells_a_packed_file_that_loading_refuses(
     assert main(["inspect", str(pruned)]) == 0
     if damage == "cut off":
         os.truncate(pruned / FILE_NAME, 1000)
+    elif damage == "other data":
+        data = bytearray((pruned / FILE_NAME).read_bytes())
+        data[-1] ^= 1
+        (pruned / FILE_NAME).write_bytes(data)
     else:
         weights = load_file(pruned / "model.safetensors")
         weights["model.norm.weight"] += 1
         save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as error:
         slidesparse.load(pruned, device="cpu")
-    assert str(error.value).endswith(f"; remove the file and run: slidesparse pack {pruned}")
+    if damage != "other data":
+        assert str(error.value).endswith(f"; remove the file and run: slidesparse pack {pruned}")
     capsys.readouterr()
     assert main(["inspect", str(pruned)]) == 1
     assert f"PROBLEM: {error.value}" in capsys.readouterr().out

@@ -254,7 +254,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
             found.append(str(error))
     if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / FILE_NAME).exists():
         try:
-            PackedFile(checkpoint)
+            PackedFile(checkpoint).verify()
         except CheckpointError as error:
             found.append(str(error))
     return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]

@@ -21,6 +21,7 @@ from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, hub_model
+from slidesparse.files.write_errors import write_errors
 
 FILE_NAME = "README.md"
 
@@ -187,13 +188,15 @@ def add_measurements(card: Path, rows: Mapping[str, tuple[str, str]]) -> None:
         rows: What was measured -> its value, and how it was measured.
 
     Raises:
-        CheckpointError: It is no card that ``prune`` wrote.
+        CheckpointError: It is no card that ``prune`` wrote, or the disk is full; then the error says what was measured.
     """
     before, lines, after = _read_card(card)
     known = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
     for what, (value, how) in rows.items():
         known[_plain(what)] = f"| {_plain(what)} | {value} | {_plain(how)} |"
-    replace_file(card, f"{before}{BEGIN}\n{HEAD}\n{chr(10).join(known.values())}\n{END}{after}")
+    measured = ", ".join(f"{_plain(what)}: {value}" for what, (value, _) in rows.items())  # in hours, perhaps
+    with write_errors(card, f"free some space and run again, or write into it what was measured: {measured}"):
+        replace_file(card, f"{before}{BEGIN}\n{HEAD}\n{chr(10).join(known.values())}\n{END}{after}")
 
 
 def _read_card(card: Path) -> tuple[str, list[str], str]:

@@ -30,7 +30,7 @@ from slidesparse.models.experts import find_routers
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.parts import text_config
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import treated_head
+from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, RowPruner, get_pruner
@@ -76,17 +76,22 @@ class PruneJob:
         self.routers = find_routers(self.meta.model, self.experts.found)
         run = run_once(self.meta.model)
         quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
-        self.targets = find_treated(
-            self.meta,
-            self.experts.found,
-            self.routers,
-            options.ignore,
-            run,
-            quantise=self.source_dtype is None and self.dtype in QUANTISED,
-            lm_head=options.lm_head,
-            also_ignore=quantised.get("ignore", []),
-            part=options.part,
-        )
+        rounded = self.source_dtype is None and self.dtype in QUANTISED
+
+        def treated_without(ignore: Sequence[str]) -> Targets:
+            return find_treated(
+                self.meta,
+                self.experts.found,
+                self.routers,
+                ignore,
+                run,
+                quantise=rounded,
+                lm_head=options.lm_head,
+                also_ignore=quantised.get("ignore", []),
+                part=options.part,
+            )
+
+        self.targets = treated_without(options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
         if followed is not None:
             followed.compare_names(treated, checkpoint.path)
@@ -100,7 +105,10 @@ class PruneJob:
         self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.calibrated_patterns, run)
         self.steps = steps_of(options, self.source, self.dtype)
         self.calibrated: PrunedLayers | None = None
-        require_alike(self.meta.model, self.targets.linears, self.patterns, run)
+        # What --ignore leaves alone keeps its type: joined with others, it differs from what is dense in 8 bits, too.
+        everything = treated_without(()).linears if options.ignore else self.targets.linears
+        forms = dict.fromkeys(everything, "left alone" if rounded else DENSE) | self.patterns
+        require_alike(self.meta.model, everything, forms, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}

@@ -111,7 +111,8 @@ class _Allowed:
         if layer in self.marker.ignore:
             return FLOAT_NAMES, "slidesparse_config ignores the layer"
         if any(matches_entry(layer, entry) for entry in self.entries):
-            return frozenset(), "the quantization_config ignores the layer, slidesparse_config does not"
+            why = "quantization_config does, slidesparse_config does not"
+            return frozenset(), f"both configs to ignore the layer, or neither: {why}"
         return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
 
     def of_experts(self, tensor: str, dimensions: int) -> tuple[frozenset[str], str]:

@@ -108,7 +108,7 @@ class Marker:
                 f"version of {MARKER_KEY}",
                 got=repr(version),
                 needed=" or ".join(map(str, kinds)),
-                remedy="upgrade slidesparse",
+                remedy="upgrade slidesparse" if type(version) is int else "make the checkpoint again with prune",
             )
         try:
             stored: _Stored = decode(kinds[version], dict(value), "marker")

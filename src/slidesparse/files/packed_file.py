@@ -134,6 +134,15 @@ class PackedFile:
         if packed_from != fingerprint(checkpoint, checkpoint.config.get(MARKER_KEY)):
             raise CheckpointError(f"{path} is not of these weight files", remedy=again)
 
+    def verify(self) -> None:
+        """Read all data.
+
+        Raises:
+            CheckpointError: Other data than were written.
+        """
+        for name in self.reader.stored:
+            self.reader.verified(name, "cpu")
+
     def read(
         self,
         name: str,

@@ -103,13 +103,13 @@ def sets_to_prune(
 def require_alike(
     model: nn.Module,
     linears: dict[str, nn.Linear],
-    patterns: Mapping[str, Pattern],
+    patterns: Mapping[str, Pattern | str],
     run: Callable[[], object] | None,
 ) -> None:
     """Refuse different patterns in linears of one module that read the same input: q, k and v; gate and up.
 
-    Servers join these into one layer, which has one pattern. Nothing is refused in a model that cannot be run, where
-    nobody can tell: the server has its own check.
+    Servers join these into one layer, which has one pattern and one type: a word in the place of a pattern stands for
+    another type. Nothing is refused in a model that cannot be run, where nobody can tell: the server has its own check.
 
     Raises:
         InputError: Naming the linears.
@@ -131,9 +131,10 @@ def require_alike(
                 raise _unlike(together, patterns)
 
 
-def _unlike(names: Iterable[str], patterns: Mapping[str, Pattern]) -> InputError:
+def _unlike(names: Iterable[str], patterns: Mapping[str, Pattern | str]) -> InputError:
     listed = ", ".join(f"{name}: {patterns[name]}" for name in names)
-    return InputError("linears that read one input have different patterns", got=listed, needed="one pattern")
+    needed = "one pattern, or all left alone"
+    return InputError("linears that read one input have different patterns", got=listed, needed=needed)
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:

@@ -161,7 +161,7 @@ def find_targets(
         raise InputError(
             "the model has no linear layer to treat",
             got="; ".join(said) or "no linear layer",
-            needed="nn.Linear",
+            needed="at least one nn.Linear, in a mixture of experts too",
         )
     return targets
 
