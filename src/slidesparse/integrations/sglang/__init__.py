@@ -20,7 +20,7 @@ import logging
 from importlib.metadata import version
 
 TESTED = ("0.5.16", "0.5.23")
-"""The releases inside whose Python CI runs the plugin's tests. The first one is made for PyTorch 2.11."""
+"""The releases inside whose Python the plugin's tests were run; CI runs the last one. The first is for PyTorch 2.11."""
 
 METHOD = "compressed-tensors"
 """SGLang's name of the quantisation method of our checkpoints."""
