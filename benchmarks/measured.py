@@ -183,10 +183,9 @@ SIX_BITS = "hopper-6bit"
 IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UNIFORM}
 """Engine that was told to take them -> what it is called here."""
 
-BY_AUTO = {CONTROL: CONTROL, PLAN: "6:8, six bits"} | {
-    f"{one} {SIX_BITS}": f"{one}, six bits" for one in ("4:6", "2:4")
-}
-EIGHT_OR_SIX = {"6:8": "6:8", f"6:8 {SIX_BITS}": "6:8, six bits"}
+(AT_6OF8, NAME_6OF8), *SPARSER = IN_SIX_BITS.items()
+BY_AUTO = {CONTROL: CONTROL, PLAN: NAME_6OF8, **dict(SPARSER)}
+EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
 OURS = (CONTROL, *UNIFORM)
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {

@@ -463,7 +463,8 @@ def test_output_embedding_and_ternary_are_not_calibrated(source: Path) -> None:
     options = PruneOptions("6:8", "int8", "wanda", calibration(source.parent))
     refuse(
         source,
-        "got 1 linear outside of it: lm_head; put .* list \\(--ignore\\), or leave .*, or use --method magnitude",
+        "got 1 linear outside of it: lm_head; put .* list \\(--ignore\\), "
+        "or leave them at dense \\(--layer NAME=dense\\), or use --method magnitude",
         replace(options, lm_head=True),
     )
     refuse(source, "ternary recipe cannot be calibrated", replace(options, recipe="ternary"))
