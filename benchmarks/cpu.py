@@ -25,8 +25,8 @@ from transformers import LlamaConfig
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
+from slidesparse.weights.packed import pack_segments
 
 LLAMA_1B = {
     "hidden_size": 2048,

@@ -29,9 +29,9 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import packed_weight
 from slidesparse.bench.problems import MODELS
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.records import DENSE_VARIANT
+from slidesparse.weights.packed import PackedWeight
 
 MODEL = "Qwen2.5-7B"
 BLOCKS = 6

@@ -56,8 +56,8 @@ def main() -> None:
     import torch
 
     from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
-    from slidesparse.pattern import Pattern
-    from slidesparse.quant import parse_dtype
+    from slidesparse.weights.pattern import Pattern
+    from slidesparse.weights.quant import parse_dtype
 
     folder = options.scratch / f"{options.model}-{options.pattern.replace(':', 'of')}-{options.dtype}"
     if not folder.exists():

@@ -30,23 +30,23 @@ from slidesparse.bench.expert_operands import PackedExperts, packed_experts
 from slidesparse.bench.mixtures import BALANCED, draw
 from slidesparse.bench.operands import packed_weight
 from slidesparse.bench.problems import MODELS
-from slidesparse.expert_order import arrange
 from slidesparse.expert_sizes import MIXTURES
-from slidesparse.experts import SlideExperts
 from slidesparse.gemm.backend import Operand
 from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBitCounts, HopperSixBits
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE
 from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SLABS
-from slidesparse.kernels.lift import quantize_lift
-from slidesparse.layout import Layout
-from slidesparse.packed import PackedWeight
-from slidesparse.prologue import Prologue
-from slidesparse.quant import Rounding, parse_dtype
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.lifting.kernel import quantize_lift
+from slidesparse.lifting.layout import Layout
+from slidesparse.lifting.prologue import Prologue
+from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.records import LAYERS
 from slidesparse.tuning.measure import gaussian
 from slidesparse.tuning.timing import CudaStopwatch, copies_needed, copies_of, time_passes
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import Rounding, parse_dtype
 
 MODEL, MIXTURE = "Qwen2.5-7B", "Qwen3-30B-A3B"
 TOKENS = (16, 64, 128, 256, 1024, 4096, 16384)

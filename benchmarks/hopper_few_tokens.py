@@ -31,11 +31,11 @@ from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
-from slidesparse.layout import SLAB_BYTES
-from slidesparse.pattern import Pattern
-from slidesparse.quant import parse_dtype
+from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.records import LAYERS
 from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import parse_dtype
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768)
 MOST_BLOCKS = 8

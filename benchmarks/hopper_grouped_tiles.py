@@ -24,13 +24,13 @@ import torch
 from slidesparse.bench import environment
 from slidesparse.bench.expert_operands import PackedExperts, packed_experts
 from slidesparse.bench.mixtures import BALANCED, draw
-from slidesparse.expert_order import arrange
 from slidesparse.expert_sizes import DOWN, GATE_UP, MIXTURES, ExpertSizes
-from slidesparse.experts import ExpertLinear, SlideExperts
 from slidesparse.gemm.grouped import TokenTile
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile
-from slidesparse.layout import Lifted
+from slidesparse.layer.experts import ExpertLinear, SlideExperts
+from slidesparse.lifting.layout import Lifted
+from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.tuning.measure import gaussian
 from slidesparse.tuning.timing import CudaStopwatch, copies_needed, time_passes
 

@@ -19,12 +19,12 @@ from slidesparse import ops
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.prune import prune_mask
-from slidesparse.quant import dtype_name
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import dtype_name
 
 BLOCKS, CALLS = 25, 40
 TOKENS, COLUMNS, OUT = 64, 2048, 2048

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slidesparse.kernels import lift as kernels
-from slidesparse.kernels import pack as packing
-from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure
-from slidesparse.kernels.lift_variant import CHUNKS
-from slidesparse.layout import ColumnOrder, Slabs, slab_view
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
-from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.lifting import kernel as kernels
+from slidesparse.lifting.launch import HELD_COLUMNS, WARPS, Launch, configure
+from slidesparse.lifting.layout import ColumnOrder, Slabs, slab_view
+from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.lifting.variant import CHUNKS
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import compress, gather
-from slidesparse.support import as_bits, grouped
+from slidesparse.weights import pack_kernel as packing
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import compress, gather
+from slidesparse.weights.support import as_bits, grouped
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 COLD_BYTES = 400 * 2**20  # several times the 50 to 126 MB of L2

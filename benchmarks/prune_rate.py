@@ -27,13 +27,13 @@ from cpu import cpu_name
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.join import joined
-from slidesparse.commands.prune import prune_checkpoint
-from slidesparse.commands.prune_job import PruneJob
-from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_job import PruneJob
+from slidesparse.offline.prune_options import PruneOptions
 
 SHAPES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
 LAYER_BYTES = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11008)
@@ -114,7 +114,7 @@ def run(work: Callable[[Path, Path], None], source: Path, destination: Path, ran
 def seconds(work: Callable[[Path, Path], None], source: Path, destination: Path, world: int) -> tuple[float, float]:
     """Wall seconds of ``world`` processes, and of all their processors."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cpu", "slidesparse.commands.prune", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(["cpu", "slidesparse.offline.prune", "transformers.models.llama.modeling_llama"])
     forget(source)
     begin = time.perf_counter()
     arguments = [(work, source, destination, rank, world, 29611 + world) for rank in range(world)]

@@ -25,9 +25,8 @@ from pathlib import Path
 import torch
 
 from slidesparse.bench.problems import MODELS
-from slidesparse.commands.step_time import SERVED_STEPS, LayerTimes, Loads, Rest, ServedSteps, Steps
 from slidesparse.models.choose_patterns import PlanSet
-from slidesparse.pattern import Pattern
+from slidesparse.offline.step_time import SERVED_STEPS, LayerTimes, Loads, Rest, ServedSteps, Steps
 from slidesparse.report.serve_numbers import EDGES
 from slidesparse.served_records import (
     AGAIN,
@@ -40,6 +39,7 @@ from slidesparse.served_records import (
     Workload,
     read,
 )
+from slidesparse.weights.pattern import Pattern
 
 ROOT = Path(__file__).parent.parent
 SERVED = {"h200": ("int8", "fp8"), "h100": ("int8",)}

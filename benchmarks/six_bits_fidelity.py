@@ -19,8 +19,8 @@ import torch
 from slidesparse.bench import environment
 from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, prune_, read_sentences, spearman
 from slidesparse.models.sparsify import sparsify_
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import Rounding
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding
 
 PATTERNS = ("dense", "6:8", "4:6", "2:4")
 RECIPES: tuple[Rounding, ...] = ("absmax", "6bit")

@@ -20,8 +20,8 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse import HeldZeros
-from slidesparse.files.calibration import encode
-from slidesparse.files.texts import read_text
+from slidesparse.offline.calibrate.calibration import encode
+from slidesparse.offline.calibrate.texts import read_text
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("pruned", type=Path)

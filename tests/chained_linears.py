@@ -6,7 +6,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.gemm.spec import LinearSpec, chain_text, parse_weight
-from slidesparse.prologue import Prologue
+from slidesparse.lifting.prologue import Prologue
 
 EPS = 1e-6
 

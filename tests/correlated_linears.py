@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears
+from slidesparse.weights.pattern import Pattern
 
 
 def correlated_inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:

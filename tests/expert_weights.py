@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.prologue import silu_mul
+from slidesparse.lifting.prologue import silu_mul
 from slidesparse.prune import prune_mask
-from slidesparse.quant import Rounding, quantize_rows, quantize_weight
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.quant import Rounding, quantize_rows, quantize_weight
 
 
 def packed_experts(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.weights import METADATA
-from slidesparse.layout import BUNDLE
-from slidesparse.packed import PackedWeight
+from slidesparse.lifting.layout import BUNDLE
+from slidesparse.weights.packed import PackedWeight
 
 
 def _always(packed: PackedWeight) -> int:

@@ -16,8 +16,8 @@ from slidesparse.gemm.hopper.compile import SOURCE, options
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments, WeightAddresses
 from slidesparse.gemm.hopper.tiles import Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
-from slidesparse.layout import Lifted, slab_view
-from slidesparse.packed import PackedWeight
+from slidesparse.lifting.layout import Lifted, slab_view
+from slidesparse.weights.packed import PackedWeight
 
 GUARD = 64
 """Results past the last one, which nothing may write."""

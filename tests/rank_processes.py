@@ -20,7 +20,7 @@ import torch
 from slidesparse.base import ranks as ranks_module
 from slidesparse.cli import main
 
-PRELOADED = ["rank_processes", "transformers.models.llama.modeling_llama", "slidesparse.commands.dry_run"]
+PRELOADED = ["rank_processes", "transformers.models.llama.modeling_llama", "slidesparse.offline.dry_run"]
 """What the server imports."""
 
 SECONDS = 120
@@ -96,7 +96,7 @@ def _run(environment: dict[str, str], words: list[str], files: list[str], before
 
 
 def rank_1_is_killed_at_its_second_shard(rank: int) -> None:
-    from slidesparse.commands.prune_job import PruneJob
+    from slidesparse.offline.prune_job import PruneJob
 
     write, shards = PruneJob.write_shard, []
 
@@ -127,7 +127,7 @@ def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
 
 
 def all_are_terminated_at_their_second_shard(rank: int) -> None:
-    from slidesparse.commands.prune_job import PruneJob
+    from slidesparse.offline.prune_job import PruneJob
 
     write, shards = PruneJob.write_shard, []
 

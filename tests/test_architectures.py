@@ -18,10 +18,10 @@ from small_mixtures import MIXTURES
 from small_models import Architecture, make
 
 import slidesparse
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slidesparse import InputError, Pattern, SlideLinear, SlideSparseError, lift, load, pack, prune_mask, sparsify_
-from slidesparse.support import tightest_pattern
+from slidesparse.weights.support import tightest_pattern
 
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 ZEROS = torch.zeros(16, 32)

@@ -17,12 +17,12 @@ from slidesparse.base import progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
 from slidesparse.cli import main, pruning
-from slidesparse.commands.info import collect
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem, choose
-from slidesparse.pattern import Pattern
+from slidesparse.offline.info import collect
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.pattern import Pattern
 
 
 def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_whatever_happens_is_one_line(
     def fail() -> None:
         raise raised
 
-    monkeypatch.setattr("slidesparse.commands.info.collect", fail)
+    monkeypatch.setattr("slidesparse.offline.info.collect", fail)
     assert main(["info", "--json"]) == (130 if isinstance(raised, KeyboardInterrupt) else 1)
     told = capsys.readouterr()
     assert told.err.startswith(f"slidesparse: {says}")
@@ -221,7 +221,7 @@ def test_how_much_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             advance(1)
         return collect()
 
-    monkeypatch.setattr("slidesparse.commands.info.collect", speak)
+    monkeypatch.setattr("slidesparse.offline.info.collect", speak)
     told = {}
     for option in ("--quiet", "--json", "--verbose"):
         with warnings.catch_warnings(record=True) as others:

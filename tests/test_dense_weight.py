@@ -10,9 +10,9 @@ from safetensors.torch import load, save
 from torch import nn
 
 import slidesparse as ss
-from slidesparse.dense_weight import DenseWeight
 from slidesparse.errors import UnsupportedError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.dense_weight import DenseWeight
+from slidesparse.layer.linear import SlideLinear
 
 WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

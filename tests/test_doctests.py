@@ -44,5 +44,5 @@ def test_examples_in_docstrings(name: str) -> None:
 
 
 def test_the_parts_that_readers_meet_first_have_examples() -> None:
-    first = {"slidesparse", "slidesparse.pattern", "slidesparse.slide", "slidesparse.packed"}
+    first = {"slidesparse", "slidesparse.weights.pattern", "slidesparse.weights.slide", "slidesparse.weights.packed"}
     assert first <= set(_with_examples())

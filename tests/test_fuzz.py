@@ -34,11 +34,11 @@ from hypothesis import strategies as st
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.plan_file import read_plan
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.packed_file import FILE_NAME, write_packed
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline.plan.plan_file import read_plan
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))

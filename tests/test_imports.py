@@ -151,7 +151,7 @@ def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
     source = "import a.b\nfrom p import ops\ndef f():\n    from .backend import Problem\n    from .. import quant\n"
     root = _package(tmp_path / "p", gemm__select=source)
     assert imports(root / "gemm/select.py", root) == ("a.b", "p.ops", "p.gemm.backend.Problem", "p.quant")
-    assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.quant")] == [
+    assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.weights.quant")] == [
         None,
         "ops",
         "quant",

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 
-import slidesparse.commands.info
+import slidesparse.offline.info
 from slidesparse.cli import main
-from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.packed_file import write_packed
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.prune_job import PruneJob
 
 WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
 
@@ -103,7 +103,7 @@ raise ImportError(f"child {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
 
 def test_handlers_are_given_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook
-    monkeypatch.setattr(slidesparse.commands.info, "collect", sends(signal.SIGINT, lambda: {}))
+    monkeypatch.setattr(slidesparse.offline.info, "collect", sends(signal.SIGINT, lambda: {}))
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "slidesparse: interrupted\n"
     assert ([signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook) == before

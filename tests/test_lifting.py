@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from slidesparse import lifting
 from slidesparse.base.log import log_once
-from slidesparse.layout import ColumnOrder, Layout
-from slidesparse.lifting import TorchLift, find_lift
+from slidesparse.lifting import choose as lifting
+from slidesparse.lifting.choose import TorchLift, find_lift
+from slidesparse.lifting.layout import ColumnOrder, Layout
 
 ORDER = tuple(ColumnOrder.identity(64).numbers)
 BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn

@@ -18,11 +18,11 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, WeightSpec
-from slidesparse.linear import pack_weight
-from slidesparse.quant import QUANTISED, parse_dtype, quantize_weight
-from slidesparse.slide import gather
-from slidesparse.support import following_groups
-from slidesparse.weight_form import WeightForm
+from slidesparse.layer.linear import pack_weight
+from slidesparse.layer.weight_form import WeightForm
+from slidesparse.weights.quant import QUANTISED, parse_dtype, quantize_weight
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import following_groups
 
 ACTIVATIONS = [torch.bfloat16, torch.float16, torch.float32]
 BACKENDS = ["reference", "dense"]
@@ -236,7 +236,7 @@ def test_operators_keep_their_contract(op: str) -> None:
 @pytest.fixture
 def _routed(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = Route(0, "dense"), Route(8, "reference"), Route(100, "dense")
-    monkeypatch.setattr("slidesparse.linear.choose", lambda *_: Choice(routes, "told so"))
+    monkeypatch.setattr("slidesparse.layer.linear.choose", lambda *_: Choice(routes, "told so"))
 
 
 @pytest.mark.usefixtures("_routed")

@@ -14,13 +14,13 @@ from torch.autograd import forward_ad
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
-from slidesparse.lifting import TorchLift
-from slidesparse.packed import PackedWeight
-from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import gather
-from slidesparse.support import as_bits
+from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import as_bits
 
 K, TOKENS, EPS = 92, 9, 1e-6
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slidesparse.cli import build_parser, main
-from slidesparse.files.calibration import Calibration
+from slidesparse.offline.calibrate.calibration import Calibration
 
 PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
 TEXT = ["--calibration", "MISSING.txt"]

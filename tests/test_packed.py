@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from oracles import sparse_int8
 
 from slidesparse import InputError, PackedWeight, Pattern, PatternViolation, SlideLinear, lift, pack, prune_mask
-from slidesparse.slide import gather
-from slidesparse.support import INT_VIEW, following_groups
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import INT_VIEW, following_groups
 
 PARTIAL = ["4:6@50%", "2:4@33.33%", "6:8@12.5%", "14:16@90%", "4:6@0.01%", "4:6@99.99%"]
 

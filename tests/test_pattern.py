@@ -7,7 +7,7 @@ import pytest
 from oracles import all_supports, places_all
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import DENSE, Pattern, decompose
+from slidesparse.weights.pattern import DENSE, Pattern, decompose
 
 UNIFORM = [Pattern(group - 2, group) for group in range(4, 33, 2)]
 

@@ -9,7 +9,7 @@ from oracles import e4m3_values, vllm_fp8, vllm_int8
 from tolerances import DEQUANTISED
 
 from slidesparse import InputError
-from slidesparse.quant import (
+from slidesparse.weights.quant import (
     DTYPES,
     FP8_MIN_SCALE,
     check_rounding,
@@ -22,7 +22,7 @@ from slidesparse.quant import (
     ternary_scale,
     ternary_weight,
 )
-from slidesparse.support import value_bits
+from slidesparse.weights.support import value_bits
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 ROWS = {

@@ -10,7 +10,7 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

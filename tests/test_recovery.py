@@ -21,8 +21,8 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.targets import find_targets
 from slidesparse.prune import prune_mask
-from slidesparse.recovery import HeldZeros
-from slidesparse.support import check_pattern
+from slidesparse.recover.held_zeros import HeldZeros
+from slidesparse.weights.support import check_pattern
 
 EXAMPLE = Path(__file__).parent.parent / "examples/recover.py"
 

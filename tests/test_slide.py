@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import greedy_slide, lift_row, random_int8, supports
 
 from slidesparse import InputError, Pattern, lift, pack, prune_mask
-from slidesparse.slide import (
+from slidesparse.weights.slide import (
     compress,
     decode_group,
     decompress,
@@ -19,7 +19,7 @@ from slidesparse.slide import (
     metadata,
     window_indices,
 )
-from slidesparse.support import INT_VIEW
+from slidesparse.weights.support import INT_VIEW
 
 LEGAL_NIBBLES = {0x4, 0x8, 0xC, 0x9, 0xD, 0xE}
 """index0 < index1 in two bits each: 01, 02, 03, 12, 13, 23."""

@@ -11,7 +11,7 @@ from oracles import random_int8, sparse_int8
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidesparse import InputError, Pattern, PatternViolation, tightest_pattern
-from slidesparse.support import (
+from slidesparse.weights.support import (
     INT_VIEW,
     check_groups,
     check_pattern,

@@ -12,7 +12,7 @@ from oracles import sparse_int8
 
 from slidesparse import Pattern, PatternViolation, pack, prune_mask
 from slidesparse.gemm.reference import product
-from slidesparse.support import following_groups
+from slidesparse.weights.support import following_groups
 
 ROW_PARALLEL_K = {
     # Model: inputs of o_proj (heads * head size) and of down_proj (intermediate size), from the models' config.json.

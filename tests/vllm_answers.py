@@ -13,7 +13,7 @@ import torch
 
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import Engine
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 SETTINGS = {"enable_prefix_caching": True, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
 LAYERS, PROMPTS, TOKENS, LIKELIEST = 4, 64, 64, 20

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.commands.prune_options import Recipe
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune_options import Recipe
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,

@@ -36,9 +36,9 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.support import is_nonzero
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import is_nonzero
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import Pattern
 
 SHAPES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
 TINY = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -26,7 +26,7 @@ from slidesparse.models.expert_weights import expert_weights
 from slidesparse.models.experts import find_experts
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.targets import find_targets
-from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
+from slidesparse.weights.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
 
 CONTEXT = 512
 TASK_SHARE = 3 / 16

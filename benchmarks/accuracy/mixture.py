@@ -25,9 +25,9 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.perplexity import measure_perplexity
-from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.support import is_nonzero
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import is_nonzero
 
 VOCABULARY = 1024
 METHODS = ("sparsegpt", "magnitude")

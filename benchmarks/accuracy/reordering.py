@@ -36,8 +36,8 @@ from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.reorder import Inner, orders
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import Pattern
 
 MATCHES = (0, 200)
 """Steps of matching a layer."""

@@ -18,7 +18,7 @@ from six_bits import SIX_BITS
 from speeds import served_speeds
 
 from slidesparse.models.choose_patterns import modelled_bytes
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 PATTERNS = ("6:8", "4:6", "2:4")
 """In the order of their zeros."""

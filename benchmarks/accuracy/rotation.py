@@ -32,8 +32,8 @@ from slidesparse.models.learn_rotation import learn, mean_damage, random_rotatio
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import Pattern
 
 SMALL = "rotated"
 METHODS = ("sparsegpt", "magnitude")

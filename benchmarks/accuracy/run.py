@@ -32,10 +32,10 @@ from slidesparse.models.match_layer import Matching
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.recovery import HeldZeros
-from slidesparse.support import is_nonzero
+from slidesparse.recover.held_zeros import HeldZeros
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import is_nonzero
 
 PATTERNS = ("6:8", "4:6", "2:4")
 MATCHED = "sparsegpt + match"

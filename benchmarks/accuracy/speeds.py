@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from slidesparse.models.choose_patterns import PlanSet
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 RECORDS = Path(__file__).parents[2] / "results/h200/serve"
 ENGINES = {"control": "dense", "6:8": "6:8", "4:6": "4:6", "2:4": "2:4"}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import slidesparse as ss
-from slidesparse.pattern import STRIDE, WINDOW
+from slidesparse.weights.pattern import STRIDE, WINDOW
 
 PATTERN = ss.Pattern.parse("6:8")
 WEIGHT = torch.tensor([3, 0, 7, -2, 4, 1, 0, 5], dtype=torch.int8)

@@ -12,15 +12,15 @@ from slidesparse.errors import CheckpointError, InputError, PatternViolation, Sl
 
 if TYPE_CHECKING:
     from slidesparse.files.load import load
-    from slidesparse.linear import SlideLinear
+    from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.sparsify import sparsify_
-    from slidesparse.packed import PackedWeight
-    from slidesparse.packing import pack
-    from slidesparse.pattern import Pattern
     from slidesparse.prune import prune_mask
-    from slidesparse.recovery import HeldZeros
-    from slidesparse.slide import lift
-    from slidesparse.support import tightest_pattern
+    from slidesparse.recover.held_zeros import HeldZeros
+    from slidesparse.weights.packed import PackedWeight
+    from slidesparse.weights.packing import pack
+    from slidesparse.weights.pattern import Pattern
+    from slidesparse.weights.slide import lift
+    from slidesparse.weights.support import tightest_pattern
 
 __version__ = "0.2.0"
 

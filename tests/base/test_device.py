@@ -10,9 +10,9 @@ from checkpoints import make_checkpoint
 import slidesparse
 from slidesparse import InputError, UnsupportedError
 from slidesparse.base.device import usable_device, why_no_cuda
-from slidesparse.commands import info
-from slidesparse.commands.prune import prune_checkpoint
-from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.offline import info
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
 
 
 def test_a_cpu_always_serves() -> None:

@@ -24,8 +24,6 @@ from slidesparse.bench.problems import PATTERNS, PROFILES, Profile
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.reference import Reference, product
-from slidesparse.pattern import Pattern
-from slidesparse.quant import QUANT_NAMES
 from slidesparse.records import ALL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, Record, read_records
 from slidesparse.tuning.checking import ends, relative_error
 from slidesparse.tuning.timing import (
@@ -42,6 +40,8 @@ from slidesparse.tuning.timing import (
     time_laps,
     time_passes,
 )
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANT_NAMES
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,10 @@ from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.bench.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.cli import main
-from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.records import Machine, open_records
 from slidesparse.served_figures import Latency, Power
 from slidesparse.served_records import (
@@ -38,7 +37,8 @@ from slidesparse.served_records import (
     read,
     to_line,
 )
-from slidesparse.support import check_pattern
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_pattern
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}

@@ -20,12 +20,12 @@ from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, DENSE_MODELS, model
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions, answer_calls
 from slidesparse.bench.vllm_profile import EngineProfile, adapt
 from slidesparse.cli import main
-from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.pattern import Pattern
+from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.records import ENGINE, KERNELS, STEP_KERNELS, Clocks, Machine, read_records
 from slidesparse.report import write_report
+from slidesparse.weights.pattern import Pattern
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 0.3, "2:4": 0.2, "6:8": 0.25}

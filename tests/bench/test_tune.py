@@ -18,13 +18,13 @@ from test_bench import FakeStopwatch, session
 from slidesparse.base import file_lock
 from slidesparse.bench import comparison, problems, runner, speed, tune
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, speed_files
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.speed import Installation, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.records import DENSE_VARIANT, Case, Record, Tried
 
 GPU = "Test GPU"

@@ -13,15 +13,15 @@ from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from small_models import TEXT, make
 
-from slidesparse.commands.plan import plan_checkpoint
-from slidesparse.commands.plan_file import as_options, read_plan
-from slidesparse.commands.plan_options import PlanOptions
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.choose_patterns import Target
-from slidesparse.support import value_bits
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_file import as_options, read_plan
+from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.support import value_bits
 
 
 def source(path: Path, name: str) -> Calibration:

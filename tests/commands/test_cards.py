@@ -11,13 +11,13 @@ import torch
 from checkpoints import make_checkpoint
 
 from slidesparse.cli import main
-from slidesparse.commands import cards, info, prune_options
-from slidesparse.commands.cards import CARDS, find_card, warn_of_type
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.hopper import backend as hopper
-from slidesparse.pattern import Pattern
+from slidesparse.offline import cards, info, prune_options
+from slidesparse.offline.cards import CARDS, find_card, warn_of_type
+from slidesparse.weights.pattern import Pattern
 
 PAGE = (Path(__file__).parents[2] / "docs/cards.md").read_text()
 

@@ -18,14 +18,14 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, make_source
 
 from slidesparse.cli import main
-from slidesparse.commands.dry_run import DryRun, dry_run
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.commands.prune_job import PruneJob
 from slidesparse.errors import CheckpointError
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import locked
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.dry_run import DryRun, dry_run
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune_job import PruneJob
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])

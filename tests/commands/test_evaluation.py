@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse.cli import main
-from slidesparse.commands.evaluate import Evaluation, evaluate
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.models.perplexity import Perplexity, measure_perplexity, windows
+from slidesparse.offline.evaluate import Evaluation, evaluate
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 VOCABULARY = 11
 
@@ -132,8 +132,8 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     # The same by hand, on the model that transformers loads.
     from transformers import AutoModelForCausalLM
 
-    from slidesparse.files.calibration import encode, load_tokenizer
     from slidesparse.models.perplexity import logits_of
+    from slidesparse.offline.calibrate.calibration import encode, load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(source)
     tokens = encode(load_tokenizer(source), text.read_text())

@@ -19,28 +19,28 @@ from small_models import TEXT, Architecture, make
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.dry_run import dry_run
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.plan import plan_checkpoint
-from slidesparse.commands.plan_options import PlanOptions
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
-from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.grams import collect_grams
 from slidesparse.models.sensitivity import damage_together, measure_sensitivities
-from slidesparse.pattern import Pattern
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
+from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import Pattern
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")

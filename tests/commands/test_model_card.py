@@ -13,9 +13,9 @@ from checkpoints import add_tokenizer, make_checkpoint, write_text
 from huggingface_hub import ModelCard
 
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, PruneSummary, prune_checkpoint
-from slidesparse.commands.prune_options import Recipe
-from slidesparse.files.calibration import Calibration
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
+from slidesparse.offline.prune_options import Recipe
 
 SOURCE = """---
 license: other

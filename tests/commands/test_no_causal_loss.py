@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse.models.causal as causal
 from slidesparse.cli import main
-from slidesparse.commands.evaluate import evaluate, load_any
-from slidesparse.commands.plan import plan_checkpoint
-from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.check_config import require_family
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.causal import require_causal
 from slidesparse.models.choose_patterns import Target
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.evaluate import evaluate, load_any
+from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_options import PlanOptions
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION = SMALL | {"image_size": 32, "patch_size": 16}

@@ -21,23 +21,15 @@ import transformers
 from checkpoints import SMALL, make_source, reverse_letters
 from safetensors.torch import load_file, save_file
 
-import slidesparse.commands.plan as planning
+import slidesparse.offline.plan.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands import step_time
-from slidesparse.commands.plan import plan_checkpoint
-from slidesparse.commands.plan_file import as_options, read_plan
-from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
-from slidesparse.commands.plan_words import describe
-from slidesparse.commands.sensitivity_file import opened_measurements
-from slidesparse.commands.step_time import GPUS, LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files import identity
-from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
-from slidesparse.linear import pack_weight
+from slidesparse.layer.linear import pack_weight
 from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import (
     Multiplies,
@@ -52,10 +44,18 @@ from slidesparse.models.choose_patterns import (
 from slidesparse.models.sensitivity import Sensitivity, damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.offline import step_time
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
+from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_file import as_options, read_plan
+from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_gain
+from slidesparse.offline.plan.plan_words import describe
+from slidesparse.offline.plan.sensitivity_file import opened_measurements
+from slidesparse.offline.step_time import GPUS, LayerTimes, served_steps
 from slidesparse.prune import Linears, get_pruner, prune_mask
-from slidesparse.quant import Rounding
-from slidesparse.support import check_pattern, value_bits
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding
+from slidesparse.weights.support import check_pattern, value_bits
 
 TEXTS = ("8:10", "6:8", "4:6", "2:4")
 
@@ -712,7 +712,7 @@ def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
     folder = source.parent
     plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
     pattern, layers = as_options(read_plan(folder / "plan.json").layers)
-    from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+    from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
     summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))
     assert summary.patterns["model.layers.0.mlp.down_proj"] == "dense"

@@ -21,11 +21,6 @@ from checkpoints import SMALL, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.commands.dry_run import dry_run
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.commands.prune_job import PruneJob
-from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
@@ -33,11 +28,16 @@ from slidesparse.files.marker import Marker
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.pattern import Pattern
-from slidesparse.quant import dequantize
-from slidesparse.support import check_pattern, following_groups, value_bits
+from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune_job import PruneJob
+from slidesparse.offline.prune_options import Recipe
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import dequantize
+from slidesparse.weights.support import check_pattern, following_groups, value_bits
 
 INT8 = PruneOptions("6:8", "int8")
 
@@ -587,7 +587,7 @@ def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from slidesparse.cli import main
-from slidesparse.commands.prune_job import PruneJob
+from slidesparse.offline.prune_job import PruneJob
 write, writers = PruneJob._write, []
 def kill_in_the_second_shard(writer, *args):
     write(writer, *args)
@@ -785,8 +785,8 @@ def test_memory_grows_by_less_than_the_checkpoint(tmp_path: Path) -> None:
     code = """
 import re, sys
 from slidesparse.cli import main
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import prune_checkpoint
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from transformers import LlamaForCausalLM
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])

@@ -15,18 +15,24 @@ from checkpoints import make_source
 from interrupted_reads import interrupt
 from small_models import TEXT, make
 
-from slidesparse.commands.prune import prune_checkpoint
-from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import InputError
-from slidesparse.files import reordering
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.reordering import COLUMNS, ROWS, ReorderedCheckpoint, find_reordering, reorder_checkpoint
 from slidesparse.models.reorder import Inner, can_change_places, find_inner
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.offline.calibrate import reordering
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.calibrate.reordering import (
+    COLUMNS,
+    ROWS,
+    ReorderedCheckpoint,
+    find_reordering,
+    reorder_checkpoint,
+)
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.weights.pattern import DENSE, Pattern
 
 CPU = torch.device("cpu")
 

@@ -16,18 +16,18 @@ from small_models import make
 
 from slidesparse.base.ranks import Ranks
 from slidesparse.cli import main
-from slidesparse.commands.prune import prune_checkpoint
-from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import InputError
-from slidesparse.files import rotating
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.rotating import RotatedCheckpoint, find_rotation, rotate_checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
+from slidesparse.offline.calibrate import rotating
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.calibrate.rotating import RotatedCheckpoint, find_rotation, rotate_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.weights.pattern import Pattern
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -14,23 +14,23 @@ from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
 
-from slidesparse.commands.prune import prune_checkpoint
-from slidesparse.commands.prune_options import PruneOptions
-from slidesparse.commands.rounded_inputs import describe_rounding
 from slidesparse.errors import InputError
-from slidesparse.files import smoothing
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
+from slidesparse.offline.calibrate import smoothing
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.calibrate.dense_layers import DenseLayers
+from slidesparse.offline.calibrate.rounded_inputs import describe_rounding
+from slidesparse.offline.calibrate.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.prune import rounding_error
-from slidesparse.quant import dequantize, quantize_rows
+from slidesparse.weights.quant import dequantize, quantize_rows
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from slidesparse.bench.problems import MODELS
-from slidesparse.commands import step_time
-from slidesparse.commands.step_time import (
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import select
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.select import installation
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
+from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
+from slidesparse.offline import step_time
+from slidesparse.offline.step_time import (
     GPUS,
     SERVED_STEPS,
     LayerTimes,
@@ -25,15 +32,8 @@ from slidesparse.commands.step_time import (
     served_steps,
     served_times,
 )
-from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import select
-from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.select import installation
-from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
-from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.served_records import AGAIN, BURST_LOAD, CONTROL, MIXED_LOAD, STOCK, ServeRecord, read
+from slidesparse.weights.pattern import DENSE, Pattern
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = [Pattern.parse(text) for text in ("6:8", "4:6", "2:4")]

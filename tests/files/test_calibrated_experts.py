@@ -15,23 +15,23 @@ from small_models import make
 
 import slidesparse
 from slidesparse.base.traced_tensor import TracedTensor, origin_of
-from slidesparse.commands.dry_run import dry_run
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, PruneSummary, prune_checkpoint
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_rows import ExpertRows, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor
-from slidesparse.files.layer_store import CheckpointLayerStore
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import Experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.pattern import Pattern
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
+from slidesparse.offline.calibrate.layer_store import CheckpointLayerStore
+from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
 from slidesparse.prune import Linears, get_pruner
+from slidesparse.weights.pattern import Pattern
 
 FORMS = {
     "mixtral": "one tensor an expert, gate and up apart",

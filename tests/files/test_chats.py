@@ -9,9 +9,9 @@ import pytest
 from checkpoints import add_tokenizer
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files import chats
-from slidesparse.files.calibration import load_tokenizer
-from slidesparse.files.chats import templated
+from slidesparse.offline.calibrate import chats
+from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.offline.calibrate.chats import templated
 
 CHAT = [{"role": "user", "content": "what is two"}]
 

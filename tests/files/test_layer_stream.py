@@ -23,19 +23,19 @@ from torch import nn
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.texts import read_text
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.offline.calibrate.calibration import Calibration, encode, load_tokenizer, sample_windows
+from slidesparse.offline.calibrate.texts import read_text
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.support import check_pattern, following_groups
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_pattern, following_groups
 
 LENGTH, SAMPLES = 32, 12
 
@@ -226,7 +226,7 @@ def interrupted(source: Path, method: str, match: int = 0) -> None:
     """A run that is killed when its first layer is on disk."""
     folder = source.parent
     code = f"""
-import slidesparse.files.layer_store as c, os, signal
+import slidesparse.offline.calibrate.layer_store as c, os, signal
 keep = c.CheckpointLayerStore.keep
 def once(self, *args):
     keep(self, *args)

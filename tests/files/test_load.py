@@ -13,10 +13,10 @@ from checkpoints import make_checkpoint
 from torch import nn
 
 import slidesparse
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
 from slidesparse.files import load
 from slidesparse.gemm import Problem
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.tuning.at_load import LoadTuner
 
 

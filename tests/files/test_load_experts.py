@@ -18,16 +18,16 @@ from small_models import make
 from torch import nn
 
 import slidesparse
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import expert_times
 from slidesparse.gemm.grouped import TorchExperts
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
-from slidesparse.pattern import Pattern
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.pattern import Pattern
 
 IDS = torch.arange(12)[None]
 

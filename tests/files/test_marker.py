@@ -9,7 +9,7 @@ import torch
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 GOOD = {"version": 1, "pattern": "4:6@50%", "ignore": ["lm_head"], "layers": {"a.b": "8:10", "c": "dense"}}
 

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files import packed_file
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
 
 
 @pytest.mark.parametrize(

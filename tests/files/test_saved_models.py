@@ -13,11 +13,11 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, tokens
 
 import slidesparse
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

@@ -13,11 +13,11 @@ import pytest
 from checkpoints import make_checkpoint
 
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files import source_files
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.source_files import SourceFiles, survey
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 REWRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
 
@@ -233,7 +233,7 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
         "checkpoint-500/optimizer.pt",
         "tf_model.h5",
         "model.ckpt.data-00000-of-00001",
-        "slidesparse.packed",
+        "slidesparse.weights.packed",
     ],
 )
 def test_other_copies_of_the_weights_are_named_and_not_copied(source: Path, name: str) -> None:

@@ -16,13 +16,13 @@ from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, plan_of, prepare, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.staging import Workplace, differences, new_folder, staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.prune import PruneOptions, plan_of, prepare, prune_checkpoint
 
 INT8 = PruneOptions("6:8", "int8")
 LAYOUT = {"x": Stored("F32", (3, 4))}
@@ -249,7 +249,7 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("slidesparse.commands.prune_job.PruneJob.write_shard", killed)
+        patch.setattr("slidesparse.offline.prune_job.PruneJob.write_shard", killed)
         with pytest.raises(KeyboardInterrupt):
             prune_checkpoint(source, tmp_path / "s", options)
     flipped(tmp_path / "s.partial/kept/model.layers.0.safetensors")
@@ -265,7 +265,7 @@ def test_another_version_is_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     """What a version changes in a method would else stand beside what an earlier one wrote."""
     make_checkpoint(tmp_path / "m")
     before = plans(tmp_path, INT8, "cpu")
-    monkeypatch.setattr("slidesparse.commands.prune.__version__", "99")
+    monkeypatch.setattr("slidesparse.offline.prune.__version__", "99")
     assert differences(before, plans(tmp_path, INT8, "cpu")) == ["slidesparse"]
 
 
@@ -274,7 +274,7 @@ def test_another_kind_of_device_is_another_run_where_its_bits_differ(
 ) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     assert source == tmp_path / "m"
-    monkeypatch.setattr("slidesparse.commands.prune.usable_device", torch.device)
+    monkeypatch.setattr("slidesparse.offline.prune.usable_device", torch.device)
     wanda = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
     cuda = plans(tmp_path, wanda, "cuda:1")
     assert cuda == plans(tmp_path, wanda, "cuda:0")

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from small_models import VISION, Architecture, image, make
 
 import slidesparse
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 FP32 = PruneOptions("6:8", "fp32")
 

@@ -16,11 +16,11 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files import texts
-from slidesparse.files.calibration import Calibration, calibration_windows, load_tokenizer
-from slidesparse.files.texts import DEFAULT_FILE, read_documents, read_text
+from slidesparse.offline.calibrate import texts
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
+from slidesparse.offline.calibrate.texts import DEFAULT_FILE, read_documents, read_text
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
 TEMPLATE = "{% for m in messages %}({{ m.role }}) {{ m.content }}. {% endfor %}"

@@ -17,9 +17,9 @@ from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
 from slidesparse.gemm.dense import padded_rows
-from slidesparse.layout import with_rows
-from slidesparse.packed import pack_segments
+from slidesparse.lifting.layout import with_rows
 from slidesparse.prune import prune_mask
+from slidesparse.weights.packed import pack_segments
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 

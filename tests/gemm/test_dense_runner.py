@@ -13,11 +13,11 @@ from slidesparse.base.log import log_once
 from slidesparse.gemm import dense
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.layout import LinearTensors
-from slidesparse.lifting import TorchLift
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack_segments
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.layout import LinearTensors
+from slidesparse.weights.packed import pack_segments
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 TOKENS, OUT, COLUMNS = 40, 32, 64
@@ -203,7 +203,7 @@ def test_a_layer_built_on_a_cpu_has_what_a_gpu_multiplies_with(monkeypatch: pyte
     layer = fp8_layer().half()  # moves of a model leave the scale's type alone
     x = torch.randn(TOKENS, COLUMNS).to(FP8)
     monkeypatch.setattr(dense, "fused_product", lambda *_: None)
-    monkeypatch.setattr("slidesparse.kernels.scale.scale_rows", lambda acc, *_: acc)
+    monkeypatch.setattr("slidesparse.gemm.scale.scale_rows", lambda acc, *_: acc)
     operand = layer.forms[0].operand
     y = dense._quantised(x, torch.ones(TOKENS, 1), operand, layer.weight_scale, None, OUT, torch.float32)
     torch.testing.assert_close(y, x.float() @ layer.unpack().float().T)

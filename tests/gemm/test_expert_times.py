@@ -25,7 +25,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.select import WRONG_HERE, choose, find_measured
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 CPU = torch.device("cpu")
 PATTERNS = Pattern(6, 8), Pattern(6, 8)

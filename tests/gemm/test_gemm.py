@@ -19,7 +19,7 @@ from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, pro
 from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, WRONG_HERE, Choice, Fallback, backends_to_compare, wrong_form
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
-from slidesparse.slide import gather
+from slidesparse.weights.slide import gather
 
 PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
 

@@ -17,8 +17,8 @@ from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, KnownWeights
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.layout import LinearTensors
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.layout import LinearTensors
 
 TOKENS, HIDDEN, WIDE = 3, 16, 32
 FLOAT = torch.float32

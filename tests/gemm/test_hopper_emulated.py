@@ -10,7 +10,6 @@ from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
 
-from slidesparse.expert_order import arrange
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.compile import SOURCE
@@ -18,11 +17,12 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.layout import Lifted, slab_view
+from slidesparse.lifting.layout import Lifted, slab_view
+from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.ops import quantize_lift
-from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 FP64 = torch.float64

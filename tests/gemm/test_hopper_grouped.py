@@ -13,17 +13,17 @@ from hopper_emulator import weights as read_weights
 from hopper_forms import ExpertsWithoutBundles
 
 from slidesparse import InputError
-from slidesparse.expert_order import arrange, rows_needed
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import Arguments
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
-from slidesparse.layout import Lifted
+from slidesparse.lifting.layout import Lifted
+from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 from slidesparse.models.choose_patterns import modelled_bytes
-from slidesparse.pattern import Pattern
-from slidesparse.quant import Rounding
-from slidesparse.slide import gather
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import Rounding
+from slidesparse.weights.slide import gather
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 

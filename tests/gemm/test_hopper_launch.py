@@ -26,7 +26,7 @@ from slidesparse.gemm.hopper.launch import (
 )
 from slidesparse.gemm.hopper.tiles import GROUP, TILES, Band, Tile, cheapest
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.layout import ColumnOrder
+from slidesparse.lifting.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
 

@@ -13,14 +13,14 @@ from hopper_forms import Bundles, SixBitBundles
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBits
 from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
-from slidesparse.layout import BUNDLE, ColumnOrder, slab_view
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import decode_group, metadata
-from slidesparse.support import as_bits, following_groups
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import decode_group, metadata
+from slidesparse.weights.support import as_bits, following_groups
 
 BUNDLED = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "8:10@30%")
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")

@@ -17,9 +17,9 @@ from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.layout import ColumnOrder, LinearTensors
-from slidesparse.lifting import TorchLift
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40

@@ -14,9 +14,9 @@ from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
 
 
 @pytest.fixture(autouse=True)

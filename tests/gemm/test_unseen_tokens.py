@@ -19,10 +19,10 @@ from slidesparse.gemm.hopper.launch import Kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain_text
-from slidesparse.kernels import lift_launch
-from slidesparse.layout import SLAB_BYTES
+from slidesparse.lifting import launch as lift_launch
+from slidesparse.lifting.layout import SLAB_BYTES
+from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops import resolve
-from slidesparse.prologue import Prologue
 
 DEVICE, SOURCE = torch.device("cuda", 0), torch.bfloat16
 PROLOGUES: tuple[Prologue, ...] = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")
@@ -64,7 +64,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         found = kernels.get((tile, *types))
         return found or kernels.setdefault((tile, *types), Kernel("function", "context", tile, 0, 132))
 
-    lift = pytest.importorskip("slidesparse.kernels.lift", reason="Triton is not installed")
+    lift = pytest.importorskip("slidesparse.lifting.kernel", reason="Triton is not installed")
     caches = (*CACHES, lift.find_kernel_lift, lift._launcher)
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "multiprocessors", lru_cache(lambda device: 132))

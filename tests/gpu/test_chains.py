@@ -17,11 +17,11 @@ from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.spec import parse_chain
 from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.kernels import lift
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting import kernel as lift
 from slidesparse.ops.resolve import _made_before, resolve_chain, resolve_lift, resolve_linear
-from slidesparse.quant import Rounding
-from slidesparse.support import as_bits
+from slidesparse.weights.quant import Rounding
+from slidesparse.weights.support import as_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -11,14 +11,14 @@ from torch import nn
 
 import slidesparse
 from slidesparse import ops
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.layout import ColumnOrder
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack_segments
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import gather
-from slidesparse.support import as_bits
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import as_bits
 
 pytestmark = pytest.mark.gpu
 

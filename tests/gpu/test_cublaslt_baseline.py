@@ -9,11 +9,11 @@ from slidesparse.bench import cublaslt
 from slidesparse.bench.dense import kernels
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import DTYPES
-from slidesparse.slide import gather
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import DTYPES
+from slidesparse.weights.slide import gather
 
 pytestmark = pytest.mark.gpu
 

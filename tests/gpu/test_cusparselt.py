@@ -21,12 +21,12 @@ from slidesparse.gemm.cusparselt.plan import METADATA_TILE, MatmulPlan, Shape, c
 from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.layout import with_rows
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import with_rows
 from slidesparse.prune import prune_mask
-from slidesparse.slide import gather
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.slide import gather
 
 pytestmark = pytest.mark.gpu
 

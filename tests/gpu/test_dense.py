@@ -16,12 +16,12 @@ from slidesparse import ops
 from slidesparse.gemm import dense, get_backend
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.layer.linear import SlideLinear, pack_weight
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.slide import gather
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.slide import gather
 
 pytestmark = pytest.mark.gpu
 

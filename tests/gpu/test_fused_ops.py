@@ -13,11 +13,11 @@ from triton import knobs
 from slidesparse import Pattern, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Layout, Slabs
-from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import gather
-from slidesparse.support import as_bits
+from slidesparse.lifting.layout import Layout, Slabs
+from slidesparse.lifting.prologue import add_rms_norm, rms_norm, silu_mul
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import as_bits
 
 pytestmark = pytest.mark.gpu
 

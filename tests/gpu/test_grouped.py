@@ -11,16 +11,16 @@ from small_mixtures import MIXTURES, packed_mixtures
 from small_models import make
 
 import slidesparse
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.expert_order import arrange
-from slidesparse.experts import SlideExperts
+from slidesparse.base.triton_launcher import Launcher
 from slidesparse.gemm.grouped import TorchExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile
-from slidesparse.kernels.triton_launcher import Launcher
-from slidesparse.layout import Lifted, LinearTensors
-from slidesparse.lifting import TorchLift
-from slidesparse.quant import Rounding
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.layout import Lifted, LinearTensors
+from slidesparse.lifting.routed.expert_order import arrange
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.quant import Rounding
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,13 +25,13 @@ from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.layout import slab_view
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import slab_view
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.slide import gather
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.slide import gather
 
 pytestmark = pytest.mark.gpu
 

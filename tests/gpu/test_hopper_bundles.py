@@ -14,14 +14,14 @@ from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.kernels.lift import quantize_lift
-from slidesparse.layout import slab_view
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
+from slidesparse.lifting.kernel import quantize_lift
+from slidesparse.lifting.layout import slab_view
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import gather
-from slidesparse.support import following_groups
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import following_groups
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.prune import prune_mask
-from slidesparse.slide import gather
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.slide import gather
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,21 +12,21 @@ from checkpoints import make_checkpoint
 from expert_weights import packed_experts
 
 import slidesparse
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.experts import SlideExperts
 from slidesparse.gemm import choose
 from slidesparse.gemm.expert_times import ExpertKind, find_expert_times
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import backends_to_compare, installation
 from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
-from slidesparse.linear import SlideLinear, packed_problem
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.layer.linear import SlideLinear, packed_problem
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
 from slidesparse.tuning.measure import TRANSIENT_BYTES, gaussian
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
 
 pytestmark = pytest.mark.gpu
 

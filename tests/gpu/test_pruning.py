@@ -11,16 +11,16 @@ import pytest
 import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
-from slidesparse.commands.evaluate import evaluate
-from slidesparse.commands.plan import plan_checkpoint
-from slidesparse.commands.plan_options import PlanOptions
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.commands.prune_options import Recipe
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.choose_patterns import Target
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.evaluate import evaluate
+from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune_options import Recipe
 from slidesparse.prune import prune_mask
-from slidesparse.support import check_pattern
+from slidesparse.weights.support import check_pattern
 
 pytestmark = pytest.mark.gpu
 

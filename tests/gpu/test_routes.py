@@ -13,8 +13,8 @@ from slidesparse.gemm.select import installation
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers
-from slidesparse.linear import SlideLinear
-from slidesparse.pattern import Pattern
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.weights.pattern import Pattern
 
 pytestmark = pytest.mark.gpu
 

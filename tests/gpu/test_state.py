@@ -7,10 +7,10 @@ import torch
 
 from slidesparse import UnsupportedError, prune_mask
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.linear import SlideLinear, pack_weight
-from slidesparse.packed import PackedWeight
-from slidesparse.pattern import Pattern
-from slidesparse.quant import QUANTISED, parse_dtype
+from slidesparse.layer.linear import SlideLinear, pack_weight
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 pytestmark = pytest.mark.gpu
 

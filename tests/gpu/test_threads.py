@@ -13,7 +13,7 @@ from chained_linears import Weight, chained
 from torch import nn
 
 from slidesparse import ops
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,10 @@ from vllm_families import SMALL
 from vllm_tiny import TOKENS, Case, Served, prompts, serve, serve_apart
 
 from slidesparse.bench.vllm_engine import Engine, EngineOptions, FarEnd
-from slidesparse.experts import SlideExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import Rounding
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import Rounding
 
 pytestmark = [
     pytest.mark.gpu,

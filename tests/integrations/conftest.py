@@ -104,7 +104,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     import torch
 
     from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
-    from slidesparse.pattern import Pattern
+    from slidesparse.weights.pattern import Pattern
 
     folder = tmp_path_factory.mktemp("checkpoints")
 

@@ -16,8 +16,8 @@ from slidesparse.bench.expert_operands import dense_experts, expected_layer, exp
 from slidesparse.bench.mixtures import draw
 from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.quant import quantize_rows
 from slidesparse.tuning.checking import relative_error
+from slidesparse.weights.quant import quantize_rows
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from vllm_models import REFERENCE, configured, loaded_by
 
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from expert_weights import routed
 
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_weight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_weight
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

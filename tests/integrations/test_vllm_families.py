@@ -15,10 +15,10 @@ import transformers
 from vllm_families import FAMILIES, SMALL, VISION_MODEL, write_pruned
 from vllm_models import REFERENCE, configured, loaded
 
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.pattern import DENSE, Pattern
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -19,7 +19,7 @@ from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.packed import pack_segments
+from slidesparse.weights.packed import pack_segments
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

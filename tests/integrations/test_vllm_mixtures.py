@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

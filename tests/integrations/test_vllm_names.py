@@ -19,7 +19,7 @@ from slidesparse.integrations.vllm.names import (
     shard_start,
     why_left_to_vllm,
 )
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CT = {"quant_method": "compressed-tensors"}

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem
@@ -30,8 +29,9 @@ from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.pattern import Pattern
-from slidesparse.quant import quantize_rows, quantize_weight
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows, quantize_weight
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from expert_weights import packed_experts
 
-from slidesparse.experts import SlideExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
-from slidesparse.layout import ColumnOrder
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack_segments
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.prune import prune_mask
-from slidesparse.quant import Rounding
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.quant import Rounding
 
 
 def sparse_linear(backend: str) -> SlideLinear:
@@ -109,7 +109,7 @@ def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog
 
 @pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
 def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.kernels import lift
+    from slidesparse.lifting import kernel as lift
 
     read: list[int] = []
     monkeypatch.setattr(lift, "quantize_lift", lambda x, *_, **__: read.append(x.nbytes))

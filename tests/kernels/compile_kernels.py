@@ -24,16 +24,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift_held import held_kernel
-from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
-from slidesparse.kernels.lift_routed import routed_kernel, spread_kernel
-from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
-from slidesparse.layout import ColumnOrder, Slabs
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
-from slidesparse.quant import QUANTISED
-from slidesparse.support import INT_VIEW
+from slidesparse.lifting.held import held_kernel
+from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
+from slidesparse.lifting.layout import ColumnOrder, Slabs
+from slidesparse.lifting.routed.lift_routed import routed_kernel, spread_kernel
+from slidesparse.lifting.walking import walking_kernel
+from slidesparse.weights.pack_kernel import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANTISED
+from slidesparse.weights.support import INT_VIEW
 
 NAMES = {
     torch.bfloat16: "bf16",

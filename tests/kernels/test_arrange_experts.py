@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse.expert_order import arrange, rows_needed
-from slidesparse.kernels import arrange_experts
+from slidesparse.lifting.routed import arrange_experts
+from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels import lift_launch as launch
-from slidesparse.kernels.lift_launch import Launch, configure, make_variant
-from slidesparse.kernels.lift_variant import LiftVariant
-from slidesparse.layout import ColumnOrder
+from slidesparse.lifting import launch
+from slidesparse.lifting.launch import Launch, configure, make_variant
+from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.variant import LiftVariant
 
 
 @pytest.mark.parametrize("quantised", [True, False])

@@ -16,14 +16,14 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from slidesparse.kernels import lift as lifts
-from slidesparse.kernels import triton_launcher
-from slidesparse.kernels.lift import KernelLift
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.kernels.lift_held import held_kernel
-from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.triton_launcher import Launcher
-from slidesparse.layout import ColumnOrder
+from slidesparse.base import triton_launcher
+from slidesparse.base.triton_launcher import Launcher
+from slidesparse.lifting import kernel as lifts
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.held import held_kernel
+from slidesparse.lifting.kernel import KernelLift
+from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.walking import walking_kernel
 
 ORDER = ColumnOrder(64, 8, 0, 0, 8, 0, 96)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse import expert_lift
 from slidesparse.errors import InputError
-from slidesparse.expert_lift import lift_routed
-from slidesparse.expert_order import arrange
-from slidesparse.kernels import lift_routed as kernel
-from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
-from slidesparse.lifting import TorchLift
-from slidesparse.packed import pack_segments
-from slidesparse.pattern import Pattern
+from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting.routed import expert_lift
+from slidesparse.lifting.routed import lift_routed as kernel
+from slidesparse.lifting.routed.expert_lift import lift_routed
+from slidesparse.lifting.routed.expert_order import arrange
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.pattern import Pattern
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 SLABS = Slabs(8, swizzle=True)

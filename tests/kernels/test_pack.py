@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, PatternViolation
-from slidesparse.kernels import pack as kernels
-from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
-from slidesparse.packed import pack_segments
-from slidesparse.packing import KernelPacker
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.slide import metadata
-from slidesparse.support import as_bits, grouped
-from slidesparse.support import following_groups as defined_following_groups
+from slidesparse.weights import pack_kernel as kernels
+from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
+from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packing import KernelPacker
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.slide import metadata
+from slidesparse.weights.support import as_bits, grouped
+from slidesparse.weights.support import following_groups as defined_following_groups
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.kernels import lift as kernels
-from slidesparse.kernels.lift import quantize_lift
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.kernels.lift_launch import Launch, make_variant
-from slidesparse.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
-from slidesparse.quant import quantize_rows
-from slidesparse.slide import gather
-from slidesparse.support import as_bits
+from slidesparse.lifting import kernel as kernels
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.kernel import quantize_lift
+from slidesparse.lifting.launch import Launch, make_variant
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import as_bits
 
 # numpy warns of what these rows are made to do: overflow 127 / absmax, multiply 0 by infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,7 +5,7 @@ import torch
 
 from slidesparse import InputError
 from slidesparse.gemm.reference import apply_scales
-from slidesparse.kernels.scale import COLUMNS, ROWS, scale_rows
+from slidesparse.gemm.scale import COLUMNS, ROWS, scale_rows
 
 OUT_TYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slidesparse import InputError
-from slidesparse.expert_sum import weighted_sum
-from slidesparse.kernels import weighted_sum as kernel
+from slidesparse.lifting.routed import weighted_sum as kernel
+from slidesparse.lifting.routed.expert_sum import weighted_sum
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 1500])

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import slidesparse as ss
-from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.skipif(
     find_spec("llmcompressor") is None and "LLM_COMPRESSOR_MUST_BE_THERE" not in os.environ,

@@ -10,12 +10,12 @@ import torch
 from expert_weights import one_by_one, packed_experts, routed
 
 from slidesparse import InputError, UnsupportedError
-from slidesparse.expert_order import Arrangement
-from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.grouped import Rows, TokenTile, TorchExperts
-from slidesparse.layout import Lifted
+from slidesparse.layer.experts import SlideExperts, split_rows
+from slidesparse.lifting.layout import Lifted
+from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.packed import pack_segments
+from slidesparse.weights.packed import pack_segments
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 HIDDEN, INNER, EXPERTS = 48, 32, 5

@@ -24,7 +24,7 @@ from slidesparse import (
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.models.sparsify import layer_patterns, run_once
 from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
-from slidesparse.support import following_groups
+from slidesparse.weights.support import following_groups
 
 # 64 and 160 are no multiples of 6, 10 or 14; 96 token ids keep the embedding small.
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from small_mixtures import MIXTURES
 from torch import nn
 
 import slidesparse as ss
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.experts import Experts, describe_experts, experts_of_a_token, find_experts, find_routers
 
 

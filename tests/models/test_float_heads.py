@@ -10,13 +10,13 @@ import torch
 from architectures import ARCHITECTURES
 from small_models import make
 
-from slidesparse.commands.dry_run import dry_run
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.float_heads import HEAD_IN_FLOATS
 from slidesparse.models.float_mixers import IN_FLOATS
 from slidesparse.models.sparsify import sparsify_
+from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5", "qwen3-next"])

@@ -17,18 +17,18 @@ from small_models import make
 from torch import nn
 
 from slidesparse.base.ranks import Ranks
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models import layerwise
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.pattern import Pattern
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import get_pruner
-from slidesparse.support import check_pattern
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import check_pattern
 
 COLUMNS = 32
 

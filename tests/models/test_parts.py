@@ -13,7 +13,7 @@ from torch import nn
 
 import slidesparse as ss
 from slidesparse.errors import InputError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.parts import language_model, parts_of, text_config
 from slidesparse.models.targets import find_targets
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import slidesparse as ss
 from slidesparse.errors import InputError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.targets import find_targets
 from slidesparse.models.weight_reads import WHY, read_without_calling
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears, Magnitude, prune_mask
 from slidesparse.prune.cheapest import FEW, by_definition, by_position, kept
 from slidesparse.prune.mask import magnitude_cost, magnitude_order
+from slidesparse.weights.pattern import Pattern
 
 
 @pytest.mark.parametrize("size", [4, 6, 8, 32])

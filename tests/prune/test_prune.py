@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slidesparse import InputError, Pattern, prune_mask
 from slidesparse.prune import METHODS, Linears, get_pruner, output_error, prune_masks, sparsegpt
-from slidesparse.support import INT_VIEW, check_pattern, following_groups
+from slidesparse.weights.support import INT_VIEW, check_pattern, following_groups
 
 
 @pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "14:16"])

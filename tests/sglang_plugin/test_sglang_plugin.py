@@ -26,7 +26,7 @@ from slidesparse.integrations.sglang.refusals import (
     refuse_what_cannot_work,
 )
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.quant import quantize_rows, quantize_weight
+from slidesparse.weights.quant import quantize_rows, quantize_weight
 
 REFERENCE = {"backend": "reference"}
 

@@ -25,12 +25,12 @@ from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, tuned_path
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
 from slidesparse.tuning.measure import TakenTimes
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
 
 OUT, K = 24, 64
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from tuning_fakes import FakeStopwatch, Quick, Us, Wrong
 from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import measure
 from slidesparse.tuning.measure import (
@@ -25,6 +24,7 @@ from slidesparse.tuning.measure import (
     _Form,
     sizes_up_to,
 )
+from slidesparse.weights.packed import PackedWeight, pack_segments
 
 OUT, K = 24, 64
 

@@ -22,10 +22,10 @@ from slidesparse.gemm.expert_times import (
 )
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
-from slidesparse.pattern import Pattern
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import LoadTuner
 from slidesparse.tuning.measure_experts import ExpertMeasurement
+from slidesparse.weights.pattern import Pattern
 
 CPU = torch.device("cpu")
 PATTERNS = Pattern(6, 8), Pattern(6, 8)

@@ -17,8 +17,8 @@ import torch
 from slidesparse.bench.cublaslt_api import CublasLtAlgorithm, DenseProblem, Product
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.autotune import copies_to_rotate, time_ways
-from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
+from slidesparse.weights.quant import parse_dtype
 
 DEVIATION = 2.0**-6
 """Allowed difference from the first algorithm's product, relative to its largest element: bf16 keeps 8 bits, and an FP8

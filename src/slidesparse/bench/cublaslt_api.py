@@ -16,7 +16,7 @@ import torch
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.cusparselt.api import CUDA_TYPES
-from slidesparse.quant import parse_dtype
+from slidesparse.weights.quant import parse_dtype
 
 REQUESTED = 64
 """Algorithms that are asked for, and tried at most, for each accumulator; cuSPARSELt's searches try 50."""

@@ -19,8 +19,8 @@ import torch
 from slidesparse.base.torch_private import require
 from slidesparse.bench import cublaslt
 from slidesparse.gemm.reference import apply_scales
-from slidesparse.quant import QUANTISED, dtype_name
 from slidesparse.records import Tried
+from slidesparse.weights.quant import QUANTISED, dtype_name
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"], torch.Tensor]
 """(x [M, K], weight [N, K], scale_x [M, 1], scale_w [N]) -> [M, N]; scales of ones for a bare product."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.device import why_no_cuda
-from slidesparse.commands import info
 from slidesparse.errors import UnsupportedError
+from slidesparse.offline import info
 from slidesparse.records import Clocks, Machine
 
 NO_CLOCKS = Clocks(None, None, None)

@@ -13,16 +13,16 @@ import torch
 
 from slidesparse.bench.operands import weight_bytes, weight_of
 from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
-from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.gemm.select_grouped import grouped_product
-from slidesparse.linear import pack_weight
-from slidesparse.packed import PackedWeight
-from slidesparse.pattern import Pattern
-from slidesparse.prologue import silu_mul
-from slidesparse.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
+from slidesparse.layer.experts import SlideExperts, split_rows
+from slidesparse.layer.linear import pack_weight
+from slidesparse.lifting.prologue import silu_mul
 from slidesparse.records import DENSE_VARIANT
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
 
 KEPT = 64
 """Layers kept: those of four mixtures, two types and three patterns, and the dense ones."""

@@ -24,11 +24,11 @@ from slidesparse.bench.operands import (
 )
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.gemm import Backend, Operand, Problem, get_backend
-from slidesparse.layout import Layout
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import QUANTISED
+from slidesparse.lifting.layout import Layout
 from slidesparse.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
 from slidesparse.tuning.checking import ends, relative_error
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import QUANTISED
 
 FINALISTS = 3
 """Algorithms of a library with which its backend's choice is compared."""

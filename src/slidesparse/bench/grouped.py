@@ -29,17 +29,17 @@ from slidesparse.bench.grouped_stock import Stock, stock_layer, stock_product
 from slidesparse.bench.mixtures import draw, sizes_of
 from slidesparse.bench.operands import float_type, lifted
 from slidesparse.errors import SlideSparseError, UnsupportedError
-from slidesparse.expert_order import Arrangement, arrange
 from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER, part_and_routing
-from slidesparse.experts import ExpertLinear, SlideExperts
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.gemm.grouped import TokenTile
-from slidesparse.layout import Lifted
-from slidesparse.quant import parse_dtype
+from slidesparse.layer.experts import ExpertLinear, SlideExperts
+from slidesparse.lifting.layout import Lifted
+from slidesparse.lifting.routed.expert_order import Arrangement, arrange
 from slidesparse.records import DENSE_VARIANT, PLAIN, Case, Record
 from slidesparse.tuning.checking import relative_error
 from slidesparse.tuning.measure import gaussian
 from slidesparse.tuning.measure_experts import TOLERANCE
+from slidesparse.weights.quant import parse_dtype
 
 CHECKED_PAIRS, CHECKED_TOKENS = 32, 4
 """Rows of a product, and tokens of a layer, that are checked: spread over all, the first and the last among them."""

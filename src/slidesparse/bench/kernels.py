@@ -17,16 +17,16 @@ from slidesparse.bench.comparison import Session, Subject, compare
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import activations
 from slidesparse.bench.problems import HEADLINE
-from slidesparse.layout import ColumnOrder
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
-from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
-from slidesparse.quant import parse_dtype, quantize_rows
+from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, Case, Record
-from slidesparse.slide import gather
 from slidesparse.tuning.checking import ends, relative_error
 from slidesparse.tuning.measure import gaussian
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import parse_dtype, quantize_rows
+from slidesparse.weights.slide import gather
 
 MULTIPLE = 32
 """Columns of each segment are padded to a multiple of this, as sparse GEMMs ask."""

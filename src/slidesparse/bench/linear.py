@@ -18,10 +18,10 @@ from slidesparse.bench.operands import activations, float_type, packed_weight, p
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
-from slidesparse.layout import ColumnOrder
-from slidesparse.linear import SlideLinear
-from slidesparse.quant import QUANTISED, parse_dtype
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.records import CONTROL, DENSE_VARIANT, Case, Record
+from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 AUTO = "auto"
 """The backend choice ``auto``. With its dense fallback it should never be slower than dense, so it is measured too."""

@@ -18,9 +18,9 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets, input_sets
-from slidesparse.pattern import DENSE
-from slidesparse.quant import DTYPES
 from slidesparse.records import DTYPE_NAMES, LAYERS
+from slidesparse.weights.pattern import DENSE
+from slidesparse.weights.quant import DTYPES
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.hopper.backend import HopperSixBitCounts, HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.layout import Layout
-from slidesparse.linear import pack_weight
-from slidesparse.packed import PackedWeight
+from slidesparse.layer.linear import pack_weight
+from slidesparse.lifting.layout import Layout
 from slidesparse.prune import prune_mask
-from slidesparse.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 from slidesparse.records import DENSE_VARIANT, Case
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 
 SIX_BITS = (HopperSixBits.name, HopperSixBitCounts.name)
 """The backends that are measured with INT8 weights of six bits."""

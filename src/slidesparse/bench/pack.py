@@ -10,13 +10,13 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.operands import expected, float_type, lifted, packed_weight, problem_of, recipe_for
 from slidesparse.gemm import Operand, get_backend
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
 from slidesparse.records import CONTROL, Case, Record
-from slidesparse.support import as_bits
 from slidesparse.tuning.checking import relative_error
 from slidesparse.tuning.measure import gaussian
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import as_bits
 
 CHECK_TOKENS = 64
 """Rows of activations with which a prepared operand is checked."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import QUANT_NAMES
 from slidesparse.records import CONTROL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, SQUARE, Case
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import QUANT_NAMES
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
 """In the order in which ``all`` runs them: the cheap ones first."""

@@ -15,9 +15,9 @@ from slidesparse.bench.operands import recipe_for
 from slidesparse.bench.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.errors import InputError, UnsupportedError, system_words
-from slidesparse.pattern import Pattern
-from slidesparse.quant import parse_dtype
 from slidesparse.served_records import EngineKey
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import parse_dtype
 
 SPARE_BYTES = 10**9
 """Left free, for logs and caches."""

@@ -16,14 +16,14 @@ from slidesparse.bench.problems import select, select_patterns
 from slidesparse.bench.serve_load import FULL, QUICK, soak
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
-from slidesparse.commands.plan_file import read_plan
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import Rounding, check_rounding, parse_dtype
+from slidesparse.offline.plan.plan_file import read_plan
 from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype
 
 DTYPES = ("int8", "fp8", "bf16")
 

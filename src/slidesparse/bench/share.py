@@ -31,9 +31,9 @@ from slidesparse.gemm.speed_files import (
     tuned_path,
 )
 from slidesparse.gemm.time_model import explain
-from slidesparse.pattern import DENSE as DENSE_PATTERN
-from slidesparse.pattern import Pattern
-from slidesparse.quant import DTYPES
+from slidesparse.weights.pattern import DENSE as DENSE_PATTERN
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import DTYPES
 
 FEWEST_TOKENS = 3
 """Fewest M's of a layer: with fewer there is little to interpolate between."""

@@ -15,9 +15,9 @@ from slidesparse.gemm.backend import release
 from slidesparse.gemm.expert_times import GROUPED as EXPERTS_BACKEND
 from slidesparse.gemm.expert_times import as_linear, name_prefix
 from slidesparse.gemm.speed import LayerSpeed, WrongForm, times_key
-from slidesparse.pattern import Pattern
 from slidesparse.records import DENSE_VARIANT, GROUPED, Case, Machine, Record
 from slidesparse.tuning.checking import WRONG
+from slidesparse.weights.pattern import Pattern
 
 WHOLE = f"{LAYER}, {BALANCED}"
 """Cases of whole layers of experts, as a server runs them."""

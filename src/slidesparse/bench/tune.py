@@ -23,9 +23,9 @@ from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, libraries
 from slidesparse.gemm.speed import LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
-from slidesparse.pattern import Pattern
-from slidesparse.quant import QUANT_NAMES, parse_dtype
 from slidesparse.records import DTYPE_NAMES, Case, read_records
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANT_NAMES, parse_dtype
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 SEARCHED = "cusparselt"

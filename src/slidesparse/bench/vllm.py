@@ -37,8 +37,6 @@ from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
 from slidesparse.bench.vllm_profile import EngineProfile, Variant
 from slidesparse.errors import UnsupportedError
-from slidesparse.pattern import Pattern
-from slidesparse.quant import parse_dtype
 from slidesparse.records import (
     DENSE_VARIANT,
     ENGINE,
@@ -50,6 +48,8 @@ from slidesparse.records import (
     Timing,
     new_records,
 )
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import parse_dtype
 
 STOCK, OURS = "vllm", "slidesparse"
 

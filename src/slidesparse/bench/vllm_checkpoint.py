@@ -19,9 +19,9 @@ from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError
 from slidesparse.files.marker import Marker
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import Rounding, quantize_weight, rounding_of
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding, quantize_weight, rounding_of
 
 HEAD = 128
 

@@ -193,10 +193,10 @@ def _mark_wrong(summary: Summary, path: Path) -> list[str]:
 def _bench_grouped(options: argparse.Namespace) -> int:
     from slidesparse.bench import mixtures, problems, runner
     from slidesparse.expert_sizes import MIXTURES
-    from slidesparse.quant import QUANT_NAMES
     from slidesparse.records import GROUPED, read_records
     from slidesparse.report.experts import expert_tables
     from slidesparse.report.numbers import comparisons
+    from slidesparse.weights.quant import QUANT_NAMES
 
     if options.backends is not None:
         raise InputError("--backends", got="--grouped", needed="none: one backend multiplies by experts")

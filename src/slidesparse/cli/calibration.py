@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
-    from slidesparse.files.calibration import Calibration
+    from slidesparse.offline.calibrate.calibration import Calibration
 
 WINDOWS = ("samples", "length", "seed")
 """Options that say which windows of the text are taken. Each is None unless it is given, so that it can be told
-whether somebody asked for it; :class:`slidesparse.files.calibration.Calibration` has the usual values."""
+whether somebody asked for it; :class:`slidesparse.offline.calibrate.calibration.Calibration` has the usual values."""
 
 
 def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
@@ -35,7 +35,7 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
     Raises:
         InputError: They name windows of no text, or a number or the name of the text cannot be used.
     """
-    from slidesparse.files.calibration import Calibration
+    from slidesparse.offline.calibrate.calibration import Calibration
 
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
     if options.calibration is not None:

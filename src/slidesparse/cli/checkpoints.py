@@ -21,7 +21,7 @@ def _add_info(commands: Commands) -> None:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from slidesparse.commands import info
+    from slidesparse.offline import info
 
     found = info.collect()
     print(json.dumps(found, indent=2) if options.json else info.describe(found))
@@ -77,7 +77,7 @@ def _add_eval(commands: Commands) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     from slidesparse.base.progress import wrapped
-    from slidesparse.commands.evaluate import evaluate
+    from slidesparse.offline.evaluate import evaluate
 
     evaluation = evaluate(
         source_of(options),
@@ -117,7 +117,7 @@ def _add_inspect(commands: Commands) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from slidesparse.commands.inspect import inspect_checkpoint
+    from slidesparse.offline.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source_of(options))
     print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())

@@ -18,12 +18,12 @@ from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
-    from slidesparse.commands.dry_run import DryRun
-    from slidesparse.commands.plan_file import StoredPlan
-    from slidesparse.commands.prune import PruneSummary
-    from slidesparse.commands.prune_options import Recipe
-    from slidesparse.files.calibration import Calibration
     from slidesparse.files.source_files import Links
+    from slidesparse.offline.calibrate.calibration import Calibration
+    from slidesparse.offline.dry_run import DryRun
+    from slidesparse.offline.plan.plan_file import StoredPlan
+    from slidesparse.offline.prune import PruneSummary
+    from slidesparse.offline.prune_options import Recipe
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
 """Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
@@ -120,11 +120,11 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.base.progress import wrapped
-    from slidesparse.commands.check_options import check_options
-    from slidesparse.commands.dry_run import dry_run
-    from slidesparse.commands.plan_file import as_options, read_plan
-    from slidesparse.commands.prune import prune_checkpoint
-    from slidesparse.commands.prune_options import PruneOptions
+    from slidesparse.offline.check_options import check_options
+    from slidesparse.offline.dry_run import dry_run
+    from slidesparse.offline.plan.plan_file import as_options, read_plan
+    from slidesparse.offline.prune import prune_checkpoint
+    from slidesparse.offline.prune_options import PruneOptions
 
     calibration = calibration_of(options)
     pairs = [entry.rpartition("=") for entry in options.layer]
@@ -236,10 +236,10 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from slidesparse.commands.plan import plan_checkpoint
-    from slidesparse.commands.plan_options import CANDIDATES, PlanOptions, parse_gain
-    from slidesparse.commands.plan_words import describe
     from slidesparse.models.choose_patterns import Target
+    from slidesparse.offline.plan.plan import plan_checkpoint
+    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain
+    from slidesparse.offline.plan.plan_words import describe
 
     refuse_samples(options)
     wanted = PlanOptions(

@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
-from slidesparse.pattern import DENSE
+from slidesparse.weights.pattern import DENSE
 
 if TYPE_CHECKING:
     from slidesparse.demo.report import DemoReport, DemoRow

@@ -9,8 +9,8 @@ from typing import Any
 
 from slidesparse.base.progress import table, wrapped
 from slidesparse.errors import UnsupportedError
-from slidesparse.pattern import DENSE
-from slidesparse.quant import QuantName
+from slidesparse.weights.pattern import DENSE
+from slidesparse.weights.quant import QuantName
 
 
 @dataclass(frozen=True)

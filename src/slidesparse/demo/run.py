@@ -23,13 +23,13 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.progress import progress_bar
 from slidesparse.demo.report import DemoReport, DemoRow, need
 from slidesparse.gemm import get_backend
-from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.layer.linear import SlideLinear, pack_weight
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets, input_sets
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Magnitude
-from slidesparse.quant import QUANT_NAMES, QuantName, parse_dtype
-from slidesparse.support import is_nonzero
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import QUANT_NAMES, QuantName, parse_dtype
+from slidesparse.weights.support import is_nonzero
 
 PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
 """In the order of their ideal speed-ups."""

@@ -12,8 +12,8 @@ import torch
 
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import check_ascending
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_ascending
 
 KINDS = ("values", "code", "dense", "groups")
 

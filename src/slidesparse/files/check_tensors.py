@@ -21,8 +21,8 @@ from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.targets import matches_entry
-from slidesparse.quant import FLOATS, QUANTISED
-from slidesparse.support import is_finite, is_nonzero
+from slidesparse.weights.quant import FLOATS, QUANTISED
+from slidesparse.weights.support import is_finite, is_nonzero
 
 FLOAT_NAMES = frozenset({"F64", *(STORED_NAMES[dtype] for dtype in FLOATS)})
 SCALE_NAMES = frozenset(STORED_NAMES[dtype] for dtype in FLOATS)

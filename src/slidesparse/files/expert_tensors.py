@@ -18,8 +18,8 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, find_experts
-from slidesparse.quant import dequantize
-from slidesparse.support import check_pattern
+from slidesparse.weights.quant import dequantize
+from slidesparse.weights.support import check_pattern
 
 JOINS = {"stack", "cat"}
 """Functions that put whole tensors next to each other."""

@@ -25,13 +25,13 @@ from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear, packed_problem
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
-from slidesparse.quant import FLOATS
+from slidesparse.layer.linear import SlideLinear, packed_problem
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import FLOATS
 
 _LOADING = threading.Lock()
 """Held while a model is loaded: accelerate and transformers change for all threads how modules are made meanwhile."""

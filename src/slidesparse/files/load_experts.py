@@ -10,7 +10,6 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.base.traced_tensor import replay
-from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_of
 from slidesparse.files.marker import Marker, quantisation_dtype
@@ -20,12 +19,13 @@ from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
 from slidesparse.gemm.grouped import GroupedProduct, TorchExperts, grouped_patterns
 from slidesparse.gemm.select import WRONG_HERE, Fallback
 from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.packed_mixture import PARAMETERS, PackedMixture, why_not_packed
 from slidesparse.models.parts import text_config
-from slidesparse.packed import PackedWeight, common_bits
-from slidesparse.packing import pack
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.weights.packed import PackedWeight, common_bits
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
 
 WITH_EXPERTS = ("hopper", "hopper-counts", "hopper-6bit", "hopper-6bit-counts")
 """The backends of linears whose kernel multiplies by experts too; these have counts whatever linears have."""

@@ -40,7 +40,7 @@ from slidesparse.models.config_keys import (
     head_target,
     marker_config,
 )
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 _HEAD = re.compile(re.escape(head_target("NAME")).replace("NAME", r"\w+"))
 """What :func:`slidesparse.models.config_keys.head_target` returns, of any name."""

@@ -2,7 +2,7 @@
 
 Packing at load takes seconds; where even that is too long, or many processes load one model, the packed form is written
 once into the checkpoint's folder as one safetensors file and mapped into memory by :func:`slidesparse.load`. For a
-layer ``X`` it holds these fields of :class:`slidesparse.packed.Segment`:
+layer ``X`` it holds these fields of :class:`slidesparse.weights.packed.Segment`:
 
 - ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
@@ -33,17 +33,17 @@ from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.files.write_errors import locked, require_space, write_errors
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.packed import PackedWeight, Segment
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
-from slidesparse.support import check_pattern
+from slidesparse.weights.packed import PackedWeight, Segment
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import check_pattern
 
-FILE_NAME = "slidesparse.packed"
+FILE_NAME = "slidesparse.weights.packed"
 PACKED_VERSION = "2"
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
-    """Pack every treated layer of a pruned checkpoint into ``slidesparse.packed`` in its folder.
+    """Pack every treated layer of a pruned checkpoint into ``slidesparse.weights.packed`` in its folder.
 
     Args:
         path: A folder that ``slidesparse prune`` wrote.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.support import is_finite, require_dense
+from slidesparse.weights.support import is_finite, require_dense
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7."""

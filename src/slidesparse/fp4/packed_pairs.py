@@ -1,6 +1,6 @@
 """Prune, pack and lift over pairs: a pair of FP4 values is one byte, and a byte slides as a weight does.
 
-The packed form is :class:`slidesparse.packed.PackedWeight` with bytes for weights. Its metadata are two 2-bit positions
+The packed form is :class:`slidesparse.weights.packed.PackedWeight` with bytes for weights. Its metadata are two 2-bit positions
 for each window of four pairs, which is what sparse FP4 instructions read (PTX ISA, "Sparse tcgen05.mma.sp with
 .kind::mxf4 and .kind::mxf4nvf4", and "Sparse matrix storage" of ``mma.sp``). How the fragments of an instruction lie in
 memory is a matter of its kernel, and is not here.
@@ -16,11 +16,11 @@ from slidesparse.errors import InputError, PatternViolation
 from slidesparse.fp4.e2m1 import check_even, without_negative_zeros
 from slidesparse.fp4.scales import Fp4Format, Fp4Tensor
 from slidesparse.fp4.spans import lift_scale, lifted_pairs, require_unlifted, uniform, unlift_scale
-from slidesparse.packed import PackedWeight, pack_segments
-from slidesparse.pattern import Pattern
 from slidesparse.prune.mask import check_cost, cost_of, prune_masks
-from slidesparse.slide import gather
-from slidesparse.support import check_weight
+from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.slide import gather
+from slidesparse.weights.support import check_weight
 
 
 def pair_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:

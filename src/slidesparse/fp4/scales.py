@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from slidesparse.base.arguments import require_integer, shown
 from slidesparse.errors import InputError
 from slidesparse.fp4.e2m1 import MAGNITUDES, check_even, decode, encode, pack_bytes, unpack_bytes
-from slidesparse.quant import FP8_MAX
-from slidesparse.support import check_weight, require_dense
+from slidesparse.weights.quant import FP8_MAX
+from slidesparse.weights.support import check_weight, require_dense
 
 E8M0_BIAS = 127
 E8M0_NAN = 255

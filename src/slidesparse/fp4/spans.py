@@ -27,7 +27,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.fp4.scales import Fp4Format, Fp4Tensor
-from slidesparse.pattern import STRIDE, WINDOW, Pattern
+from slidesparse.weights.pattern import STRIDE, WINDOW, Pattern
 
 
 @dataclass(frozen=True)

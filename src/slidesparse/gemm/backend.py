@@ -26,13 +26,13 @@ import torch
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
 from slidesparse.gemm.spec import Slots
-from slidesparse.layout import Layout, LinearTensors
-from slidesparse.lifting import Lift
-from slidesparse.packed import PackedWeight
-from slidesparse.pattern import Pattern
+from slidesparse.lifting.choose import Lift
+from slidesparse.lifting.layout import Layout, LinearTensors
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import Pattern
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import KernelLift  # needs Triton
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
@@ -50,7 +50,7 @@ class Problem:
         in_features: Columns of the weight, before lifting.
         device: The device on which it runs.
         slid: Some group is slid. A shard of a partial pattern may have no such group: its packed weight is dense.
-        bits: Bits in which every value of its slid groups can be kept (:func:`slidesparse.support.value_bits`).
+        bits: Bits in which every value of its slid groups can be kept (:func:`slidesparse.weights.support.value_bits`).
     """
 
     pattern: Pattern
@@ -319,5 +319,5 @@ class Backend(ABC):
             dtype: Type of the weight.
             out_dtype: Type of the activations and products.
             device: The device on which they will run.
-            order: :attr:`slidesparse.layout.ColumnOrder.numbers` of a weight's activations.
+            order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers` of a weight's activations.
         """

@@ -30,14 +30,14 @@ from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
-from slidesparse.layout import Layout, LinearTensors, with_rows
-from slidesparse.lifting import Lift, TorchLift
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import QUANTISED
-from slidesparse.support import as_bits, is_vector
+from slidesparse.lifting.choose import Lift, TorchLift
+from slidesparse.lifting.layout import Layout, LinearTensors, with_rows
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import QUANTISED
+from slidesparse.weights.support import as_bits, is_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import KernelLift  # needs Triton
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 MULTIPLE = 16
 """8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
@@ -194,7 +194,7 @@ def _quantised(
     else:
         acc = torch_private.fp8_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
 
-    from slidesparse.kernels.scale import scale_rows
+    from slidesparse.gemm.scale import scale_rows
 
     return scale_rows(acc, None, scale_x, scale_w, bias, tokens, out_features, out_dtype)
 

@@ -42,8 +42,8 @@ from slidesparse.gemm.speed import (
 )
 from slidesparse.gemm.speed_files import add_layers, tables_for
 from slidesparse.gemm.time_model import MARGIN, explain
-from slidesparse.pattern import Pattern
-from slidesparse.quant import dtype_name
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import dtype_name
 
 GROUPED = "hopper"
 """The backend whose kernel multiplies by experts."""

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.layout import Layout, Lifted
-from slidesparse.packed import PackedWeight
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.lifting.layout import Layout, Lifted
+from slidesparse.lifting.routed.expert_order import Arrangement
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import DENSE, Pattern
 
 
 def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from slidesparse.gemm.backend import Backend, Operand, Problem, release
-from slidesparse.layout import Layout
-from slidesparse.packed import PackedWeight
+from slidesparse.lifting.layout import Layout
+from slidesparse.weights.packed import PackedWeight
 
 EXACT_BLOCK = 1024
 

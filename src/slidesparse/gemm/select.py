@@ -48,7 +48,7 @@ from slidesparse.gemm.speed import (
 )
 from slidesparse.gemm.speed_files import tables_for
 from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes_of
-from slidesparse.quant import dtype_name
+from slidesparse.weights.quant import dtype_name
 
 Fallback = Literal["dense", "fastest", "none"]
 """What ``auto`` does where sparsity does not pay; see the top of this file."""

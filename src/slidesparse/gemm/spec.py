@@ -25,9 +25,9 @@ import torch
 
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
-from slidesparse.layout import LinearTensors
-from slidesparse.prologue import ADDING, NORMS, Prologue
-from slidesparse.quant import parse_dtype
+from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
+from slidesparse.weights.quant import parse_dtype
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FormSpec:
 
     Attributes:
         backend: The backend that reads it.
-        order: :attr:`slidesparse.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
+        order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
             must write them.
         tensors: How many of the operator's tensors belong to it: column map, index of pairs (or an empty tensor),
             operand.
@@ -61,7 +61,7 @@ class WeightSpec:
 
     Attributes:
         out_features: Its rows.
-        dtype: Its type, a name of :data:`slidesparse.quant.DTYPES`.
+        dtype: Its type, a name of :data:`slidesparse.weights.quant.DTYPES`.
         forms: Its forms, in the order of their tensors.
         routes: The backends that multiply it, each through one of the forms; the first route is from 0 tokens on.
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.pattern import COUNTED, DENSE, Pattern, StorageForm
+from slidesparse.weights.pattern import COUNTED, DENSE, Pattern, StorageForm
 
 TIME_LIMIT_S = 60.0
 """Seconds after which the solver gives up; it takes milliseconds on the models that we know."""

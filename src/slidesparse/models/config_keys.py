@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 MARKER_KEY = "slidesparse_config"
 MARKER_VERSION = 1

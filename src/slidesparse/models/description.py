@@ -1,6 +1,6 @@
 """Describe a model in memory in its config, so that transformers saves it as a checkpoint which loads everywhere.
 
-transformers writes a model's config into the folder of its weights, and a :class:`~slidesparse.linear.SlideLinear`
+transformers writes a model's config into the folder of its weights, and a :class:`~slidesparse.layer.linear.SlideLinear`
 gives its weight as checkpoints have it. What is missing are the two keys that say what the weights are.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
 from slidesparse.models.experts import find_experts, find_routers, ignore_entries, linears_inside
 from slidesparse.models.targets import adapter_parts, treated_head
-from slidesparse.quant import QUANTISED, dtype_name
+from slidesparse.weights.quant import QUANTISED, dtype_name
 
 
 def models_inside(model: nn.Module) -> Iterator[tuple[str, Any]]:

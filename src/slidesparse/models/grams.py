@@ -13,7 +13,7 @@ from slidesparse.models.expert_grams import Inputs, add_layer_sums, empty_grams,
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, only_experts
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import Sample, run_layer
-from slidesparse.quant import dequantize, quantize_rows
+from slidesparse.weights.quant import dequantize, quantize_rows
 
 
 def rounding_of(name: str) -> str:

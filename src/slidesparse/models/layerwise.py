@@ -22,8 +22,8 @@ from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, take_inputs
 from slidesparse.models.layer_stack import LayerList, Sample, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, output_error, rounding_error
+from slidesparse.weights.pattern import DENSE, Pattern
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.support import is_nonzero
+from slidesparse.weights.support import is_nonzero
 
 RATE = 0.004
 """Largest step of a number, as a share of the root mean square of the layer's kept weights: so the scale of weights

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.experts import SlideExperts
+from slidesparse.layer.experts import SlideExperts
 from slidesparse.models.experts import Experts
 
 DESCRIBED = {

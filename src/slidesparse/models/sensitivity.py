@@ -23,8 +23,8 @@ from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, take_inputs
 from slidesparse.models.layer_stack import Batch, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
+from slidesparse.weights.pattern import DENSE, Pattern
 
 TOKENS_AT_ONCE = 128
 """Tokens whose predictions are in float32 at a time: with 152,000 words a copy takes 78 MB, and a window's 1.2 GB."""

@@ -22,8 +22,8 @@ from slidesparse.models.gram_tree import GramTree, Shares
 from slidesparse.models.grams import collect_grams, rounding_of
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
-from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
+from slidesparse.weights.pattern import Pattern
 
 
 class SharedLayers:

@@ -13,7 +13,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear, checked_bias, pack_weight
+from slidesparse.layer.linear import SlideLinear, checked_bias, pack_weight
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
@@ -33,10 +33,10 @@ from slidesparse.models.targets import (
     output_embedding,
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
-from slidesparse.support import check_pattern, check_weight
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
+from slidesparse.weights.support import check_pattern, check_weight
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 """Why linears that a sentence encoder has after its transformers model stay dense in 8 bits: it could not load them."""

@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from slidesparse.base.arguments import require_kind, shown
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
-from slidesparse.linear import SlideLinear
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.parts import Part, outside_part

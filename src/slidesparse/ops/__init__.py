@@ -14,10 +14,10 @@ import torch
 
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import parse_chain, parse_weight
-from slidesparse.layout import Lifted, LinearTensors
+from slidesparse.lifting.layout import Lifted, LinearTensors
+from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.register import define
 from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
-from slidesparse.prologue import Prologue
 
 # -- quantise and lift, alone and after a prologue -----------------------------------------------------------------
 
@@ -305,8 +305,8 @@ define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`slidesparse.layout.Layout`).
-``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`slidesparse.layout.ColumnOrder`; with them a GPU runs
+The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`slidesparse.lifting.layout.Layout`).
+``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`slidesparse.lifting.layout.ColumnOrder`; with them a GPU runs
 one kernel, without them the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
@@ -314,15 +314,15 @@ lift = torch.ops.slidesparse.lift
 
 rms_norm_quantize_lift = torch.ops.slidesparse.rms_norm_quantize_lift
 """(x [M, K], gain [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]:
-:func:`slidesparse.prologue.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
+:func:`slidesparse.lifting.prologue.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
 
 add_rms_norm_quantize_lift = torch.ops.slidesparse.add_rms_norm_quantize_lift
 """(x [M, K], residual [M, K], gain [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'],
-scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.prologue.add_rms_norm`."""
+scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.lifting.prologue.add_rms_norm`."""
 
 silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
 """(x [M, 2K] gate then up, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]: the same with
-:func:`slidesparse.prologue.silu_mul`."""
+:func:`slidesparse.lifting.prologue.silu_mul`."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.backend.Backend.matmul`; ``backend`` is a backend's name."""
@@ -335,12 +335,12 @@ It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text
 the tensors of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
-"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`slidesparse.prologue.rms_norm`;
+"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`slidesparse.lifting.prologue.rms_norm`;
 for quantised weights only."""
 
 add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
 """(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
-:func:`slidesparse.prologue.add_rms_norm`."""
+:func:`slidesparse.lifting.prologue.add_rms_norm`."""
 
 gemma_norm_linear = torch.ops.slidesparse.gemma_norm_linear
 """As ``rms_norm_linear``, with 1 added to the gain in float32."""
@@ -349,7 +349,7 @@ add_gemma_norm_linear = torch.ops.slidesparse.add_gemma_norm_linear
 """As ``add_rms_norm_linear``, with 1 added to the gain in float32."""
 
 silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
-"""(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.prologue.silu_mul`."""
+"""(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.lifting.prologue.silu_mul`."""
 
 chain = torch.ops.slidesparse.chain
 """(x, residual [M, K], tensors, linears) -> the product of the last of several linears, and the last new residual.

@@ -20,8 +20,8 @@ from slidesparse.base.log import LOG
 from slidesparse.gemm.backend import Backend, ChainRunner, Runner
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import LinearSpec, Slots, parse_chain, parse_weight, slots_of
-from slidesparse.lifting import Lift, find_lift
-from slidesparse.prologue import Prologue
+from slidesparse.lifting.choose import Lift, find_lift
+from slidesparse.lifting.prologue import Prologue
 
 
 @lru_cache(maxsize=1 << 13)
@@ -34,7 +34,7 @@ def resolve_lift(
     device: torch.device,
     order: tuple[int, ...],
 ) -> Lift:
-    """Return the lift into a backend's layout (:func:`slidesparse.lifting.find_lift`), kept from call to call."""
+    """Return the lift into a backend's layout (:func:`slidesparse.lifting.choose.find_lift`), kept from call to call."""
     return find_lift(backend.layout, prologue, tokens, source, target, device, order)
 
 

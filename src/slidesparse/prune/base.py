@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.base.arguments import shown
 from slidesparse.errors import InputError
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 
 @dataclass(frozen=True)

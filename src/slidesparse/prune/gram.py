@@ -8,7 +8,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.prune.base import Linears
-from slidesparse.support import check_weight
+from slidesparse.weights.support import check_weight
 
 
 def checked_gram(linears: Linears) -> torch.Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from slidesparse.base.row_blocks import row_blocks
-from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.cheapest import kept, two_cheapest
 from slidesparse.prune.mask import magnitude_cost, magnitude_order, masked, prune_masks
-from slidesparse.support import as_bits, check_weight, grouped
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import as_bits, check_weight, grouped
 
 
 class Magnitude:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import Pattern
 from slidesparse.prune.cheapest import two_cheapest
-from slidesparse.support import as_bits, check_weight, grouped, is_nonzero, require_dense
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import as_bits, check_weight, grouped, is_nonzero, require_dense
 
 LEAST_SQUARED, LEAST_TOO_LARGE = (127 - 63) << 7, (127 + 64) << 7
 """The bits of 2^-63 and 2^64 in bfloat16."""

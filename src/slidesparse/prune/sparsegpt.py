@@ -16,13 +16,13 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
-from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import cheapest_groups, positive_where
 from slidesparse.prune.solve_kept import better_rows, solve_kept
-from slidesparse.support import grouped, is_nonzero
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import grouped, is_nonzero
 
 DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""

@@ -12,7 +12,7 @@ import torch
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import masked, positive_where, prune_masks
-from slidesparse.support import is_nonzero
+from slidesparse.weights.support import is_nonzero
 
 
 class Wanda:

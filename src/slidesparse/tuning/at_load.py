@@ -34,11 +34,11 @@ from slidesparse.gemm.select import (
 )
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import dtype_name
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import dtype_name
 
 Tune = Literal["auto", "off"]
 

@@ -22,11 +22,11 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import dtype_name
+from slidesparse.layer.weight_form import WeightForm
 from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_laps
-from slidesparse.weight_form import WeightForm
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import dtype_name
 
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 """The numbers of tokens to measure, as far as an engine makes such batches."""

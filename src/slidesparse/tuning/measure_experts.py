@@ -16,10 +16,10 @@ import torch
 from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
-from slidesparse.quant import dtype_name
 from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, taken_times, time_forms
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed
+from slidesparse.weights.quant import dtype_name
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [M, H], weights float32 [M, k], chosen int32 [M, k], of all experts everywhere) -> [M, H]."""

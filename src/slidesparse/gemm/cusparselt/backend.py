@@ -38,11 +38,11 @@ from slidesparse.gemm.cusparselt.plan import (
     plan_for,
 )
 from slidesparse.gemm.cusparselt.table import known_algorithms, nearest_record, table_path
-from slidesparse.layout import Layout, with_rows
-from slidesparse.packed import PackedWeight
-from slidesparse.pattern import DENSE
-from slidesparse.quant import QUANTISED, dtype_name
-from slidesparse.support import as_bits
+from slidesparse.lifting.layout import Layout, with_rows
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import DENSE
+from slidesparse.weights.quant import QUANTISED, dtype_name
+from slidesparse.weights.support import as_bits
 
 MULTIPLE = 32
 """Rows and columns of a sparse 8-bit matrix must be multiples of 32, those of a 16-bit one of 16: 32 serves all, and
@@ -237,7 +237,7 @@ class CuSparseLt(Backend):
         if accumulator == x.dtype:
             return self._product(x, 0, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
 
-        from slidesparse.kernels.scale import scale_rows
+        from slidesparse.gemm.scale import scale_rows
 
         acc = self._product(x, dense, operand[0], out_features)
         more = _dense_product(x[:, :dense], operand[1], operand[2]) if dense else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.quant import dtype_name
+from slidesparse.weights.quant import dtype_name
 
 OLDEST = (8, 0)
 """Ampere: the first Sparse Tensor Cores."""

@@ -13,7 +13,7 @@ from slidesparse.base.torch_private import current_stream, empty
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.table import Algorithm, Key, known_algorithms, nearest_record, table_path
-from slidesparse.quant import dtype_name
+from slidesparse.weights.quant import dtype_name
 
 PLANS = 2048
 """Most plans kept, some kilobytes of host memory each. A model has few shapes, a shape 143 buckets to 65536 tokens."""

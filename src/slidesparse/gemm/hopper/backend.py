@@ -1,7 +1,7 @@
 """The Hopper backend: our own 2:4 GEMM (``gemm/hopper/sparse_gemm.cu``), scales and bias applied where the sum ends.
 
 One launch multiplies the dense and the 2:4 segment into one accumulator, applies ``scale_x``, ``scale_w`` and the bias
-in float32 and rounds once. Activations come in slabs (:class:`slidesparse.layout.Slabs`) from the
+in float32 and rounds once. Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the
 quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: no call needs descriptors or a plan.
 """
 
@@ -32,14 +32,14 @@ from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
-from slidesparse.layout import ColumnOrder, check_slabs
-from slidesparse.lifting import Lift, TorchLift
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import dtype_name
-from slidesparse.support import check_vector
+from slidesparse.lifting.choose import Lift, TorchLift
+from slidesparse.lifting.layout import ColumnOrder, check_slabs
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.quant import dtype_name
+from slidesparse.weights.support import check_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import KernelLift  # needs Triton
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 REVISION = "hopper-7"
 """Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""

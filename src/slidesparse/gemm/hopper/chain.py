@@ -25,13 +25,13 @@ import torch
 
 from slidesparse.base.log import log_once
 from slidesparse.base.torch_private import empty_here
+from slidesparse.base.triton_launcher import ALIGNMENT
 from slidesparse.gemm.backend import OneByOne, Products
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.kernels.triton_launcher import ALIGNMENT
-from slidesparse.layout import SLAB_BYTES
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.layout import SLAB_BYTES
 
 
 class ChainedLinear(NamedTuple):

@@ -1,6 +1,6 @@
 """The grouped product on Hopper: one launch multiplies the tokens of all experts of a mixture by their own weights.
 
-Rows of X stand in the order of their experts, and each token tile has one expert (slidesparse/expert_order.py). The
+Rows of X stand in the order of their experts, and each token tile has one expert (slidesparse/lifting/routed/expert_order.py). The
 kernel is that of a single weight; it finds the expert of a tile, and the number of tiles with rows, in memory.
 """
 
@@ -13,14 +13,14 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
-from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
-from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
-from slidesparse.packed import PackedWeight, common_bits
-from slidesparse.support import check_vector
+from slidesparse.lifting.layout import SLAB_BYTES, Lifted, check_slabs
+from slidesparse.lifting.routed.expert_order import Arrangement
+from slidesparse.weights.packed import PackedWeight, common_bits
+from slidesparse.weights.support import check_vector
 
 
 class HopperExperts:

@@ -16,7 +16,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.compile import OUTPUTS, cubin
 from slidesparse.gemm.hopper.tiles import GROUP, Band, Tile, choose_bands
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, VALUE_BYTES, SparseForm
-from slidesparse.layout import SLAB_BYTES
+from slidesparse.lifting.layout import SLAB_BYTES
 
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""

@@ -17,12 +17,12 @@ from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_addresses import LiftInputs
-from slidesparse.layout import LinearTensors
-from slidesparse.support import is_vector
+from slidesparse.lifting.addresses import LiftInputs
+from slidesparse.lifting.layout import LinearTensors
+from slidesparse.weights.support import is_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import KernelLift  # needs Triton
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 FLOAT32 = (torch.float32,)
 

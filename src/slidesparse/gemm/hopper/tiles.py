@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.expert_order import rows_needed
 from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes
-from slidesparse.layout import SLAB_BYTES
+from slidesparse.lifting.layout import SLAB_BYTES
+from slidesparse.lifting.routed.expert_order import rows_needed
 
 GROUP = 16
 """Row tiles that neighbouring blocks cycle through. 4 to 32 made no difference beyond the noise."""

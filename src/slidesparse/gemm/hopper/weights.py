@@ -9,11 +9,11 @@ Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is 
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
 follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
-each. The slabs of a bundle (:func:`slidesparse.layout.in_bundles`) have the same 32 groups, so the counts stand once a
+each. The slabs of a bundle (:func:`slidesparse.lifting.layout.in_bundles`) have the same 32 groups, so the counts stand once a
 bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
 instructions.
 
-**Six bits** (:func:`slidesparse.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
+**Six bits** (:func:`slidesparse.weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slidesparse.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
-from slidesparse.packed import PackedWeight, Segment
-from slidesparse.pattern import COUNTED, WINDOW_KEEP, Pattern
-from slidesparse.slide import decode_group, metadata
-from slidesparse.support import as_bits
+from slidesparse.lifting.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
+from slidesparse.weights.packed import PackedWeight, Segment
+from slidesparse.weights.pattern import COUNTED, WINDOW_KEEP, Pattern
+from slidesparse.weights.slide import decode_group, metadata
+from slidesparse.weights.support import as_bits
 
 SLABS = Slabs(swizzle=True)
 """Layout of the activations."""
@@ -70,7 +70,7 @@ def step_bytes(itemsize: int, width: int = 8) -> int:
 
 
 def bundle_of(packed: PackedWeight) -> int:
-    """Return the groups of a bundle of a weight: :data:`~slidesparse.layout.BUNDLE`, or 1 where metadata are better.
+    """Return the groups of a bundle of a weight: :data:`~slidesparse.lifting.layout.BUNDLE`, or 1 where metadata are better.
 
     Metadata are better for 16-bit types, for 2:4 (where a nibble is smaller than two counts), for counts of more than
     4 bits, and for few groups, which would not fill their bundles.

@@ -16,10 +16,10 @@ from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.refusals import SGLangOptions
 from slidesparse.integrations.vllm.names import shard_start
 from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.linear import SlideLinear
-from slidesparse.packing import pack
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import check_groups, following_groups, value_bits
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_groups, following_groups, value_bits
 
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""

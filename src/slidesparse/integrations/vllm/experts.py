@@ -15,7 +15,6 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
@@ -30,8 +29,9 @@ from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.packing import pack
-from slidesparse.support import check_groups, value_bits
+from slidesparse.layer.experts import SlideExperts, split_rows
+from slidesparse.weights.packing import pack
+from slidesparse.weights.support import check_groups, value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""

@@ -17,7 +17,7 @@ from torch import fx
 from slidesparse import ops
 from slidesparse.gemm.spec import LinearSpec, parse_chain, parse_weight
 from slidesparse.gemm.spec import chain_text as format_chain
-from slidesparse.prologue import ADDING, NORMS, Prologue
+from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 
 PROLOGUES: dict[Any, Prologue] = {
     ops.linear.default: "none",

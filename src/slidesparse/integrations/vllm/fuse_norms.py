@@ -28,7 +28,7 @@ from slidesparse import ops
 from slidesparse.base import torch_private
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm import private
-from slidesparse.quant import QUANTISED
+from slidesparse.weights.quant import QUANTISED
 
 LINEAR = ops.linear.default
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)

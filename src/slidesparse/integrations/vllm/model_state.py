@@ -17,10 +17,10 @@ from slidesparse.integrations.vllm.names import NamedLayer
 from slidesparse.integrations.vllm.options import OPTIONS, Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.linear import SlideLinear
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import satisfies
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.tuning.at_load import LoadTuner
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import satisfies
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The environment variable by which vLLM computes a request alike in whatever batch it runs."""

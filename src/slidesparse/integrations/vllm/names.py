@@ -16,7 +16,7 @@ from slidesparse.gemm.grouped import grouped_patterns
 from slidesparse.integrations.vllm import NAME
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
-from slidesparse.pattern import Pattern
+from slidesparse.weights.pattern import Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
 """The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""

@@ -14,11 +14,11 @@ import torch
 
 from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import check_groups, following_groups
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_groups, following_groups
 
 ATTRIBUTE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""

@@ -28,12 +28,13 @@ from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
-from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import QUANTISED
-from slidesparse.support import (
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.tuning.at_load import LoadTuner
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import QUANTISED
+from slidesparse.weights.support import (
     UNIFORM_PATTERNS,
     check_groups,
     check_weight,
@@ -41,7 +42,6 @@ from slidesparse.support import (
     satisfies,
     value_bits,
 )
-from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""

@@ -19,14 +19,14 @@ from typing import cast
 
 import torch
 
-from slidesparse.experts import SlideExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.layout import ColumnOrder
-from slidesparse.linear import SlideLinear
-from slidesparse.prologue import ADDING, NORMS, Prologue
+from slidesparse.layer.experts import SlideExperts
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 
 MEMORY_BYTES = 256 << 20
 """Bytes that the activations of one warm-up call may take. The lifting kernels have one variant for all batches from
@@ -119,7 +119,7 @@ class WarmUp:
     def _lift_batches(
         self, prologue: str, weight: WeightSpec, order: ColumnOrder, backend: str, device: torch.device
     ) -> None:
-        from slidesparse.kernels.lift import quantize_lift  # needs Triton
+        from slidesparse.lifting.kernel import quantize_lift  # needs Triton
 
         layout = get_backend(backend).layout
         zeros = partial(torch.zeros, dtype=self.dtype, device=device)

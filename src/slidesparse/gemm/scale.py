@@ -1,0 +1,118 @@
+"""Apply the scales and the bias to a GEMM's accumulators: one launch, one rounding to the output type.
+
+    y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
+
+in float32, with one fused multiply-add where there are both ``scale_x`` and a bias: the torch definition is
+:func:`slidesparse.gemm.reference.apply_scales`, and on a GPU the results agree bit for bit. A GEMM that runs as two
+(the dense and the 2:4 segment of a partial pattern) has two accumulators, which are added first: exactly, when they are
+int32. Padded rows and columns of the accumulators are never read.
+
+Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A program computes ``ROWS`` rows of
+``COLUMNS`` columns and loads the columns' scales and biases once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from slidesparse.base.torch_private import empty, is_current
+from slidesparse.base.triton_launcher import Launcher
+from slidesparse.errors import InputError
+from slidesparse.weights.support import check_vector
+
+ROWS = 4
+COLUMNS = 1024
+"""128 lanes of 8 columns: a lane stores 16 bytes of bf16."""
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def scale_kernel(
+    acc, more, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Scale accumulators, see the top of this file. ``more`` (a second one), the scales and ``bias`` may be None."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    if scale_w is not None:
+        of_column = tl.load(scale_w + column, mask=inside)
+    if bias is not None:
+        added = tl.load(bias + column, mask=inside).to(tl.float32)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+    for r in tl.static_range(ROWS):
+        row = first + r
+        mask = inside & (row < tokens)
+        total = tl.load(acc + row * acc_stride + column, mask=mask)
+        if more is not None:
+            total += tl.load(more + row * acc_stride + column, mask=mask)
+        value = total.to(tl.float32)
+        if scale_w is not None:
+            value = of_column * value
+        if scale_x is not None:
+            of_token = tl.load(scale_x + row, mask=row < tokens)
+            value = of_token * value if bias is None else tl.fma(value, tl.broadcast_to(of_token, value.shape), added)
+        elif bias is not None:
+            value = value + added
+        tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+def scale_rows(
+    acc: torch.Tensor,
+    more: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tokens: int,
+    out_features: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Apply scales and bias to accumulators.
+
+    Args:
+        acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding.
+        more: A second accumulator of the same type, shape and strides, or None.
+        scale_x: float32 [M, 1] or None.
+        scale_w: float32 [out] or None.
+        bias: [out], float, or None.
+        tokens: M.
+        out_features: out.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        [M, out] in ``out_dtype``.
+
+    Raises:
+        InputError: When the second accumulator does not match the first, or a vector is not as long as it should be,
+            strided, or elsewhere.
+    """
+    if more is not None and (more.dtype, more.stride()) != (acc.dtype, acc.stride()):
+        raise InputError(
+            "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
+        )
+    index = acc.get_device()
+    check_vector("token scales for accumulators", scale_x, tokens, acc.device)
+    check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
+    check_vector("bias for accumulators", bias, out_features, acc.device)
+    if index >= 0 and not is_current(index):
+        with torch.cuda.device(index):
+            return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+    y = empty(tokens, out_features, out_dtype, index)
+    if not y.numel():
+        return y
+    tensors = acc, more, scale_x, scale_w, bias, y
+    types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    launcher = _launcher(types, acc.device)
+    programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)
+    launcher.run(programs, index, tensors, (tokens,), (out_features, acc.stride(0)))
+    return y
+
+
+@lru_cache(maxsize=256)
+def _launcher(types: tuple[torch.dtype | None, ...], device: torch.device) -> Launcher:
+    """Return the launcher for the types of all tensors, on one device."""
+    # The fused multiply-add is written out; nothing else may be fused.
+    return Launcher(scale_kernel, (ROWS, COLUMNS), num_warps=NUM_WARPS, enable_fp_fusion=False)

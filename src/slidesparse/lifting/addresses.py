@@ -1,0 +1,46 @@
+"""The addresses and strides that a quantise-and-lift launch reads, as named fields."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from slidesparse.base.triton_launcher import ALIGNMENT, LARGEST
+
+
+class LiftInputs(NamedTuple):
+    """The addresses and strides that a launch reads.
+
+    Attributes:
+        x: Address of the activations.
+        residual: Address of the residual; None where the kernel reads none, as below.
+        gain: Address of the norm's gain.
+        pairs: Address of the index of pairs.
+        x_stride: Elements from one row of the activations to the next.
+        residual_stride: Elements from one row of the residual to the next; 0 without one.
+    """
+
+    x: int
+    residual: int | None
+    gain: int | None
+    pairs: int | None
+    x_stride: int
+    residual_stride: int
+
+
+def inputs_of(
+    x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
+) -> LiftInputs:
+    """Return the addresses of checked tensors; ``pairs`` may be empty."""
+    residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
+    gain_at = None if gain is None else gain.data_ptr()
+    pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor has no address
+    return LiftInputs(x.data_ptr(), residual_at, gain_at, pairs_at, x.stride()[0], residual_stride)
+
+
+def is_aligned(inputs: LiftInputs) -> bool:
+    """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
+    x, residual, gain, pairs, x_stride, residual_stride = inputs
+    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0) | (pairs or 0)
+    return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST

@@ -1,0 +1,340 @@
+"""The kernel that holds its row in registers: it reads every input once, and quantises every column once.
+
+A program holds one row in chunks, of which a lane has 8 neighbouring columns. When the scale is known, the columns are
+rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting is a gather of such pairs::
+
+    6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
+            packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
+
+So columns that two windows share are read, transformed and rounded once. Doing that repeatedly is the limit of the
+other kernel (:mod:`slidesparse.lifting.walking`): it issued 30 instructions a column where this one needs 14, and
+evaluated the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
+
+It needs pairs that stay pairs (an even ``k_offset``) and a row that fits
+(:attr:`slidesparse.lifting.variant.LiftVariant.held`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slidesparse.lifting.lift_math import (
+    add,
+    begin,
+    first_pair,
+    normed,
+    offset_in_row,
+    offset_of_row,
+    quotient,
+    row_scale,
+    rstd_of,
+    silu_times,
+)
+
+
+@triton.jit
+def _load(x_ptr, chunk, P: tl.constexpr):
+    """Load the columns of a chunk [READ], 0 past the end of the row."""
+    column = chunk * P.read + tl.arange(0, P.read)
+    if (chunk + 1) * P.read > P.in_features:
+        value = tl.load(x_ptr + column, mask=column < P.in_features, other=0.0)
+    else:
+        value = tl.load(x_ptr + column)
+    return value
+
+
+@triton.jit
+def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
+    """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type, which are then quantised."""
+    row = ()
+    squares = tl.full((P.read,), 0.0, tl.float32)
+    CHUNKS: tl.constexpr = P.chunks
+    for chunk in tl.static_range(0, CHUNKS):
+        value = _load(x_ptr, chunk, P)
+        if P.prologue == "silu_mul":
+            value = silu_times(value, _load(x_ptr + P.in_features, chunk, P))
+        if P.adds:
+            value = add(value, _load(residual_ptr, chunk, P))
+            column = chunk * P.read + tl.arange(0, P.read)
+            tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=column < P.in_features)
+        if P.norms:
+            squares += value.to(tl.float32) * value.to(tl.float32)
+        row = row + (value,)
+    if P.norms:
+        rstd = rstd_of(squares, eps, P)
+        held = row
+        row = ()
+        for chunk in tl.static_range(0, CHUNKS):
+            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd, P),)
+    return row
+
+
+@triton.jit
+def _larger(largest, value):
+    """Return the larger of ``largest`` (not negative) and the magnitude of ``value``; NaN if one of them is NaN."""
+    if value.dtype == tl.bfloat16:
+        largest = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }",
+            "=r,r,r",
+            [largest, value],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif value.dtype == tl.float16:
+        largest = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, m; }",
+            "=r,r,r",
+            [largest, value],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    return largest
+
+
+@triton.jit
+def _absmax(row, P: tl.constexpr):
+    """Return the largest magnitude of a row, NaN if it has one: a float32 scalar."""
+    largest = tl.full((P.read,), 0.0, row[0].dtype)
+    for chunk in tl.static_range(0, len(row)):
+        largest = _larger(largest, row[chunk])
+    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    return tl.max(largest.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(wide, P: tl.constexpr):
+    """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
+    low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
+    if P.quant == "int8":
+        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $3; cvt.rni.s32.f32 c, $2;"
+            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
+            "=r,f,f,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
+            " mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    return pairs
+
+
+@triton.jit
+def _quantise(row, scale, inverse, P: tl.constexpr):
+    """Round all columns of a row, as pairs: a tuple of chunks, int16 [READ / 2]."""
+    pairs = ()
+    for chunk in tl.static_range(0, len(row)):
+        pairs = pairs + (_round(quotient(row[chunk], scale, inverse, P), P),)
+    return pairs
+
+
+@triton.jit
+def _in_order(pairs, FROM: tl.constexpr, COUNT: tl.constexpr, NEAR: tl.constexpr, P: tl.constexpr):
+    """Join chunks of a row in order, COUNT that are read and up to SLOTS, a power of two: int16 [SLOTS * READ / 2]."""
+    HALF: tl.constexpr = P.read // 2
+    SLOTS: tl.constexpr = COUNT if COUNT <= 2 else 4 if COUNT <= 4 else 8
+    EMPTY: tl.constexpr = SLOTS - COUNT
+    for _ in tl.static_range(0, EMPTY):
+        pairs = pairs + (tl.full((HALF,), 0, tl.int16),)
+    if SLOTS == 1:
+        whole = pairs[FROM]
+    elif SLOTS == 2:
+        whole = tl.join(pairs[FROM], pairs[FROM + 1])
+    elif SLOTS == 4:
+        even = tl.join(pairs[FROM], pairs[FROM + 2])
+        whole = tl.join(even, tl.join(pairs[FROM + 1], pairs[FROM + 3]))
+    else:
+        even = tl.join(tl.join(pairs[FROM], pairs[FROM + 4]), tl.join(pairs[FROM + 2], pairs[FROM + 6]))
+        odd = tl.join(tl.join(pairs[FROM + 1], pairs[FROM + 5]), tl.join(pairs[FROM + 3], pairs[FROM + 7]))
+        whole = tl.join(even, odd)
+    # Joining makes the number of a chunk the fastest index; it must be the slowest.
+    return _neighbours_first(tl.trans(tl.reshape(whole, (HALF, SLOTS))), HALF * SLOTS, NEAR)
+
+
+@triton.jit
+def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
+    """Return the pairs as they are [LENGTH], the NEAR neighbours that a lane has (4 or 2) in successive registers.
+
+    A gather stores its source to shared memory register by register. Triton 3.8 writes each of these stores as PTX, two
+    bytes wide, and ptxas joins them only where they follow each other. Four times as many stores made wide rows 1.6
+    times as slow on an H200.
+    """
+    even, odd = tl.split(tl.reshape(pairs, (LENGTH // NEAR, NEAR // 2, 2)))
+    if NEAR == 4:
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        even = tl.join(first, third)
+        odd = tl.join(second, fourth)
+    return tl.reshape(tl.join(even, odd), (LENGTH,))
+
+
+@triton.jit
+def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
+    """Return the input pairs that feed a step of a segment, int32 [WRITE / 2]; outside the row where none does."""
+    if P.gathered:
+        START: tl.constexpr = P.dense_columns if SLID else 0
+        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+        position = start // 2 + tl.arange(0, P.write // 2)
+        column = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2)
+        source = column.to(tl.int32) >> 1
+    else:
+        SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
+        span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
+        leading = first_pair(span, SLID, P) - P.k_offset // 2
+        source = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
+    return source
+
+
+@triton.jit
+def _put(out_ptr, row, to_ptr, rows, start: tl.constexpr, step, value, mask, COPIES: tl.constexpr, P: tl.constexpr):
+    """Store a step of a row: in this row, whose address ``out_ptr`` is; or with COPIES in each row of ``to_ptr``."""
+    if COPIES == 0:
+        tl.store(out_ptr + offset_in_row(start, step, row, rows, 2, P), value, mask=mask)
+    for copy in tl.static_range(0, COPIES):
+        to = tl.load(to_ptr + copy)
+        if to >= 0:
+            at = offset_of_row(to, 2, P) + offset_in_row(start, step, to, rows, 2, P)
+            tl.store(out_ptr + at, value, mask=mask)
+
+
+@triton.jit
+def _step(
+    pairs,
+    pairs_ptr,
+    out_ptr,
+    row,
+    to_ptr,
+    rows,
+    start: tl.constexpr,
+    NEAR: tl.constexpr,
+    SLID: tl.constexpr,
+    COPIES: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Write one step of a segment, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
+    START: tl.constexpr = P.dense_columns if SLID else 0
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    BUNDLE: tl.constexpr = P.bundle if SLID else 1
+    COLUMNS: tl.constexpr = BUNDLE * (4 * (P.half - 1) if SLID else 2 * P.half)
+    PAIRS: tl.constexpr = BUNDLE * P.half
+    GROUPS: tl.constexpr = P.slid_groups if SLID else P.dense_groups
+    # The columns of positions between these two exist.
+    BEGIN: tl.constexpr = COLUMNS if P.k_offset > 0 else 0
+    END: tl.constexpr = (GROUPS - (1 if P.cut else 0)) // BUNDLE * COLUMNS
+    # A gather stores all of its source to shared memory, so a step gets no more than the chunks that hold its groups.
+    HALF: tl.constexpr = P.read // 2
+    LEADING: tl.constexpr = start // COLUMNS * PAIRS - P.k_offset // 2
+    TRAILING: tl.constexpr = ((start + P.write - 1) // COLUMNS + 1) * PAIRS - P.k_offset // 2 - 1
+    TO: tl.constexpr = P.chunks - 1 if P.gathered or P.chunks <= TRAILING // HALF else TRAILING // HALF
+    FROM: tl.constexpr = 0 if P.gathered or LEADING < 0 else TO if LEADING // HALF > TO else LEADING // HALF
+    part = _in_order(pairs, FROM, TO - FROM + 1, NEAR, P)
+    source = _source(pairs_ptr, start, SLID, P)
+    if start < BEGIN or start + P.write > END:
+        exists = (source >= 0) & (2 * source < P.in_features)
+        value = tl.where(exists, tl.gather(part, tl.where(exists, source - FROM * HALF, 0), 0), 0)
+    else:
+        value = tl.gather(part, source - FROM * HALF, 0)
+    step = tl.arange(0, P.write // 2)
+    _put(out_ptr, row, to_ptr, rows, (START + start) // 2, step, value, start // 2 + step < LENGTH // 2, COPIES, P)
+
+
+@triton.jit
+def _lift(
+    pairs,
+    pairs_ptr,
+    out_ptr,
+    row,
+    to_ptr,
+    rows,
+    NEAR: tl.constexpr,
+    SLID: tl.constexpr,
+    COPIES: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Write one segment of a row: int16 ``out_ptr``."""
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    STEP: tl.constexpr = P.write
+    for start in tl.static_range(0, LENGTH, STEP):
+        _step(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, start, NEAR, SLID, COPIES, P)
+
+
+@triton.jit
+def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
+    """Write a row whose columns stay where they are: int16 ``out_ptr``."""
+    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
+    HALF: tl.constexpr = P.read // 2
+    for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
+        step = tl.arange(0, HALF)
+        value = tl.full((HALF,), 0, tl.int16)
+        if chunk < P.chunks:
+            value = pairs[chunk]
+        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < WIDTH // 2, COPIES, P)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def held_kernel(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    gain_ptr,
+    pairs_ptr,
+    out_ptr,
+    scales_ptr,
+    tokens,
+    x_stride,
+    residual_stride,
+    eps,
+    P: tl.constexpr,
+):
+    """Quantise and lift one row a program; see the top of this file.
+
+    Where slabs are padded, programs past the last row repeat it. ``out_ptr`` is int16, a pair of columns each.
+    """
+    begin(P)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.minimum(row, tokens - 1)
+    x_ptr += token * x_stride
+    if P.adds:
+        residual_ptr += token * residual_stride
+        total_ptr += token * P.in_features
+    out_ptr += offset_of_row(row, 2, P)
+    pairs, _ = quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scales_ptr + token, eps, P)
+    write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
+
+
+@triton.jit
+def quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
+    """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
+    held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
+    scale, inverse = row_scale(_absmax(held, P), P)
+    if scale_ptr is not None:
+        tl.store(scale_ptr, scale)
+    return _quantise(held, scale, inverse, P), scale
+
+
+@triton.jit
+def write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
+    """Lift the pairs of a row into the output, whose slabs have ``rows`` rows; see :func:`_put`."""
+    if P.in_place:
+        _copy(pairs, out_ptr, row, to_ptr, rows, COPIES, P)
+    else:
+        NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
+        if P.dense_columns > 0:
+            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, False, COPIES, P)
+        if P.slid_columns > 0:
+            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, True, COPIES, P)

@@ -1,0 +1,335 @@
+"""Quantise and lift activations in one launch.
+
+For every token (row) of ``x`` [M, K]: first the prologue, if there is one (RMSNorm, with or without adding a residual,
+or SiLU(gate) * up); then the scale of the row, its 8-bit values, and those values copied into the packed column order
+[M, K']. The numbers are those of :func:`slidesparse.weights.quant.quantize_rows` and :func:`slidesparse.weights.slide.gather`, bit for
+bit. :mod:`slidesparse.lifting.held` and :mod:`slidesparse.lifting.walking` are the kernels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from slidesparse.base.torch_private import current_stream, empty, is_current
+from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
+from slidesparse.lifting.held import held_kernel
+from slidesparse.lifting.launch import (
+    EARLY_ARCH,
+    FEW_TOKENS,
+    FP8_ARCH,
+    Launch,
+    configure,
+    device_arch,
+    make_variant,
+)
+from slidesparse.lifting.layout import ColumnOrder, Lifted, LinearTensors, Slabs
+from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
+from slidesparse.lifting.variant import LiftVariant
+from slidesparse.lifting.walking import walking_kernel
+from slidesparse.weights.quant import FLOATS, QUANTISED
+from slidesparse.weights.support import is_vector, with_contiguous_columns
+
+
+def quantize_lift(
+    x: torch.Tensor,
+    order: ColumnOrder,
+    target: torch.dtype,
+    prologue: Prologue = "none",
+    *,
+    pairs: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
+    slabs: Slabs | None = None,
+    rows: int | None = None,
+) -> Lifted:
+    """Apply the prologue, quantise every token with its own scale and lift it.
+
+    A row that holds NaN or Inf gets a scale that is NaN or Inf; its values mean nothing.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
+        order: The packed column order.
+        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
+        prologue: A function of :mod:`slidesparse.lifting.prologue`.
+        pairs: The index of pairs, where ``order.pairs`` is None.
+        gain: [K] in x's type, the gain of the norm.
+        residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
+        eps: The norm's epsilon.
+        slabs: Layout of the output in slabs; row-major when None.
+        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
+
+    Raises:
+        InputError: When shapes, types or strides do not fit.
+        UnsupportedError: FP8 on a GPU without FP8 conversions.
+    """
+    if x.dim() != 2:
+        raise InputError("activations to lift", got=list(x.shape), needed="[M, K]")
+    lift = find_kernel_lift(order.without_pairs, x.dtype, target, prologue, x.shape[0], x.device, slabs, rows)
+    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
+
+
+# -- one lift ------------------------------------------------------------------------------------------------------
+
+
+KEPT = (
+    *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
+    *("target", "variant", "width"),
+)
+"""What a lift has in common with those of other numbers of tokens."""
+
+
+class KernelLift:
+    """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
+
+    Args:
+        order: The packed column order.
+        source: Type of the activations.
+        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
+        prologue: Applied first.
+        tokens: M.
+        device: The device of the activations.
+        slabs: Layout of the output in slabs; row-major when None.
+        rows: Allocate at least this many rows.
+
+    Attributes:
+        index: Index of the device; negative in Triton's interpreter.
+        shape: Shape of the activations.
+        width: Packed columns K'.
+        padded: Rows of memory that the values take.
+        quantised: Whether there are scales.
+
+    Raises:
+        InputError: A layout that does not fit.
+        UnsupportedError: FP8 on a GPU without FP8 conversions.
+    """
+
+    __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
+
+    def __init__(
+        self,
+        order: ColumnOrder,
+        source: torch.dtype,
+        target: torch.dtype,
+        prologue: Prologue,
+        tokens: int,
+        device: torch.device,
+        slabs: Slabs | None,
+        rows: int | None,
+    ) -> None:
+        if source not in FLOATS:
+            raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
+        if rows is not None and slabs is not None:
+            raise InputError("rows and slabs", got=rows, needed="one of them: slabs are padded by themselves")
+        arch = device_arch(device)
+        if target == torch.float8_e4m3fn and arch < FP8_ARCH:
+            raise UnsupportedError(
+                "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
+            )
+        launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
+        early = device.type == "cuda" and arch >= EARLY_ARCH
+        self.variant = make_variant(order, source, target, prologue, slabs, launch, early)
+        self.launcher = _launcher(self.variant, launch, source, device)
+        self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
+        self.index = -1 if device.index is None else device.index
+        self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.width
+        self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
+        if slabs is not None:
+            slabs.shape(tokens, order.width, target.itemsize)  # refuses columns that do not fill slabs
+        self._size(tokens, rows)
+
+    def _size(self, tokens: int, rows: int | None) -> None:
+        if self.slabs is None:
+            self.programs, self.padded = tokens, max(tokens, rows or 0)
+        else:
+            self.programs = self.padded = self.slabs.padded(tokens)
+        self.tokens, self.shape = tokens, (tokens, self._columns)
+
+    def for_tokens(self, tokens: int) -> KernelLift:
+        """Return the same lift into slabs for another number of tokens, in less time than making it anew takes."""
+        like = self
+        if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
+            nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
+            given = self.order, self.source, self.target, self.prologue, nearest, self.device, self.slabs, None
+            like = find_kernel_lift(*given)
+        made = KernelLift.__new__(KernelLift)
+        for name in KEPT:
+            setattr(made, name, getattr(like, name))
+        made._size(tokens, None)
+        return made
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
+        """See :class:`slidesparse.lifting.choose.Lift`."""
+        rows = None if residual is None else with_contiguous_columns(residual)
+        return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        pairs: torch.Tensor | None,
+        gain: torch.Tensor | None,
+        eps: float,
+    ) -> Lifted:
+        """Lift checked tensors of the sizes, types and device that this lift was made for.
+
+        Raises:
+            InputError: As :func:`quantize_lift`.
+        """
+        refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
+        if refusal is not None:
+            raise refusal
+        index = x.get_device()
+        if index < 0 or is_current(index):
+            return self._run(index, x, residual, pairs, gain, eps)
+        with torch.cuda.device(index):
+            return self._run(index, x, residual, pairs, gain, eps)
+
+    # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
+
+    def refusal(self, x: torch.Tensor, residual: torch.Tensor | None) -> InputError | None:
+        """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
+        if not self.is_rows(x):
+            return InputError("activations to lift", got=_described(x), needed=self._rows())
+        if self.prologue in ADDING and not self.is_rows(residual):
+            return InputError("residual", got=_described(residual), needed=self._rows())
+        return None
+
+    def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
+        """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
+        if self.gathered and not self._is_index(pairs):
+            needed = f"{self.width // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
+            return InputError("index of pairs", got=_described(pairs), needed=needed)
+        if self.prologue in NORMS and not self._is_gain(gain):
+            needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
+            return InputError("gain of RMSNorm", got=_described(gain), needed=needed)
+        return None
+
+    def is_rows(self, x: torch.Tensor | None) -> bool:
+        """Whether this lift can read these activations, or this residual."""
+        if x is None or x.shape != self.shape or x.dtype != self.source:
+            return False
+        return x.stride()[1] == 1 and x.device == self.device
+
+    def is_here(self) -> bool:
+        """Whether its device is the current one."""
+        return is_current(self.index)
+
+    def _is_index(self, pairs: torch.Tensor | None) -> bool:
+        return pairs is not None and is_vector(pairs, self.width // 2, self.device, (self.order.index_dtype,))
+
+    def _is_gain(self, gain: torch.Tensor | None) -> bool:
+        return gain is not None and is_vector(gain, self.order.in_features, self.device, (self.source,))
+
+    def _rows(self) -> str:
+        return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
+
+    def _run(
+        self,
+        index: int,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        pairs: torch.Tensor | None,
+        gain: torch.Tensor | None,
+        eps: float,
+    ) -> Lifted:
+        tokens, width = self.tokens, self.width
+        values = empty(self.padded, width, self.target, index)
+        scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
+        total = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        lifted = Lifted(values, scale, total)
+        if tokens and width:
+            inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
+            if self.can_launch(inputs):
+                total_at = None if total is None else total.data_ptr()
+                scale_at = None if scale is None else scale.data_ptr()
+                self.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale_at)
+            else:
+                self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
+        if self.padded != tokens:
+            values.resize_(tokens, width)  # keeps the memory after them; a view would be one more tensor to make
+        return lifted
+
+    def _launch_by_triton(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        pairs: torch.Tensor | None,
+        gain: torch.Tensor | None,
+        lifted: Lifted,
+        eps: float,
+    ) -> None:
+        values, scale, total = lifted
+        if self.quantised:
+            values = values.view(torch.int16 if self.variant.held else torch.int8)
+        inputs = inputs_of(x, residual, pairs, gain)
+        tensors = x, residual, total, gain, pairs, values, scale
+        arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
+        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
+
+    def inputs(
+        self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
+    ) -> LiftInputs | None:
+        """Return the addresses that :meth:`launch` reads; None where it cannot read them (:meth:`why_not`)."""
+        if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_weights(pairs, gain):
+            return None
+        inputs = inputs_of(x, residual, pairs, gain)
+        return inputs if self.can_launch(inputs) else None
+
+    def why_not(
+        self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
+    ) -> str | None:
+        """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
+        refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
+        if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
+            return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
+        if not is_current(self.index):
+            return f"{self.device} is not the current device"
+        if not is_aligned(inputs_of(x, residual, pairs, gain)):
+            return f"rows, gain or index of pairs do not start at multiples of {ALIGNMENT} bytes or numbers"
+        return None
+
+    def can_launch(self, inputs: LiftInputs) -> bool:
+        """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
+        return self.launcher.ready and is_aligned(inputs)
+
+    def launch(self, inputs: LiftInputs, eps: float, *, total: int | None, values: int, scale: int | None) -> None:
+        """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
+
+        Args:
+            inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
+            eps: The norm's epsilon.
+            total: Address of memory for the new residual [M, K]; None where there is none. Like those below, it must be
+                a multiple of 16.
+            values: Address of memory for the values, ``padded`` rows of ``width``.
+            scale: Address of memory for M scales, float32; None where nothing is quantised.
+        """
+        x, residual, gain, pairs, x_stride, residual_stride = inputs
+        self.launcher.launch(
+            self.programs,
+            current_stream(self.index),
+            *(x, residual, total, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
+        )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+
+
+find_kernel_lift = lru_cache(maxsize=1 << 13)(KernelLift)
+"""Return the :class:`KernelLift` of these arguments by one look-up. A model has few linears, a server many numbers of
+tokens, and an entry takes about 1 KB."""
+
+
+@lru_cache(maxsize=4096)
+def _launcher(variant: LiftVariant, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
+    """Return the launcher for all numbers of tokens; a compiled kernel belongs to ``source`` and ``device``."""
+    kernel, most = held_kernel if variant.held else walking_kernel, launch.registers or None
+    early = early_start() if variant.early else {}
+    return Launcher(kernel, (variant,), num_warps=launch.num_warps, maxnreg=most, **early)

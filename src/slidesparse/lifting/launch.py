@@ -1,0 +1,177 @@
+"""The launch of a quantise-and-lift kernel: a pure function of the problem.
+
+A row that is held (see :mod:`slidesparse.lifting.held`) gets as few lanes as can hold it: every lane then has
+many loads in flight, and the work that is done once a row is spread over many columns. A walked row is read several
+times, and all passes but the first should find it in L1, so the rows that a multiprocessor processes at once must fit
+there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Slabs
+from slidesparse.lifting.prologue import ADDING, Prologue
+from slidesparse.lifting.variant import CHUNKS, LiftVariant
+from slidesparse.weights.quant import QUANTISED
+
+FP8_ARCH = 89
+"""The first compute capability that converts to e4m3."""
+
+EARLY_ARCH = 90
+"""The first compute capability on which a kernel can start before the one before it has ended."""
+
+WARPS = (1, 2, 4, 8, 16)
+"""Warps that a program may have."""
+RESIDENT_WARPS = 64
+"""Most warps of a multiprocessor, which limit how many programs run on it at once."""
+L1_BYTES = 192 * 1024
+"""Bytes that a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of
+the speed of 8."""
+FEW_TOKENS = 512
+"""Up to this many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
+LOAD_BYTES = 16
+"""Bytes that a lane loads at once while it reads a row."""
+WRITE_COLUMNS = 16
+"""Packed columns that a lane writes in a step: one store of 16 bytes, of 8-bit values."""
+THREE_PROGRAMS = 40
+"""Registers of a lane with which a multiprocessor's 65536 suffice for three programs of 16 warps. The compiler would
+take a few more for FP8, and only two rows would be in flight: 7 % slower on an H200 at K = 18944."""
+HELD_COLUMNS = 256
+"""Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
+FEWEST_HOLDING = 2
+"""Fewest warps of a program that holds its row. From a row in one warp the compiler gathers with shuffles instead of
+through shared memory, and needs a shuffle, a compare and a select for each register that the source may be: at 6:8 and
+K = 2048 that takes 56 instructions a column of the input, in place of 15."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The sizes of one launch.
+
+    Attributes:
+        read: Input columns of a step while a row is read, a power of two.
+        write: Packed columns of a step while it is written, a power of two.
+        num_warps: Warps of a program, a power of two.
+        registers: Registers that a lane may have, a multiple of 8; 0 leaves it to the compiler.
+    """
+
+    read: int
+    write: int
+    num_warps: int
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.registers) is not int or not 0 <= self.registers <= 256 or self.registers % 8:
+            raise InputError("registers of a launch", got=self.registers, needed="a multiple of 8 up to 256")
+        limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= limit or value & (value - 1):
+                raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
+
+
+@lru_cache(maxsize=4096)
+def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
+    """Choose the launch of a quantise-and-lift kernel.
+
+    Args:
+        tokens: Rows M.
+        order: The packed column order.
+        itemsize: Bytes of an input value.
+        prologue: A :data:`slidesparse.lifting.prologue.Prologue`.
+        quantised: False to lift only.
+
+    >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
+    Launch(read=1024, write=4096, num_warps=4, registers=0)
+    """
+    able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
+    holding = [warps for warps in able if order.in_features <= CHUNKS * HELD_COLUMNS * warps]
+    if not quantised or order.k_offset % 2 or not holding:
+        return _walk(tokens, order, itemsize, prologue)
+    return _hold(tokens, order, itemsize, prologue, holding)
+
+
+def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding: list[int]) -> Launch:
+    most = max(WARPS)
+    if tokens > FEW_TOKENS:
+        # A kernel that also writes the sum has more to wait for: four times the lanes were 10 % faster on an H200.
+        warps = min(holding[0] * (4 if prologue in ADDING else 1), most)
+    else:
+        warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
+    # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.
+    # So does Triton 3.8 for the second segment of a partial pattern, and would spill.
+    light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
+    light = light and not order.gathered
+    stores = 1 if warps == most else 2
+    registers = THREE_PROGRAMS if warps == most and light else 0
+    return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
+
+
+def _walk(tokens: int, order: ColumnOrder, itemsize: int, prologue: str) -> Launch:
+    row_bytes = order.in_features * itemsize * (2 if prologue == "silu_mul" else 1)
+    useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
+    cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]
+    warps = min(cached) if cached and tokens > FEW_TOKENS else max(useful)
+    return Launch(32 * warps * LOAD_BYTES // itemsize, 32 * warps * WRITE_COLUMNS, warps)
+
+
+@lru_cache
+def device_arch(device: torch.device) -> int:
+    """Return the compute capability of a device: 90 for an H200, and the newest in Triton's interpreter (no GPU)."""
+    if device.type != "cuda":
+        return 120
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def make_variant(
+    order: ColumnOrder,
+    source: torch.dtype,
+    target: torch.dtype,
+    prologue: Prologue,
+    slabs: Slabs | None,
+    launch: Launch,
+    early: bool = False,
+) -> LiftVariant:
+    """Return the constants that a launch compiles in.
+
+    Args:
+        order: The packed column order.
+        source: Type of the input.
+        target: Type of the output; the input's own type to lift only.
+        prologue: Applied first.
+        slabs: Layout of the output in slabs; row-major when None.
+        launch: Sizes of the launch.
+        early: See :class:`LiftVariant`.
+    """
+    if target not in QUANTISED and target != source:
+        raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
+    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
+        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
+    steps = launch.read, launch.write
+    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
+        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
+    return LiftVariant(
+        in_features=order.in_features,
+        half=order.group // 2,
+        k_offset=order.k_offset,
+        dense_groups=order.dense_groups,
+        slid_groups=order.slid_groups,
+        dense_columns=order.dense_columns,
+        slid_columns=order.slid_columns,
+        bundle=order.bundle,
+        gathered=order.gathered,
+        prologue=prologue,
+        quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
+        itemsize=target.itemsize,
+        slab_rows=0 if slabs is None else slabs.rows,
+        swizzle=slabs is not None and slabs.swizzle,
+        read=launch.read,
+        write=launch.write,
+        early=early,
+    )

@@ -1,0 +1,388 @@
+"""The contract between lifting and multiplying: in which order, and where, activations lie in memory.
+
+A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
+
+:meth:`slidesparse.weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
+would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
+plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
+
+A layout may ask for *bundles*: the windows of 32 groups stand slab by slab, window 0 of them all, then window 1
+(:func:`in_bundles`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import WINDOW
+from slidesparse.weights.support import as_bits
+
+SLAB_BYTES = 128
+"""Row length of a slab: the widest swizzle span of Hopper's shared memory."""
+
+CHUNK_BYTES = 16
+"""Bytes that a swizzle moves together."""
+
+BUNDLE = 32
+"""Groups of a bundle: their windows of one number fill a slab of 8-bit types."""
+
+BUNDLE_STRIDE = 8
+"""In a slab of a bundle, neighbouring windows are of groups this far apart; see :func:`in_bundles`."""
+
+
+@dataclass(frozen=True)
+class ColumnOrder:
+    """The packed column order of one weight: a dense segment, then a slid one; either may be empty.
+
+    Attributes:
+        in_features: Input columns K.
+        group: Columns of a group, 2N.
+        k_offset: Position inside its group of input column 0.
+        dense_groups: Groups in the dense segment.
+        slid_groups: Groups in the slid segment.
+        dense_columns: Length of the dense segment, padding included.
+        slid_columns: Length of the slid segment, padding included.
+        bundle: Groups whose windows stand together, number by number: 1, or :data:`BUNDLE` (:func:`in_bundles`).
+        pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
+            int16, int32 for K from 2^15 on. None when the groups are in input order.
+    """
+
+    in_features: int
+    group: int
+    k_offset: int
+    dense_groups: int
+    slid_groups: int
+    dense_columns: int
+    slid_columns: int
+    bundle: int = 1
+    pairs: torch.Tensor | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
+        """Return the order of ``column_map(packed, multiple, bundle)``.
+
+        Args:
+            packed: The weight that will multiply.
+            multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
+            bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+        """
+        _check_multiple(multiple)
+        pattern = packed.pattern
+        count = {segment.kind: len(segment.groups) for segment in packed.segments}
+        dense, slid = count.get("dense", 0), count.get("2:4", 0)
+        moved = _pairs(column_map(packed, multiple, bundle), packed.shape[1]) if len(packed.segments) > 1 else None
+        return cls(
+            in_features=packed.shape[1],
+            group=pattern.group,
+            k_offset=packed.k_offset,
+            dense_groups=dense,
+            slid_groups=slid,
+            dense_columns=_padded(dense * pattern.group, multiple),
+            slid_columns=_padded(_padded(slid, bundle) * pattern.slid_group, multiple),
+            bundle=bundle,
+            pairs=moved,
+        )
+
+    @classmethod
+    def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
+        """Return the order that moves no column, for a dense GEMM: that of 2:4. The number of columns must be even."""
+        _check_multiple(multiple)
+        width = _padded(columns, multiple)
+        if width % 2:
+            raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
+        return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the groups are in another order than the input's, which ``pairs`` gives."""
+        return self.dense_groups > 0 and self.slid_groups > 0
+
+    @cached_property
+    def without_pairs(self) -> ColumnOrder:
+        """The same numbers without the tensor: a key for caches."""
+        return self if self.pairs is None else replace(self, pairs=None)
+
+    @property
+    def numbers(self) -> list[int]:
+        """All fields except ``pairs``, in order: an operator can take them as one argument."""
+        return [
+            self.in_features,
+            self.group,
+            self.k_offset,
+            self.dense_groups,
+            self.slid_groups,
+            self.dense_columns,
+            self.slid_columns,
+            self.bundle,
+        ]
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """Type of ``pairs``."""
+        return index_dtype(self.in_features)
+
+    @property
+    def width(self) -> int:
+        """Packed columns K'."""
+        return self.dense_columns + self.slid_columns
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of rows][128 bytes]``.
+
+    Any tile of tokens by 128 bytes of K' is contiguous: one bulk copy moves it. Rows past M repeat the last one.
+
+    Attributes:
+        rows: A multiple of 8, after which the swizzle repeats.
+        swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
+            for copies that do not swizzle themselves.
+    """
+
+    rows: int = 8
+    swizzle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows <= 0 or self.rows % 8:
+            raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
+
+    def padded(self, tokens: int) -> int:
+        """Return M, padded to a multiple of ``rows``."""
+        return tokens + -tokens % self.rows
+
+    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
+        """Return the shape of the output in elements."""
+        slab = SLAB_BYTES // itemsize
+        if width % slab:
+            raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
+        return width // slab, self.padded(tokens), slab
+
+    def arrange(self, values: torch.Tensor) -> torch.Tensor:
+        """Return row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
+        tokens, width = values.shape
+        slabs, rows, slab = self.shape(tokens, width, values.element_size())
+        chunk = CHUNK_BYTES // values.element_size()
+        padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
+        chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
+        if self.swizzle:
+            chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
+        return chunks.reshape(slabs, rows, slab).view(values.dtype)
+
+
+def exact_rows(tokens: int) -> int:
+    """Return as many rows as tokens."""
+    return tokens
+
+
+def one_group(packed: PackedWeight) -> int:
+    """Return bundles of one group: windows stay in the order of their groups."""
+    return 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout in which a backend reads activations.
+
+    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it. So
+    their shapes, and all code that reasons about shapes, stay those of the product.
+
+    Attributes:
+        lifted: False for a backend that multiplies the unpacked weight.
+        multiple: Columns of each segment are padded with zeros to a multiple of this.
+        rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
+            rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
+            None: they are row-major.
+        bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
+    """
+
+    lifted: bool = True
+    multiple: int = 1
+    rows: Callable[[int], int] = exact_rows
+    slabs: Slabs | None = None
+    bundle: Callable[[PackedWeight], int] = one_group
+
+    def multiple_of(self, dtype: torch.dtype) -> int:
+        """Return the multiple of columns to which segments of this type are padded; slabs are whole."""
+        return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
+
+    def order(self, packed: PackedWeight) -> ColumnOrder | None:
+        """Return the column order as the few numbers that the Triton kernels take; None where they cannot write it."""
+        multiple = self.multiple_of(packed.dtype)
+        if self.lifted:
+            return ColumnOrder.of(packed, multiple, self.bundle(packed))
+        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
+        return ColumnOrder.identity(packed.shape[1], multiple) if even else None
+
+    def column_map(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the input column that feeds every column that the kernel reads, -1 for padding: int64 [K']."""
+        multiple = self.multiple_of(packed.dtype)
+        if self.lifted:
+            return column_map(packed, multiple, self.bundle(packed))
+        columns = torch.arange(packed.shape[1], device=packed.device)
+        return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
+
+
+def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with the windows of the slid segment in bundles.
+
+    Args:
+        packed: The weight that will multiply.
+        multiple: Each segment is padded to a multiple of this many columns.
+        bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+
+    Returns:
+        int64 [K'], the input column that feeds every packed column, -1 where none does.
+    """
+    if bundle == 1:
+        return packed.column_map(multiple)
+    columns, pattern = packed.column_map(), packed.pattern
+    slid = sum(len(segment.groups) for segment in packed.segments if segment.kind == "2:4")
+    dense, windows = columns.split([len(columns) - slid * pattern.slid_group, slid * pattern.slid_group])
+    windows = in_bundles(windows.view(slid, pattern.windows, WINDOW), -1).flatten()
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (0, -len(part) % multiple), value=-1) for part in (dense, windows)])
+
+
+def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
+    """Arrange windows slab by slab: window j of the 32 groups of a bundle, then their window j + 1.
+
+    The four windows that a lane stores at once are of groups 8 apart, so that neighbouring lanes read neighbouring
+    groups: that spares the quantise-and-lift kernels bank conflicts, and costs the product nothing::
+
+        one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
+
+    Args:
+        windows: [..., groups, windows of a group, items].
+        value: Fills the groups that the last bundle lacks.
+
+    Returns:
+        [..., bundles, windows of a group, 32, items].
+    """
+    windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
+    bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
+    return bundles.transpose(-4, -2).flatten(-3, -2)
+
+
+class LinearTensors(NamedTuple):
+    """The tensors that a linear reads besides activations, the same in every call.
+
+    Attributes:
+        column_map: int64 [K'], the input column that feeds every packed column.
+        pairs: :attr:`ColumnOrder.pairs`; empty where the groups are in input order.
+        operand: The tensors that a backend's kernel reads of the weight.
+        scale: float32 [out], the weight's scale; None for types that are not quantised.
+        bias: [out], or None.
+        gain: [K], the gain of the norm in its prologue; None without one.
+    """
+
+    column_map: torch.Tensor
+    pairs: torch.Tensor | None
+    operand: Sequence[torch.Tensor]
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    gain: torch.Tensor | None
+
+
+class Lifted(NamedTuple):
+    """The result of a lift.
+
+    Attributes:
+        values: [M, K'], 8-bit or in the type of the activations, in the layout asked for.
+        scale: float32 [M, 1]; None when nothing was quantised.
+        residual: [M, K], ``x + residual`` with a norm that adds it; else None.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    residual: torch.Tensor | None
+
+
+def check_slabs(x: torch.Tensor, needed: int) -> None:
+    """Make sure that the memory of activations [M, K'], made for a layout in slabs, holds this many bytes.
+
+    Raises:
+        InputError: When their memory ends too early: they were made for another layout, or copied since. Where there is
+            enough memory, bytes of another layout cannot be recognised.
+    """
+    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if not x.is_contiguous() or held < needed:
+        raise InputError(
+            "activations in slabs",
+            got=f"{held} bytes, strides {x.stride()}",
+            needed=f"{needed} bytes, contiguous",
+            remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
+        )
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """Return the slabs of activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: See :func:`check_slabs`.
+    """
+    tokens, width = x.shape
+    shape = slabs.shape(tokens, width, x.element_size())
+    check_slabs(x, math.prod(shape) * x.element_size())
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
+
+
+def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return activations [M, K'] as [rows, K'], rows >= M; rows past M have any contents.
+
+    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory after ``x`` costs
+    nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
+    alone, so the contents of the extra rows never reach a user.
+    """
+    tokens, columns = x.shape
+    if rows == tokens and x.is_contiguous():
+        return x
+    end = (x.storage_offset() + rows * columns) * x.element_size()
+    if x.is_contiguous() and end <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, columns), (columns, 1))
+    padded = x.new_empty(rows, columns)
+    padded[:tokens] = x
+    return padded
+
+
+def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
+    # Where one column of a pair does not exist (an odd k_offset, an odd K), the other one gives the pair.
+    first, second = column_map[::2], column_map[1::2]
+    pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
+    return pairs.to(index_dtype(columns))
+
+
+def index_dtype(columns: int) -> torch.dtype:
+    """Return the narrowest type for indices of this many columns."""
+    return torch.int16 if columns < 2**15 else torch.int32
+
+
+def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
+
+    Args:
+        chunks: [..., rows, chunks, elements].
+        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
+            rows of 64.
+    """
+    chunk = torch.arange(chunks.shape[-2], device=chunks.device)
+    # An exclusive or is its own inverse: chunk c comes from where chunk c went.
+    return chunks.gather(-2, (chunk ^ key.unsqueeze(1)).unsqueeze(-1).expand_as(chunks))
+
+
+def _padded(columns: int, multiple: int) -> int:
+    return columns + -columns % multiple
+
+
+def _check_multiple(multiple: int) -> None:
+    # The kernels write pairs of columns; groups and windows are even, so only the padding could break a pair.
+    if multiple < 1 or (multiple > 1 and multiple % 2):
+        raise InputError("multiple of a segment", got=multiple, needed="1 or an even number")

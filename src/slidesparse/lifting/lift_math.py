@@ -1,0 +1,153 @@
+"""Functions that both quantise-and-lift kernels share: the arithmetic of a row, and the offsets of its output."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slidesparse.lifting.layout import BUNDLE_STRIDE, CHUNK_BYTES, SLAB_BYTES
+from slidesparse.weights.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
+
+_INT8_MAX = tl.constexpr(INT8_MAX)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+_SLAB_BYTES = tl.constexpr(SLAB_BYTES)
+_CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
+_STRIDE = tl.constexpr(BUNDLE_STRIDE)
+
+
+@triton.jit
+def begin(P: tl.constexpr):
+    """Begin a program under programmatic dependent launch (PTX ISA, "griddepcontrol").
+
+    It waits until the kernel before this one has ended, if this one was started early, and then allows the kernel after
+    it to start: a GEMM has weights to fetch before it waits for this kernel's output. In this order everything that was
+    written before this kernel is visible to the kernel after it.
+    """
+    if P.early:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)) to about 2^-22: five instructions, where Triton's exp and division take twice as many.
+
+    Below 2^-126 the result is 0.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"  # the constant is -log2(e)
+        " add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def silu_times(gate, up):
+    """Return ``silu(gate) * up``, rounded to the row's type at the end."""
+    wide = gate.to(tl.float32)
+    return (wide * _sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def add(x, residual):
+    """Return the sum in float32."""
+    return x.to(tl.float32) + residual.to(tl.float32)
+
+
+@triton.jit
+def normed(x, gain, rstd, P: tl.constexpr):
+    """Return ``x * rstd * gain``, or with ``gain + 1``, rounded to the gain's type at the end."""
+    wide = gain.to(tl.float32)
+    if P.offsets:
+        wide += 1.0
+    return (x.to(tl.float32) * rstd * wide).to(gain.dtype)
+
+
+@triton.jit
+def rstd_of(squares, eps, P: tl.constexpr):
+    """Return 1 / sqrt(mean(x^2) + eps) of a row, from squares that are yet to be summed."""
+    mean = tl.div_rn(tl.sum(squares), P.in_features * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def row_scale(absmax, P: tl.constexpr):
+    """Return the scale of a row and its (IEEE) inverse, as :func:`slidesparse.weights.quant.quantize_rows` defines them."""
+    if P.quant == "int8":
+        scale = tl.div_rn(absmax, _INT8_MAX)
+        inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
+    else:
+        scale = tl.maximum(tl.div_rn(absmax, _FP8_MAX), _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.div_rn(1.0, scale)
+    return scale, inverse
+
+
+@triton.jit
+def quotient(value, scale, inverse, P: tl.constexpr):
+    """Return the float32 number to round to 8 bits: ``value * inverse`` for int8, ``value / scale`` for FP8."""
+    wide = value.to(tl.float32)
+    result = wide * inverse
+    if P.quant == "fp8":
+        # With the inverse, one correction gives the IEEE quotient. Checked for all 2^23 significands of the
+        # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
+        # minus is 0 - x, which would lose it).
+        result = tl.fma(tl.fma(result, scale, wide * -1.0), -inverse, result)
+    return result
+
+
+@triton.jit
+def first_pair(span, SLID: tl.constexpr, P: tl.constexpr):
+    """Return the pair of columns with which spans begin, counted from the start of the first group.
+
+    A span is a window of the slid segment, or a pair of the dense one.
+    """
+    if not SLID:
+        pair = span
+    elif P.bundle == 1:
+        pair = span // (P.half - 1) * P.half + span % (P.half - 1)
+    else:
+        FAR: tl.constexpr = P.bundle // _STRIDE
+        slab = span // P.bundle
+        group = slab // (P.half - 1) * P.bundle + span % FAR * _STRIDE + span % P.bundle // FAR
+        pair = group * P.half + slab % (P.half - 1)
+    return pair
+
+
+@triton.jit
+def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
+    """Return where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
+    ROW_BYTES: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
+    return row * (ROW_BYTES // ITEM)
+
+
+@triton.jit
+def offset_in_row(start, step, row, rows, ITEM: tl.constexpr, P: tl.constexpr):
+    """Return the offsets of the items ``start + step`` of a row, of ITEM bytes each, from the row's own start.
+
+    A slab begins at ``start``; the terms that depend on ``step`` alone are computed once for all starts of a loop. A
+    slab has ``rows`` rows.
+    """
+    if P.slab_rows == 0:
+        at = start + step
+    else:
+        SLAB: tl.constexpr = _SLAB_BYTES // ITEM
+        CHUNK: tl.constexpr = _CHUNK_BYTES // ITEM
+        chunk = step % SLAB // CHUNK
+        if P.swizzle:
+            chunk = chunk ^ (row % 8).to(tl.int32)
+        pitch = rows.to(tl.int64) * SLAB
+        at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
+        at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # the exclusive or hides this
+        at += start // SLAB * pitch
+    return at

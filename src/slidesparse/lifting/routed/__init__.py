@@ -1,0 +1,1 @@
+"""Activations of mixtures: rows in the order of their experts, lifted, and summed again."""

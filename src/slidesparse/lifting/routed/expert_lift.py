@@ -1,0 +1,66 @@
+"""Quantise and lift the rows of a mixture: the tokens in the order of their experts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from slidesparse.base.device import runs_triton
+from slidesparse.errors import InputError
+from slidesparse.lifting.choose import find_lift, why_no_kernel
+from slidesparse.lifting.layout import ColumnOrder, Layout, Lifted, LinearTensors
+from slidesparse.lifting.prologue import Prologue
+from slidesparse.lifting.routed.expert_order import Arrangement
+
+
+def lift_routed(
+    x: torch.Tensor,
+    at: Arrangement,
+    column_map: torch.Tensor,
+    order: tuple[int, ...],
+    target: torch.dtype,
+    prologue: Prologue,
+    layout: Layout,
+    *,
+    gather: bool,
+) -> Lifted:
+    """Lift the token of every row, or the row itself; rows of nobody hold anything.
+
+    Args:
+        x: [M, K], the tokens, to gather from them; else [P, K], the rows. Twice as many columns for ``silu_mul``.
+        at: Where the pairs of the tokens stand, all of it contiguous.
+        column_map: See :attr:`slidesparse.lifting.layout.LinearTensors.column_map`.
+        order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
+        target: torch.int8 or torch.float8_e4m3fn.
+        prologue: ``none`` or ``silu_mul``.
+        layout: In which the product reads.
+        gather: Whether x is the tokens.
+
+    Returns:
+        P rows, with their scales.
+
+    Raises:
+        InputError: Other tokens or rows than those of ``at``, or another device.
+    """
+    needed = len(at.rows if gather else at.tokens)
+    if x.dim() != 2 or len(x) != needed or x.device != at.tokens.device:
+        raise InputError(
+            "rows of a mixture to lift", got=f"{list(x.shape)} on {x.device}", needed=f"{needed} on {at.tokens.device}"
+        )
+    if layout.slabs is not None and x.stride(1) == 1 and _has_kernel(x.dtype, target, x.device, order):
+        from slidesparse.lifting.routed import lift_routed as kernel
+
+        columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
+        lifted = kernel.lift_routed(x, at.rows, at.tokens, columns, target, prologue, layout.slabs, gather=gather)
+        if lifted is not None:
+            return lifted
+    rows = x[at.tokens.clamp(min=0)] if gather else x
+    found = find_lift(layout, prologue, len(rows), x.dtype, target, x.device, order)
+    return found(rows, None, LinearTensors(column_map, None, (), None, None, None), 0.0)
+
+
+@lru_cache(maxsize=64)
+def _has_kernel(source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]) -> bool:
+    """Return whether a kernel lifts here; kept, since a layer asks twice for every batch and the GPU stays the same."""
+    return runs_triton(device) and why_no_kernel(source, target, device, order) is None

@@ -1,0 +1,90 @@
+"""The constants that a quantise-and-lift kernel is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slidesparse.lifting.prologue import ADDING, GEMMA, NORMS, Prologue
+
+CHUNKS = 8
+"""Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
+
+
+@dataclass(frozen=True)
+class LiftVariant:
+    """One compiled variant of a kernel, besides the types and alignments of its arguments.
+
+    Attributes:
+        in_features: Input columns K.
+        half: N, half the columns of a group.
+        k_offset: Position inside its group of input column 0.
+        dense_groups: Groups of the dense segment.
+        slid_groups: Groups of the slid segment.
+        dense_columns: Length of the dense segment, padding included.
+        slid_columns: Length of the slid segment, padding included.
+        bundle: Groups whose windows stand together, number by number; see :func:`slidesparse.lifting.layout.in_bundles`.
+        gathered: Whether the groups are in another order than the input's.
+        prologue: Applied to a row before it is quantised.
+        quant: ``none``, ``int8`` or ``fp8``.
+        itemsize: Bytes of an output column.
+        slab_rows: The tokens of a slab are a multiple of this; 0 for row-major output.
+        swizzle: See :class:`slidesparse.lifting.layout.Slabs`.
+        read: Input columns of a step of the passes that read; of a chunk of a row that is held.
+        write: Output columns of a step of the pass that writes.
+        early: The kernel may start before the kernel before it has ended, and lets the kernel after it start early;
+            see :func:`slidesparse.lifting.lift_math.begin`.
+    """
+
+    in_features: int
+    half: int
+    k_offset: int
+    dense_groups: int
+    slid_groups: int
+    dense_columns: int
+    slid_columns: int
+    bundle: int
+    gathered: bool
+    prologue: Prologue
+    quant: str
+    itemsize: int
+    slab_rows: int
+    swizzle: bool
+    read: int
+    write: int
+    early: bool
+
+    @property
+    def norms(self) -> bool:
+        """Whether the prologue is a norm."""
+        return self.prologue in NORMS
+
+    @property
+    def adds(self) -> bool:
+        """Whether the prologue adds a residual."""
+        return self.prologue in ADDING
+
+    @property
+    def offsets(self) -> bool:
+        """Whether the prologue adds 1 to the gain."""
+        return self.prologue in GEMMA
+
+    @property
+    def held(self) -> bool:
+        """Whether the row is held in registers: it is quantised, short enough, and its pairs of columns stay pairs."""
+        return self.quant != "none" and self.k_offset % 2 == 0 and self.in_features <= CHUNKS * self.read
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of a row that is held."""
+        return -(-self.in_features // self.read)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
+        alone = self.dense_groups == 0 or self.slid_groups == 0
+        return alone and not self.gathered and self.k_offset == 0 and (self.half == 2 or self.slid_groups == 0)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last group of the input is incomplete."""
+        return (self.k_offset + self.in_features) % (2 * self.half) > 0

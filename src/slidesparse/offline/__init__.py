@@ -1,0 +1,1 @@
+"""All that makes or judges a checkpoint: prune, plan, inspect, eval."""

@@ -1,0 +1,1 @@
+"""What calibrated methods read: texts and chats, and a model layer by layer."""

@@ -1,0 +1,176 @@
+"""Cut a text file into windows of tokens for calibration, the same windows for the same seed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.other_libraries import other_library
+from slidesparse.base.paths import usable_path
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.tokenizer_files import has_tokenizer_files
+from slidesparse.models.causal import vocabulary_of
+from slidesparse.models.parts import text_config
+from slidesparse.offline.calibrate.texts import DEFAULT, DEFAULT_FILE, as_text, read_documents
+
+SAMPLES = 128
+MAX_LENGTH = 2048
+DEFAULT_LENGTH = 128
+"""Tokens of a window of the small set that comes with the package, which has few."""
+
+MAX_SEED = 2**63 - 1
+
+SHORTER = "use a longer text, or shorter windows (--length)"
+FEWER = "use a longer text, or fewer or shorter windows (--samples, --length)"
+"""What helps where a text is too short, if nobody or somebody can choose the number of windows."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that a calibrated method sees.
+
+    Attributes:
+        file: What :func:`slidesparse.offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
+            the small set that comes with the package.
+        samples: Windows of text.
+        length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
+            are fewer.
+        seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
+
+    Raises:
+        InputError: A number or the name of the file cannot be used.
+    """
+
+    file: str
+    samples: int = SAMPLES
+    length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        usable_path(self.file, "calibration text")
+        object.__setattr__(self, "file", os.fspath(self.file))  # as it was written: ./a/b is no name of a data set
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise InputError("calibration windows (--samples)", got=repr(self.samples), needed="1 or more")
+        if self.length is not None and (not isinstance(self.length, int) or self.length < 2):
+            raise InputError("tokens of a calibration window (--length)", got=repr(self.length), needed="2 or more")
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise InputError("calibration seed", got=repr(self.seed), needed=f"0 to {MAX_SEED}")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a local checkpoint.
+
+    Raises:
+        CheckpointError: It has none that transformers can load.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    try:
+        with other_library():
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken file can raise anything in a library
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be loaded",
+            got=first_line(error) if has_tokenizer_files(folder) else "no file of one",
+            needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
+        ) from error
+
+
+def encode(tokenizer: Any, text: str) -> torch.Tensor:
+    """Return the token numbers of a text: int64 [n]."""
+    # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
+    try:
+        return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    except Exception as error:  # a broken tokenizer can raise anything
+        raise CheckpointError("the tokenizer cannot read the text", got=first_line(error)) from error
+
+
+def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
+    """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
+    known = getattr(text_config(config), "max_position_embeddings", None)
+    return min(known, at_most) if isinstance(known, int) and known > 0 else at_most  # XLNet's -1: no limit
+
+
+def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
+    """Refuse tokens that a model does not have, as a tokenizer with a larger vocabulary makes them.
+
+    Raises:
+        CheckpointError: Naming the largest.
+    """
+    vocabulary = vocabulary_of(config)
+    if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of {folder} does not fit its model",
+            got=f"token {int(tokens.max())}",
+            needed=f"less than {vocabulary}",
+        )
+
+
+def sample_windows(
+    tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text", remedy: str = FEWER
+) -> torch.Tensor:
+    """Return windows that do not overlap, in random order: int64 [samples, length].
+
+    Args:
+        tokens: int64 [n].
+        samples: The number of windows.
+        length: Tokens of each window.
+        seed: Seed of the random choice.
+        source: Name of the text in the error.
+        remedy: What the error says to do.
+
+    Raises:
+        InputError: The text is too short.
+    """
+    available = len(tokens) // length
+    if available < samples:
+        raise InputError(
+            f"{source} is too short for calibration",
+            got=f"{len(tokens)} tokens, {available} windows of {length}",
+            needed=f"{samples} windows",
+            remedy=remedy,
+        )
+    chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:samples]
+    return tokens[: available * length].view(available, length)[chosen]
+
+
+def digest(windows: torch.Tensor) -> str:
+    """Return a hexadecimal digest of the windows, which changes with text, tokenizer, length and seed."""
+    return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
+
+
+def is_default(file: str) -> bool:
+    """Return whether a name means the small set that comes with the package: a file of that name comes first."""
+    return file == DEFAULT and not os.path.lexists(file)
+
+
+def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
+    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
+
+    Args:
+        folder: The checkpoint.
+        config: The config of its model.
+        calibration: The text and its windows.
+        too_short: What to do where the text is too short.
+
+    Raises:
+        InputError: The text cannot be used, or the windows are longer than the model reads.
+        CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
+    """
+    small = is_default(calibration.file)
+    usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
+    length = usual if calibration.length is None else calibration.length
+    if length > positions(config, at_most=length):
+        raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
+    documents = read_documents(DEFAULT_FILE if small else calibration.file)
+    tokenizer = load_tokenizer(folder)
+    tokens = encode(tokenizer, as_text(documents, tokenizer))
+    check_tokens(tokens, config, folder)
+    return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file), too_short)

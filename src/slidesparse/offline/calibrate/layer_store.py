@@ -1,0 +1,191 @@
+"""Load the layers of a checkpoint one after the other, and keep what they become on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.base.log import LOG
+from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_rows import ExpertRowsByName
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.models.expert_weights import ExpertWeight
+from slidesparse.models.gram_tree import SHARES
+from slidesparse.models.layer_stack import LayerList, find_layer_list, stack_around
+from slidesparse.models.layerwise import LayerStore, SetLoss
+from slidesparse.weights.quant import dequantize
+
+BATCH_TOKENS = 8192
+"""Tokens that go through a layer at a time."""
+
+LEAST_TOKENS = 1024
+"""Fewest tokens that are worth a batch of their own, so that another process can take it."""
+
+LOSSES = "losses"
+
+
+class CheckpointLayerStore(LayerStore):
+    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards.
+
+    Args:
+        checkpoint: The source.
+        meta: Its meta model, with real buffers.
+        folder: Holds the finished layers, one file each.
+        device: Where layers run.
+        compute: The float type in which layers run.
+        ranks: The processes that prune together; the first one writes.
+        experts: Where the weights of experts are.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        meta: MetaModel,
+        folder: Path,
+        device: torch.device,
+        compute: torch.dtype,
+        ranks: Ranks,
+        experts: ExpertRowsByName | None,
+    ) -> None:
+        self.ranks, self.experts = ranks, experts
+        self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
+
+    def fill(self, names: Sequence[str]) -> None:
+        """Read these tensors of the model's state from the checkpoint."""
+        known = set(self.meta.filled)
+        state = {name: self.meta.read(name, self._read) for name in names if name in known}
+        wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
+        self.meta.model.load_state_dict(wide, strict=False, assign=True)
+
+    def load(self, name: str, layer: nn.Module) -> None:
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
+        self.fill([f"{name}.{tensor}" for tensor in layer.state_dict(keep_vars=True)])
+
+    def release(self, name: str, layer: nn.Module) -> None:
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
+        empty = {tensor: torch.empty_like(value, device="meta") for tensor, value in layer.state_dict().items()}
+        layer.load_state_dict(empty, assign=True)
+
+    def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
+        """Return the weight to prune, as it is stored, or in float32 when it is stored in 8 bits."""
+        if self.experts is not None and name in self.experts:
+            return self.experts.weight(name, self._read_expert)
+        return self._read(f"{self.meta.prefix(name)}.weight")
+
+    def _read_expert(self, tensor: str, index: int) -> torch.Tensor:
+        if len(self.checkpoint.stored(tensor).shape) == 2:
+            return self._read(tensor)
+        return self.checkpoint.part(tensor, index, self.device)
+
+    def finished(self, name: str) -> dict[str, torch.Tensor] | None:
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
+        path = self.file(name)
+        # Others look only where the first one found a file: a shared file system may remember that there was none.
+        if not self.ranks.gather(self.ranks.is_first and path.exists())[0]:
+            return None
+        found = None
+        try:  # a damaged layer is pruned again
+            reader = TensorReader(path)
+            found = {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
+        except CheckpointError as error:
+            LOG.warning("%s; the layer is pruned again", error)
+        return found if all(self.ranks.gather(found is not None)) else None
+
+    def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
+        if not self.ranks.is_first:
+            return
+        stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
+        about = {LOSSES: json.dumps([asdict(loss) for loss in losses])}
+        with TensorWriter(self.file(name), stored, about, with_digests=True) as writer:
+            for tensor, weight in weights.items():
+                writer.write(tensor, weight.cpu())
+
+    def losses(self, name: str) -> list[SetLoss]:
+        """Return the losses of a finished layer, one for each set of linears."""
+        path = self.file(name)
+        try:
+            text = TensorReader(path).metadata.get(LOSSES, "")
+            losses: tuple[SetLoss, ...] = decode(tuple[SetLoss, ...], parse_json(text, LOSSES, non_finite=True), LOSSES)
+        except InputError as error:
+            raise CheckpointError(f"{path} is damaged: {error}", remedy="remove it and run again") from error
+        return list(losses)
+
+    def file(self, name: str) -> Path:
+        """Return the file of a finished layer."""
+        return self.folder / f"{name}.safetensors"
+
+    def _read(self, tensor: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(tensor, self.device)
+        scale = f"{tensor}_scale"
+        return (
+            dequantize(value, self.checkpoint.tensor(scale, self.device)) if scale in self.checkpoint.files else value
+        )
+
+
+def open_layers(
+    checkpoint: Checkpoint,
+    linears: Iterable[str],
+    folder: Path,
+    device: torch.device,
+    *,
+    compute: torch.dtype | None = None,
+    ranks: Ranks = ALONE,
+    experts: ExpertRowsByName | None = None,
+) -> tuple[LayerList, CheckpointLayerStore]:
+    """Return the layers of a model, without weights, and the store that loads them; what runs before them has its own.
+
+    Args:
+        checkpoint: The source.
+        linears: Linears in the layers.
+        folder: See :class:`CheckpointLayerStore`, as all that follows.
+        device: Where layers run.
+        compute: The float type in which they run; None: the model's own on a GPU, float32 on a CPU.
+        ranks: The processes that do it together.
+        experts: Where the weights of experts are.
+
+    Raises:
+        InputError: The model cannot be used.
+        CheckpointError: The checkpoint is damaged.
+    """
+    on_cpu = torch.float32 if device.type == "cpu" else None
+    meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
+    model: Any = meta.model
+    layer_list = find_layer_list(model, linears)
+    compute = compute or compute_dtype(model.config.dtype, device)
+    store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
+    _prepare_stack(model, layer_list, store, device)
+    return layer_list, store
+
+
+def windows_of_a_batch(windows: torch.Tensor) -> int:
+    """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
+    samples, length = windows.shape
+    return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
+
+
+def compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the type in which layers run: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
+    return torch.float32 if device.type == "cpu" or stored is None else stored
+
+
+def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
+    """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
+    stack, _ = stack_around(model, layer_list)
+    around = [name for name in model.state_dict(keep_vars=True) if name.startswith(f"{stack}." if stack else "")]
+    store.fill([name for name in around if not name.startswith(f"{layer_list.name}.")])
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -1,0 +1,169 @@
+"""Smooth a checkpoint while it is read: its layers run once, from disk, and tensors are scaled when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError
+from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
+from slidesparse.files.kept_tensors import kept_tensors
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.stored import STORED_NAMES
+from slidesparse.models.hooks import hooked
+from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.smooth import Fold, exponents, find_folds, fold
+from slidesparse.offline.calibrate.dense_layers import DenseLayers
+
+KEPT = "smoothing.safetensors"
+
+
+class SmoothedCheckpoint(ChangedCheckpoint):
+    """A checkpoint whose norms and linears are scaled when they are read, in their own type.
+
+    Args:
+        source: The checkpoint.
+        factors: Tensor -> what its last dimension is multiplied by, powers of two.
+    """
+
+    def __init__(self, source: Checkpoint, factors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(source)
+        self.factors = factors
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor."""
+        value = self.source.tensor(name, device)
+        return value * self.factors[name].to(value) if name in self.factors else value
+
+
+def find_smoothing(
+    meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
+) -> list[Fold]:
+    """Return the layers' norms that may be smoothed, as far as a run on the meta device and tensors' names tell.
+
+    Args:
+        meta: The meta model.
+        checkpoint: The source, in a float type.
+        linears: Those that will be treated: their layers are smoothed.
+        run: Runs the model once; None: it cannot be run.
+
+    Raises:
+        InputError: There are none, or the linears are not in layers.
+    """
+    found = [] if run is None else find_folds(meta.model, run)
+    layers = [f"{name}." for name, _ in find_layer_list(meta.model, linears).items()]
+    otherwise = meta.why_stored_otherwise()
+
+    def is_in_one_layer(one: Fold) -> bool:
+        """Layers run one at a time, so what a norm at the end of one hands to the next cannot be tried."""
+        return any(all(name.startswith(layer) for name in (one.norm, *one.linears)) for layer in layers)
+
+    def is_stored_plainly(one: Fold) -> bool:
+        parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
+        own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
+        return None not in own and not any(name in otherwise for name in one.linears)
+
+    folds = [one for one in found if is_in_one_layer(one) and is_stored_plainly(one)]
+    if not folds:
+        raise _cannot_smooth(meta.model)
+    return folds
+
+
+def _cannot_smooth(model: nn.Module) -> InputError:
+    return InputError(
+        f"no norm of {type(model).__name__} can be smoothed",
+        needed="norms that only linears read, with a gain that multiplies",
+        remedy="leave out --smooth",
+    )
+
+
+def smooth_checkpoint(
+    checkpoint: Checkpoint,
+    folds: Sequence[Fold],
+    linears: Iterable[str],
+    windows: torch.Tensor,
+    folder: Path,
+    device: torch.device,
+    progress: bool | None = None,
+) -> SmoothedCheckpoint:
+    """Find the factors of norms, by what their channels are on a text.
+
+    Args:
+        checkpoint: The source, in a float type.
+        folds: From :func:`find_smoothing`.
+        linears: Those that will be treated.
+        windows: Calibration text, int64 [samples, length].
+        folder: Keeps the factors; those of an interrupted run are used again, since pruned layers depend on them.
+        device: Where layers run, one at a time.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: No norm stays the same when it is smoothed.
+        CheckpointError: The checkpoint is damaged, or the factors that were kept.
+    """
+
+    def find() -> dict[str, torch.Tensor]:
+        layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
+        return _find_factors(layers, folds, progress)
+
+    return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
+
+
+def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the type in which layers are tried; None: the usual one.
+
+    A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors round
+    weights below 2^-14.
+    """
+    stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
+    return torch.float32 if STORED_NAMES[torch.float16] in stored else None
+
+
+@torch.no_grad()
+def _find_factors(layers: DenseLayers, folds: Sequence[Fold], progress: bool | None) -> dict[str, torch.Tensor]:
+    factors: dict[str, torch.Tensor] = {}
+    for name, index in layers.walk("smooth", progress):
+        here = [one for one in folds if one.norm.startswith(f"{name}.")]
+        for one, powers in _smoothed(layers, index, here).items():
+            scale = torch.exp2(powers.to(torch.float32)).cpu()
+            factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
+            of_norm = (str(layers.meta.names.origins[name]) for name in _parameters_of_norm(layers.meta, one))
+            factors |= dict.fromkeys(of_norm, scale.reciprocal())
+    if not factors:
+        raise _cannot_smooth(layers.model)
+    return factors
+
+
+def _parameters_of_norm(meta: MetaModel, one: Fold) -> list[str]:
+    """Return the names of a norm's gain and bias in the model."""
+    return [f"{one.norm}.{leaf}" for leaf, _ in meta.model.get_submodule(one.norm).named_parameters(recurse=False)]
+
+
+def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fold, torch.Tensor]:
+    """Run a layer, and return the exponents of its norms; none where its outputs would not stay the same."""
+    modules = layers.modules(name for one in folds for name in (one.norm, *one.linears))
+    largest: dict[str, torch.Tensor] = {}
+
+    def see(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            found = out.abs().flatten(0, -2).amax(0)
+            largest[name] = torch.maximum(largest[name], found) if name in largest else found
+
+        return hook
+
+    with hooked(modules[one.norm].register_forward_hook(see(one.norm)) for one in folds):
+        before = layers.outputs(index)[0]
+    found: dict[Fold, torch.Tensor] = {}
+    for one in folds:
+        weights: list[Any] = [modules[name].weight for name in one.linears]
+        powers = exponents(largest[one.norm], weights)
+        fold(modules, one, powers)
+        if bool(powers.any()) and torch.equal(layers.output(index), before):
+            found[one] = powers
+        else:
+            fold(modules, one, -powers)
+    return found

@@ -1,0 +1,303 @@
+"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its scores in tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.counted import counted
+from slidesparse.base.device import usable_device
+from slidesparse.base.other_libraries import other_library
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.check_tensors import check_finite, refuse_faults
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.load import load
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
+from slidesparse.files.meta_model import build_meta_model, model_class
+from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import find_experts
+from slidesparse.models.packed_mixture import PackedMixture
+from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
+from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions
+from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.offline.model_card import add_measurements, card_to_measure
+
+FEW_TOKENS = 1000
+"""Below it a warning follows the perplexity. The losses of single tokens scatter by nats: if by 3, then the mean of
+1000 is uncertain by 0.1, and the perplexity by a tenth."""
+
+
+def _json_number(value: float) -> float | None:
+    """Return a number as JSON can have it: without NaN and Inf."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The quality of a checkpoint.
+
+    Attributes:
+        model: The folder.
+        text: The text on which perplexity was measured, or None.
+        perplexity: The perplexity on that text, or None.
+        tasks: Task -> metric -> value, of lm-evaluation-harness.
+        experts: How pruned experts ran, in words; None for models without.
+    """
+
+    model: str
+    text: str | None
+    perplexity: Perplexity | None
+    tasks: dict[str, dict[str, float]]
+    experts: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
+        measured = self.perplexity
+        derived: dict[str, Any] = {}
+        if measured is not None:
+            derived = {
+                **asdict(measured),
+                "loss": measured.loss,
+                "perplexity": _json_number(measured.perplexity),
+                "bits_per_byte": measured.bits_per_byte,
+            }
+        tasks = {task: {k: _json_number(value) for k, value in found.items()} for task, found in self.tasks.items()}
+        return {
+            **{"model": self.model, "text": self.text, "perplexity": derived or None},
+            **{"tasks": tasks, "experts": self.experts},
+        }
+
+    def describe(self) -> str:
+        """Return the evaluation as text."""
+        lines = []
+        if (p := self.perplexity) is not None:
+            lines.append(
+                f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
+                f" ({counted(p.tokens, 'token')} of {self.text}, windows of {p.window} every {p.stride})"
+            )
+            if p.tokens < FEW_TOKENS:
+                few = counted(p.tokens, "token")
+                lines.append(f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more")
+        lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
+        return "\n".join(lines if self.experts is None else [*lines, self.experts])
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    text: str | Path | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    batch: int = 1,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+    card: bool = False,
+    progress: bool | None = None,
+) -> Evaluation:
+    """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
+
+    Args:
+        path: The folder.
+        text: What :func:`slidesparse.offline.calibrate.texts.read_documents` reads, for perplexity.
+        window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
+        stride: Tokens between windows; None: half a window.
+        batch: Windows at a time.
+        tasks: Names that lm-evaluation-harness knows, or files of its tasks (``.yaml``).
+        limit: Examples of each task; None: all.
+        device: Device on which the model runs.
+        card: Add what was measured to the model card that ``prune`` wrote into the folder.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
+        CheckpointError: The checkpoint or its tokenizer cannot be loaded, or it has no card of ``prune``.
+        UnsupportedError: lm-evaluation-harness is not installed, or too old for this transformers.
+    """
+    if text is None and not tasks:
+        raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
+    for name, value in (("batch", batch), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name}", got=value, needed="1 or more")
+    if text is None:
+        _refuse_idle({"--window": window, "--stride": stride}, "--text", "a text, which is read in windows")
+    if not tasks:
+        _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
+    check_windows(window, stride)
+    device = usable_device(device)
+    noted = card_to_measure(Path(path)) if card else None
+    documents = None if text is None else read_documents(text)
+    harness = _harness() if tasks else None
+    checkpoint = Checkpoint(path)
+    refuse_masked(model_class(checkpoint)[0])
+    tokenizer = load_tokenizer(Path(path))
+    model = load_any(checkpoint, device)
+    require_causal(model)
+    measured = None
+    if documents is not None:
+        content = as_text(documents, tokenizer)
+        tokens = encode(tokenizer, content)
+        check_tokens(tokens, model.config, path)
+        n_bytes = len(content.encode())
+        measured = _perplexity(model, tokens.to(device), n_bytes, window, stride, batch, progress)
+    found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
+    experts = _experts_words(checkpoint, model)
+    evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
+    if noted is not None:
+        add_measurements(noted, _card_rows(evaluation, limit))
+    return evaluation
+
+
+def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:
+    """Refuse options that are given and change nothing, since the option that they belong to is not."""
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given:
+        raise InputError(
+            "options without effect",
+            got=f"{given} without {of}",
+            needed=needed,
+            remedy=f"add {of}, or leave out {given}",
+        )
+
+
+def _perplexity(
+    model: Any,
+    tokens: torch.Tensor,
+    n_bytes: int,
+    window: int | None,
+    stride: int | None,
+    batch: int,
+    progress: bool | None,
+) -> Perplexity:
+    """Return the perplexity on a text, by the arguments of :func:`evaluate`.
+
+    Raises:
+        InputError: The windows are longer than the model reads, or the model answers with NaN.
+    """
+    window = min(positions(model.config), len(tokens)) if window is None else window
+    most = positions(model.config, at_most=window)
+    if window > most:
+        raise InputError("window", got=window, needed=f"at most {most}, the model's positions")
+    stride = max(window // 2, 1) if stride is None else stride
+    with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
+        return measure_perplexity(
+            logits_of(model), tokens, window, stride, n_bytes=n_bytes, batch=batch, advance=advance
+        )
+
+
+def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
+    """Return how the pruned experts of a checkpoint ran here; None for one without."""
+    marker = Marker.from_config(checkpoint.config)
+    if marker is None or not marker.experts:
+        return None
+    if quantisation_dtype(checkpoint.config) is None:
+        return "pruned experts ran dense"
+    packed = sum(isinstance(module, PackedMixture) for module in model.modules())
+    dense = len(find_experts(model))
+    if not dense:
+        return "pruned experts ran sparse"
+    layers = f"{dense} of {packed + dense} layers"
+    return f"pruned experts ran dense in {layers}, with inputs that vLLM rounds and that were not"
+
+
+def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str, str]]:
+    """Return an evaluation as lines of a model card: what -> value and how; texts without their folders."""
+    rows = {}
+    if (p := evaluation.perplexity) is not None:
+        how = f"{p.bits_per_byte:.4f} bits per byte, {p.tokens} tokens, windows of {p.window} every {p.stride}"
+        rows[f"perplexity on {Path(str(evaluation.text)).name}"] = (f"{p.perplexity:.4f}", how)
+    examples = "lm-evaluation-harness" if limit is None else f"lm-evaluation-harness, {limit} examples"
+    for task, found in evaluation.tasks.items():
+        rows |= {f"{task}, {name}": (f"{value:.4f}", examples) for name, value in found.items()}
+    return rows
+
+
+def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
+    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
+    """
+    path = checkpoint.path
+    if checkpoint.config.get(MARKER_KEY) is not None:
+        return load(path, device)
+    known, config = model_class(checkpoint)
+    if _is_readable(checkpoint.config):  # transformers renames the tensors of other formats
+        refuse_faults(build_meta_model(checkpoint), checkpoint)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with other_library():
+            model, found = known.from_pretrained(
+                str(path), config=config, dtype="auto", output_loading_info=True, **local
+            )
+            model = model.to(device).eval()
+    except Exception as error:  # a broken checkpoint can raise anything in transformers
+        raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(
+            f"the checkpoint lacks {counted(len(missing), 'tensor')} of {known.__name__}",
+            got=f"no {', '.join(missing[:3])}",
+        )
+    for name, parameter in model.named_parameters():
+        check_finite(parameter.detach(), name)
+    return model
+
+
+def _is_readable(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds its weights as they are, or in the one quantised form that we read."""
+    if is_bitnet(config):
+        return False
+    try:
+        quantisation_dtype(config)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _harness() -> Any:
+    remedy = 'pip install "slidesparse[eval]"'
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+    except ImportError as error:
+        raise UnsupportedError("lm-evaluation-harness is not installed", remedy=remedy) from error
+    except Exception as error:  # 0.4.9 looks for a class that transformers no longer has
+        raise UnsupportedError(
+            "lm-evaluation-harness cannot be imported", got=first_line(error), remedy=remedy
+        ) from error
+    return lm_eval
+
+
+def _run_tasks(
+    harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task, without what is no metric (names, counts) or no number ("N/A" errors)."""
+    # Its bars are the only progress of hours; they are for somebody who looks at them.
+    bars = nullcontext() if sys.stderr is not None and sys.stderr.isatty() else other_library()
+    with bars:
+        wrapped = harness.models.huggingface.HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
+        )
+        try:
+            found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)
+        except (SlideSparseError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a task has templates and Python of its own, which can raise anything
+            raise InputError(
+                f"cannot run {', '.join(tasks)}",
+                got=first_line(error),
+                needed="tasks that lm-evaluation-harness knows, or their files, with data that is here",
+            ) from error
+    return {
+        task: {name: float(value) for name, value in values.items() if "," in name and isinstance(value, int | float)}
+        for task, values in found["results"].items()
+    }

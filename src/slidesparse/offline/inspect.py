@@ -1,0 +1,313 @@
+"""``slidesparse inspect``: the patterns that the weights of a checkpoint really satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.counted import counted
+from slidesparse.base.progress import progress_bar, table, wrapped
+from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.other_quantisation import other_quantisation
+from slidesparse.files.packed_file import FILE_NAME, PackedFile
+from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
+from slidesparse.models.layer_kinds import kind_of
+from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
+from slidesparse.offline.cards import warn_of_type
+from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import (
+    check_form,
+    check_pattern,
+    check_weight,
+    following_groups,
+    is_finite,
+    is_nonzero,
+    tightest_pattern,
+    value_bits,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer.
+
+    Attributes:
+        name: Module name.
+        shape: [out, in].
+        dtype: Storage type.
+        bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
+        sparsity: Share of zeros.
+        marked: Pattern that the checkpoint claims, or None.
+        tightest: Tightest uniform pattern that holds, or ``dense``; ``-`` for a weight that holds NaN or Inf.
+        following: Share of the column groups that follow the marked pattern, or None without a mark.
+        dense_bytes: Bytes of the weight as stored.
+        packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
+        ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
+        backends: The backends that ``backend="auto"`` would use here, and for how many tokens.
+        reason: Why these backends.
+        kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
+        problem: Why the weight cannot be used as marked, or None.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    bits: int
+    sparsity: float
+    marked: str | None
+    tightest: str
+    following: float | None
+    dense_bytes: int
+    packed_bytes: int
+    ideal_speedup: float
+    backends: str
+    reason: str
+    kept_bytes: dict[str, int]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The layers of a checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        layers: All linears except those left dense.
+        dense: Linear left dense -> why.
+        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales; and a
+            packed file that is damaged or of other weights.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it is not treated.
+        experts: The mixtures of experts.
+        expert_layers: The weights of experts that could be read, all experts of a layer in one.
+    """
+
+    path: str
+    layers: list[Layer]
+    dense: dict[str, str]
+    faults: list[str]
+    other: dict[str, str]
+    experts: list[Experts]
+    expert_layers: list[ExpertLayer]
+
+    @property
+    def ok(self) -> bool:
+        """True when every layer satisfies its mark, and every tensor can be used."""
+        return not self._problems()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and whether the checkpoint can be used."""
+        return {**asdict(self), "ok": self.ok}
+
+    def table(self) -> str:
+        """Return the inspection as text: layers that differ only by number share a line; problems follow."""
+        kinds: dict[tuple[str, ...], list[Layer]] = {}
+        for layer in self.layers:
+            kinds.setdefault(_kind(layer), []).append(layer)
+        rows = [
+            (
+                kind_of(group[0].name) if len(group) > 1 else group[0].name,
+                len(group),
+                f"{group[0].shape[0]}x{group[0].shape[1]}",
+                group[0].dtype,
+                group[0].marked or "-",
+                " ".join(dict.fromkeys(layer.tightest for layer in group)),
+                _range([layer.sparsity for layer in group], 3),
+                f"{sum(layer.dense_bytes for layer in group) / 1e6:.2f}",
+                f"{sum(layer.packed_bytes for layer in group) / 1e6:.2f}",
+                _range([layer.ideal_speedup for layer in group], 2) + "x",
+            )
+            for group in kinds.values()
+        ]
+        columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
+        lines = [table(columns, rows)]
+        lines += map(
+            wrapped,
+            [
+                *_describe_six_bits(self.layers),
+                *_describe_choices(self.layers),
+                *describe_dense({**self.dense, **self.other}),
+            ],
+        )
+        lines += [wrapped(line) for line in describe_expert_layers(self.expert_layers)]
+        read = {layer.experts for layer in self.expert_layers}
+        unread = [one for one in self.experts if one.name not in read]
+        lines += [wrapped(f"experts that nobody can read: {line}") for line in describe_experts(unread)]
+        types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
+        lines += [wrapped(warning) for dtype in types if (warning := warn_of_type(dtype)) is not None]
+        lines += [f"PROBLEM: {problem}" for problem in self._problems()]
+        return "\n".join(lines)
+
+    def _problems(self) -> list[str]:
+        found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
+        return [*(problem for problem in found if problem is not None), *self.faults]
+
+
+def _describe_six_bits(layers: list[Layer]) -> list[str]:
+    """Return a line about the layers that slide and whose values all have six bits, if there are any."""
+    count = sum(layer.bits == 6 and layer.ideal_speedup > 1 for layer in layers)
+    told = f"{counted(count, 'layer')} of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
+    return [told] if count else []
+
+
+def _describe_choices(layers: list[Layer]) -> list[str]:
+    """Return a line for each choice of backends, with its layers' memory; none for layers that cannot run."""
+    groups: dict[tuple[str, str], list[Layer]] = {}
+    for layer in [one for one in layers if one.problem is None]:
+        groups.setdefault((layer.backends, layer.reason), []).append(layer)
+    lines = []
+    for (backends, reason), group in groups.items():
+        kept: dict[str, int] = {}
+        for layer in group:
+            for name, size in layer.kept_bytes.items():
+                kept[name] = kept.get(name, 0) + size
+        sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
+        dense = sum(layer.dense_bytes for layer in group)
+        layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
+        lines.append(f"{layers_run} here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense")
+    return lines
+
+
+def _kind(layer: Layer) -> tuple[str, ...]:
+    """Return the properties that layers which share a line have in common."""
+    return (
+        kind_of(layer.name),
+        str(layer.shape),
+        layer.dtype,
+        str(layer.marked),
+        str(layer.problem is None),
+    )
+
+
+def _range(values: list[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
+    """Read every linear of a local checkpoint and say which patterns it satisfies.
+
+    Args:
+        path: Any Hugging Face checkpoint in safetensors, marked or not.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of an unknown architecture.
+    """
+    checkpoint = Checkpoint(path)
+    marker = Marker.from_config(checkpoint.config)
+    meta = build_meta_model(checkpoint)
+    experts = find_experts(meta.model)
+    if marker is None:
+        inside = linears_inside(meta.model, experts)
+        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise(), without=inside)
+    else:
+        dense = dict.fromkeys(marker.ignore, "on the ignore list")
+        targets = Targets(meta.linears(marker), dense, no_linears(meta.model))
+    stored = stored_names(meta)
+    present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
+    layers: list[Layer] = []
+    faults = _faults(meta, checkpoint, present)
+    with progress_bar("inspect", len(present), unit="layers", show=progress) as advance:
+        for name, tensor in present.items():
+            weight = checkpoint.tensor(tensor)
+            try:
+                check_form(weight, name)
+            except SlideSparseError as error:
+                faults.append(str(error))
+            else:
+                layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
+            advance(1)
+    expert_layers = inspect_experts(checkpoint, meta, marker, progress=progress)
+    return Inspection(
+        str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts, expert_layers
+    )
+
+
+def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, one line each, except for the values of shown layers.
+
+    A quantisation that we do not read is no fault where the checkpoint does not say that it is ours.
+    """
+    found: list[str] = []
+    try:
+        meta.require_complete()
+    except CheckpointError as error:
+        found.append(str(other_quantisation(checkpoint) or error))
+    try:
+        found += map(str, find_faults(meta, checkpoint))
+    except CheckpointError as error:
+        if checkpoint.config.get(MARKER_KEY) is not None:
+            found.append(str(error))
+    if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / FILE_NAME).exists():
+        try:
+            PackedFile(checkpoint).verify()
+        except CheckpointError as error:
+            found.append(str(error))
+    return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
+
+
+def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:
+    problem = None
+    try:
+        check_weight(weight, name)
+        if marked is not None:
+            check_pattern(weight, marked, name=name)
+    except SlideSparseError as error:
+        problem = str(error)
+    tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
+    pattern = marked or tightest or DENSE
+    bits = value_bits(weight)
+    following = None
+    choice, kept = _what_runs(pattern, weight, bits) if problem is None else (None, {})
+    if marked is not None and marked != DENSE:
+        following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
+        pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
+    return Layer(
+        name=name,
+        shape=(weight.shape[0], weight.shape[1]),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        bits=bits,
+        sparsity=1 - is_nonzero(weight).sum().item() / max(weight.numel(), 1),
+        marked=None if marked is None else str(marked),
+        tightest="-" if tightest is None else str(tightest),
+        following=following,
+        dense_bytes=weight.numel() * weight.element_size(),
+        packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", 8 * weight.element_size())),
+        ideal_speedup=float(pattern.ideal_speedup),
+        backends="-" if choice is None else choice.describe(),
+        reason="-" if choice is None else choice.reason,
+        kept_bytes=kept,
+        problem=problem,
+    )
+
+
+def _what_runs(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
+    """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
+    groups = pattern.groups(weight.shape[1])
+    slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
+    choice = choose(problem)
+    return choice, {name: _form_bytes(name, problem, slid) for name in choice.backends}
+
+
+@lru_cache(maxsize=1024)
+def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
+    """Return the bytes of a backend's operand. They depend on sizes alone, so a weight of zeros is prepared."""
+    zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
+    packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
+    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))

@@ -1,0 +1,151 @@
+"""Say for ``slidesparse inspect`` which patterns all experts of a layer satisfy, reading one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import SlideSparseError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_tensors import ExpertTensor, marker_name, read_experts, tensors_of
+from slidesparse.files.marker import Marker
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.experts import find_experts
+from slidesparse.models.layer_kinds import kind_of
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import (
+    UNIFORM_PATTERNS,
+    check_pattern,
+    check_weight,
+    is_nonzero,
+    tightest_pattern,
+    value_bits,
+)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The weights of one kind of all experts of a layer.
+
+    Attributes:
+        name: Name by which they are pruned.
+        experts: The module that holds them.
+        count: How many experts there are.
+        shape: [out, in] of one; gate and up may be one weight in the model and two in the checkpoint.
+        dtype: Storage type.
+        bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
+        sparsity: Share of zeros.
+        marked: Pattern that the checkpoint claims, or None.
+        tightest: Tightest uniform pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.
+        stored_bytes: Bytes of the weights as stored.
+        problem: Why one of them cannot be used as marked, or None.
+    """
+
+    name: str
+    experts: str
+    count: int
+    shape: tuple[int, int]
+    dtype: str
+    bits: int
+    sparsity: float
+    marked: str | None
+    tightest: str
+    stored_bytes: int
+    problem: str | None
+
+
+def inspect_experts(
+    checkpoint: Checkpoint, meta: MetaModel, marker: Marker | None, *, progress: bool | None = None
+) -> list[ExpertLayer]:
+    """Return what the experts of a checkpoint are; those of which nobody knows how they multiply are left out."""
+    layers: dict[str, dict[str, ExpertTensor]] = {}
+    for one in find_experts(meta.model):
+        try:
+            for name, tensor in tensors_of(one, meta, checkpoint).items():
+                layers.setdefault(tensor.layer, {})[name] = tensor
+        except UnsupportedError:
+            continue
+    with progress_bar("inspect", len(layers), unit="layers of experts", show=progress) as advance:
+        found = []
+        for layer, tensors in layers.items():
+            found.append(_inspect(layer, tensors, checkpoint, marker))
+            advance(1)
+    return found
+
+
+def _inspect(
+    layer: str, tensors: dict[str, ExpertTensor], checkpoint: Checkpoint, marker: Marker | None
+) -> ExpertLayer:
+    stored = {name: checkpoint.stored(name) for name in tensors}
+    marks = {marker.experts.get(marker_name(name, len(one.shape))) if marker else None for name, one in stored.items()}
+    mark = next(iter(marks)) if len(marks) == 1 else None
+    candidates: list[Pattern] | None = list(UNIFORM_PATTERNS)
+    zeros, total, bits, problem = 0, 0, 0, None
+    for name, weight in _weights(checkpoint, tensors):
+        bits = max(bits, value_bits(weight))
+        zeros, total = zeros + weight.numel() - int(is_nonzero(weight).sum()), total + weight.numel()
+        try:
+            check_weight(weight, name)
+        except SlideSparseError as error:
+            candidates, problem = None, problem or str(error)
+            continue
+        try:
+            if mark is not None:
+                check_pattern(weight, mark, name=name)
+        except SlideSparseError as error:
+            problem = problem or str(error)
+        candidates = candidates and [one for one in candidates if tightest_pattern(weight, [one]) is not None]
+    if len(marks) > 1:
+        problem = problem or f"{layer} is marked by several patterns"
+    experts = next(iter(tensors.values())).experts
+    leaf = next(leaf for leaf in experts.weights if experts.layer(leaf) == layer)
+    shape = experts.weights[leaf][-2:]
+    return ExpertLayer(
+        name=layer,
+        experts=experts.name,
+        count=experts.count,
+        shape=(shape[1], shape[0]) if experts.transposed else (shape[0], shape[1]),
+        dtype=" ".join(dict.fromkeys(one.dtype for one in stored.values())),
+        bits=bits,
+        sparsity=zeros / max(total, 1),
+        marked=None if mark is None else str(mark),
+        tightest="-" if candidates is None else str(min(candidates, key=_order, default=DENSE)),
+        stored_bytes=sum(one.n_bytes for one in stored.values()),
+        problem=problem,
+    )
+
+
+def _order(pattern: Pattern) -> tuple[float, int]:
+    """Order patterns as :func:`slidesparse.weights.support.tightest_pattern` does."""
+    return float(pattern.density), pattern.group
+
+
+def _weights(checkpoint: Checkpoint, tensors: dict[str, ExpertTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        for weight in read_experts(checkpoint, name, tensor):
+            yield name, weight
+
+
+def describe_expert_layers(layers: Iterable[ExpertLayer]) -> list[str]:
+    """Return a line for each kind of experts' weights; layers that differ by number share it."""
+    kinds: dict[tuple[object, ...], list[ExpertLayer]] = {}
+    for one in layers:
+        kind = kind_of(one.name), one.count, one.shape, one.dtype, one.bits, one.marked, one.tightest
+        kinds.setdefault(kind, []).append(one)
+    return [_describe(group) for group in kinds.values()]
+
+
+def _describe(group: list[ExpertLayer]) -> str:
+    one = group[0]
+    name = one.name if len(group) == 1 else f"{len(group)} x {kind_of(one.name)}"
+    low, high = min(each.sparsity for each in group), max(each.sparsity for each in group)
+    zeros = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
+    megabytes = sum(each.stored_bytes for each in group) / 1e6
+    dtype = f"{one.dtype} of six bits" if one.bits == 6 else one.dtype
+    return (
+        f"experts: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {dtype},"
+        f" marked {one.marked or '-'}, tightest {one.tightest}, zeros {zeros}, {megabytes:.2f} MB"
+    )

@@ -1,0 +1,1 @@
+"""Which pattern each layer takes."""

@@ -1,0 +1,217 @@
+"""``slidesparse plan``: measure how much damage each pattern does in each set of linears, and choose.
+
+Measuring takes long and does not depend on the target, so the measurements go to a file of their own, line by line: a
+run that is killed goes on there, and another target needs no new measurements.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.base.counted import counted
+from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files.check_tensors import refuse_faults
+from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
+from slidesparse.files.json_files import write_json
+from slidesparse.files.marker import quantisation_dtype
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.source_files import survey
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import LEAVE_DENSE, find_experts
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.sensitivity import damage_together, measure_sensitivities
+from slidesparse.models.sparsify import run_once
+from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
+from slidesparse.offline.evaluate import load_any
+from slidesparse.offline.plan.plan_file import PLAN_VERSION, about, described
+from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions
+from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
+from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
+from slidesparse.offline.step_time import GPUS, LayerTimes, joined_size, served_steps, served_times
+from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import parse_dtype
+
+
+def plan_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: PlanOptions,
+    *,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> Plan:
+    """Choose a pattern for every linear of a checkpoint, and write the choice for ``prune --plan``.
+
+    Unlike ``prune`` this holds the whole model on the device, since damage is measured at the model's output.
+
+    Args:
+        source: A local Hugging Face checkpoint in a float type.
+        out: JSON file to make. The measurements go into another file in its folder, :func:`sensitivity_file`.
+        options: Target, text, method and patterns.
+        device: Device on which the model runs.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: An option, the text or the target cannot be used, or ``out`` exists.
+        CheckpointError: The source cannot be used, or the measurements are of another one.
+        UnsupportedError: Times of the layers are asked for, and there are none.
+    """
+    out, device = usable_path(out, "plan"), usable_device(device)
+    _refuse_existing(out)
+    if not out.absolute().parent.is_dir():
+        raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
+    checkpoint = Checkpoint(source)
+    patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
+    pruner = get_pruner(options.method)
+    meta = _usable_model(checkpoint)
+    if options.at:
+        _refuse_mixture(meta.model)
+    run = run_once(meta.model)
+    planned = find_sets(meta, checkpoint, options, run)
+    if planned.kept_type is not None and options.recipe != "absmax":
+        raise InputError(
+            "these experts cannot be quantised as they are stored",
+            got=f"--recipe {options.recipe}",
+            remedy=f"leave it out, or add {LEAVE_DENSE}",
+        )
+    if options.backend is not None:
+        _require_backend(options, patterns, planned.linears, device)
+    layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
+    if pruner.needs_calibration:
+        require_single_passes(meta.model, layers, run)
+    times, patterns, basis = _times(options, planned, patterns, len(layers.layers), device)
+    require_reachable(planned.with_choices(patterns), options.target, times)
+    config: Any = meta.model.config
+    too_short = FEWER if pruner.needs_calibration else SHORTER
+    windows = calibration_windows(checkpoint.path, config, _windows_of(options), too_short).to(device)
+    model = load_any(checkpoint, device)
+    require_causal(model)
+    experts = calibrated_experts(model, planned.reached)
+    measured = about(checkpoint, options, windows)
+    batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
+    held_out, seen = batches[:HELD_OUT], batches[HELD_OUT:]
+    sets, total = planned.sets, sum(len(planned.allowed(names, patterns)) for names in planned.sets)
+    with opened_measurements(sensitivity_file(out), measured) as file:
+        _refuse_existing(out)  # by a run that was still measuring
+        known = file.damages_of(sets)
+        with progress_bar("plan", total, unit="measurements", show=progress) as advance:
+            for found in measure_sensitivities(model, sets, patterns, pruner, seen, held_out, known, experts):
+                file.add(found)
+                advance(1, f"{found.pattern} {found.damage:.1e}")
+        plan = choose_patterns(planned.with_choices(patterns, file.damages_of(sets)), options.target, times)
+        together = damage_together(model, sets, plan.patterns, pruner, seen, held_out, experts)
+        plan = replace(plan, basis=basis, together=together, kept_type=planned.kept_type)
+        write_json(out, {"version": PLAN_VERSION, **measured, **described(plan, options)})
+    return plan
+
+
+def _usable_model(checkpoint: Checkpoint) -> MetaModel:
+    """Return the meta model of a checkpoint, which can be planned for.
+
+    Raises:
+        CheckpointError: It is pruned, quantised or damaged, or holds files that prune never copies.
+        InputError: It predicts masked tokens.
+    """
+    if checkpoint.config.get(MARKER_KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is pruned or quantised already", needed="the dense model in a float type"
+        )
+    meta = build_meta_model(checkpoint)
+    refuse_faults(meta, checkpoint)
+    survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")
+    refuse_masked(type(meta.model))
+    return meta
+
+
+def _refuse_mixture(model: nn.Module) -> None:
+    """Refuse to foretell how a mixture is served, its experts left dense or not: they take time either way.
+
+    Raises:
+        UnsupportedError: It has experts.
+    """
+    if experts := find_experts(model):
+        raise UnsupportedError(
+            "how fast a mixture of experts is served cannot be foretold",
+            got=f"--at and {experts[0].name}",
+            needed="records of a whole mixture that was served dense and at each pattern",
+            remedy="leave out --at, and matrix products alone are modelled",
+        )
+
+
+def _times(
+    options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
+) -> tuple[Times, list[Pattern], tuple[str, ...]]:
+    """Return what a step takes, the patterns of which that is known, and what it rests on.
+
+    Raises:
+        InputError: A load is none.
+        UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
+    """
+    if not options.at:
+        left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
+        return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
+    if options.gpu is None:
+        times = LayerTimes(options.dtype, device, bits=options.bits)
+    else:
+        times = LayerTimes(options.dtype, torch.device("cpu"), GPUS[options.gpu], options.bits)
+    sets = planned.with_choices(())
+    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
+    served = served_times(options.at, layers, times, timed, planned.dense)
+    if patterns and not timed:
+        unknown = (one for one in sets if not any(times.find(p, *joined_size(one)) for p in patterns))
+        raise times.lacking(next(unknown, sets[0]), *patterns)
+    left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
+    alone = sum(len(one.names) for one in planned.dense)
+    served_so = "as served" if options.recipe == "absmax" else "as served with eight bits"
+    basis = [
+        *times.basis(timed, sets),
+        *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
+        f"all else {served_so}: {served_steps(options.dtype, times.gpu).source}",
+        *([f"left out, since not measured: {left_out}"] if left_out else []),
+    ]
+    return served, timed, tuple(basis)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.is_dir():
+        raise InputError(f"{out} is a folder", needed="a file to make, such as plan.json in it")
+    if os.path.lexists(out):
+        raise InputError(
+            f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
+        )
+
+
+def _windows_of(options: PlanOptions) -> Calibration:
+    """Return the text: the windows on which damage is measured come first, then those that the method sees."""
+    seen = options.calibration.samples if get_pruner(options.method).needs_calibration else 0
+    return replace(options.calibration, samples=HELD_OUT + seen)
+
+
+def _require_backend(
+    options: PlanOptions, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
+) -> None:
+    assert options.backend is not None
+    backend = get_backend(options.backend)
+    for pattern in patterns:
+        for layer, shape in shapes.items():
+            reason = backend.why_not(Problem(pattern, parse_dtype(options.dtype), *shape, device, bits=options.bits))
+            if reason is not None:
+                raise InputError(
+                    f"{options.backend} cannot run {pattern} at {layer} in {options.dtype}: {reason}",
+                    remedy="leave out --backend, or the pattern with --patterns, or the layer with --ignore",
+                )

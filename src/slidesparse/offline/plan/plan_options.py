@@ -1,0 +1,97 @@
+"""The options of ``slidesparse plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from slidesparse.errors import InputError
+from slidesparse.gemm import get_backend
+from slidesparse.models.choose_patterns import Target
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.step_time import GPUS, parse_load, served_steps
+from slidesparse.prune import get_pruner
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QuantName, Rounding, check_rounding, parse_dtype, rounded_bits
+
+CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
+
+HELD_OUT = 4
+"""Windows of text on which predictions are compared; the pruning method does not see them."""
+
+LEAST_GAIN = 0.1
+"""Least gain of a 2:4 multiply that a plan is made for: no GPU is that slow at it."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of a plan.
+
+    Attributes:
+        target: The speed-up, share of zeros or size to reach.
+        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured. A method that
+            needs no calibration sees none of its ``samples``.
+        method: Pruning method that will be used.
+        patterns: Patterns that linears may get, besides staying dense.
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
+            counts where no loads are given.
+        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
+        dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
+        ignore: Linears to leave alone.
+        backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
+        gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: the device's, an H200's for the CPU.
+        recipe: How weights will be rounded: ``6bit`` rounds INT8 to six bits, which take less memory.
+
+    Raises:
+        InputError: An option is no value, or contradicts another, whatever the source is.
+    """
+
+    target: Target
+    calibration: Calibration
+    method: str = "sparsegpt"
+    patterns: tuple[str, ...] = CANDIDATES
+    mma_gain: Fraction = Fraction(2)
+    at: tuple[str, ...] = ()
+    dtype: QuantName = "int8"
+    ignore: tuple[str, ...] = ()
+    backend: str | None = None
+    gpu: str | None = None
+    recipe: Rounding = "absmax"
+
+    def __post_init__(self) -> None:
+        check_rounding(self.recipe, parse_dtype(self.dtype))
+        if self.at and self.target.speedup is None:
+            raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
+        if self.gpu is not None and not self.at:
+            raise InputError("--gpu", got="no --at", needed="loads that it is to serve")
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise InputError("--gpu", got=self.gpu, needed=" or ".join(GPUS))
+        for pattern in self.patterns:
+            Pattern.parse(pattern)
+        for load in self.at:
+            parse_load(load, served_steps(self.dtype).dtypes[self.dtype])
+        get_pruner(self.method)
+        if self.backend is not None and get_backend(self.backend).bits not in (None, self.bits):
+            raise InputError(
+                f"{self.backend} reads weights of six bits alone", got=f"--recipe {self.recipe}", needed="--recipe 6bit"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of a kept value in memory."""
+        return rounded_bits(self.recipe, parse_dtype(self.dtype))
+
+
+def parse_gain(text: str) -> Fraction:
+    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits.
+
+    Raises:
+        InputError: It is anything else.
+    """
+    try:
+        gain = float(text)  # a Fraction of 1e-999999999 would be computed for days
+    except ValueError as error:
+        raise InputError("--mma-gain", got=repr(text), needed="a number such as 2 or 1.6") from error
+    if not LEAST_GAIN <= gain <= 2:
+        raise InputError("--mma-gain", got=text, needed=f"{LEAST_GAIN:g} to 2")
+    return Fraction(gain).limit_denominator(10**6)

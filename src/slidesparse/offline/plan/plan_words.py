@@ -1,0 +1,64 @@
+"""A plan as text, with the command that uses it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from shlex import quote
+
+from slidesparse.base.progress import wrapped
+from slidesparse.base.readable_size import readable_size
+from slidesparse.models.choose_patterns import Plan
+from slidesparse.models.experts import LEAVE_DENSE
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.prune import get_pruner
+
+EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
+
+ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float, without what rounding to them adds"
+
+
+def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
+    """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
+    counts = Counter(map(str, plan.patterns.values()))
+    text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
+    said = [
+        f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
+        *([EXPERTS_COUNTED] if plan.has_experts else []),
+        *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
+        f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
+        f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
+        *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
+        *plan.basis,
+    ]
+    command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
+    return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])
+
+
+def _kept_words(kept_type: str, wanted: str) -> str:
+    return (
+        f"these experts cannot be quantised as they are stored: prune keeps {kept_type}, in which they run dense;"
+        f" {LEAVE_DENSE} plans all else for {wanted}"
+    )
+
+
+def _together_words(plan: Plan) -> str:
+    """Return how the damage of the whole compares with the sum of what single sets do."""
+    return "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
+
+
+def _speed_words(plan: Plan, options: PlanOptions) -> str:
+    if not options.at:
+        return f"modelled {plan.speedup:.3f}x of dense"
+    told = ", ".join(f"{speedup:.3f}x at {name}" for name, speedup in plan.speedups.items())
+    return f"predicted over stock vLLM: {told}"
+
+
+def _calibration_words(calibration: Calibration) -> str:
+    """Return the options with which ``prune`` sees the text as ``plan`` did, each where it is not the usual one."""
+    usual = Calibration(calibration.file)
+    names = [name for name in ("samples", "length", "seed") if getattr(calibration, name) != getattr(usual, name)]
+    return f" --calibration {quote(str(calibration.file))}" + "".join(
+        f" --{name} {getattr(calibration, name)}" for name in names
+    )

@@ -1,0 +1,371 @@
+"""How ``slidesparse prune`` treats every tensor of a checkpoint: which are pruned, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from slidesparse.base.ahead import ahead
+from slidesparse.base.ranks import Ranks
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker, source_quantisation
+from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
+from slidesparse.models.experts import find_routers
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.parts import text_config
+from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
+from slidesparse.models.targets import Targets, treated_head
+from slidesparse.models.unused_linears import entries_for_unused
+from slidesparse.offline.calibrate.calibrated_steps import Source, steps_of
+from slidesparse.offline.calibrate.calibration import calibration_windows
+from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
+from slidesparse.offline.plan.plan_file import StoredPlan
+from slidesparse.offline.prune_experts import ExpertJob
+from slidesparse.offline.prune_options import PruneOptions, resolve_dtypes
+from slidesparse.offline.treated import find_treated
+from slidesparse.prune import Linears, RowPruner, get_pruner
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import (
+    FLOATS,
+    QUANTISED,
+    Quantised,
+    dequantize,
+    dtype_name,
+    quantize_weight,
+    requantize,
+    rounding_of,
+    ternary_scale,
+    ternary_weight,
+)
+from slidesparse.weights.support import check_weight
+
+MOST_AT_ONCE = 8
+"""Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
+
+
+class PruneJob:
+    """A checkpoint and the options, from which follows how every tensor is treated.
+
+    Args:
+        checkpoint: The source.
+        options: The options, which go together (:func:`slidesparse.offline.check_options.check_options`).
+        device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
+            result has the same bits on every device.
+        followed: The plan that the options are of; None for other ones.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
+    ) -> None:
+        self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
+        self.rounding = options.rounding
+        self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
+        self.pattern = Pattern.parse(options.pattern)
+        self.meta = build_meta_model(checkpoint)
+        refuse_faults(self.meta, checkpoint)
+        self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
+        self.routers = find_routers(self.meta.model, self.experts.found)
+        run = run_once(self.meta.model)
+        quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
+        rounded = self.source_dtype is None and self.dtype in QUANTISED
+
+        def treated_without(ignore: Sequence[str]) -> Targets:
+            return find_treated(
+                self.meta,
+                self.experts.found,
+                self.routers,
+                ignore,
+                run,
+                quantise=rounded,
+                lm_head=options.lm_head,
+                also_ignore=quantised.get("ignore", []),
+                part=options.part,
+            )
+
+        self.targets = treated_without(options.ignore)
+        treated = [*self.targets.linears, *self.experts.layers]
+        if followed is not None:
+            followed.compare_names(treated, checkpoint.path)
+        patterns = layer_patterns(treated, self.pattern, options.layers)
+        self.experts.choose(patterns)
+        self.patterns = {name: patterns[name] for name in self.targets.linears}
+        self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
+        self.pruner = get_pruner(options.method)
+        self.windows = self._calibration_windows(options, run)
+        self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
+        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.calibrated_patterns, run)
+        self.steps = steps_of(options, self.source, self.dtype)
+        self.calibrated: PrunedLayers | None = None
+        # What --ignore leaves alone keeps its type: joined with others, it differs from what is dense in 8 bits, too.
+        everything = treated_without(()).linears if options.ignore else self.targets.linears
+        forms = dict.fromkeys(everything, "left alone" if rounded else DENSE) | self.patterns
+        require_alike(self.meta.model, everything, forms, run)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
+        self.set_of = {name: names for names in self.sets for name in names}
+        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
+        stored = stored_names(self.meta)
+        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
+        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
+        self._check_tensors()
+
+    def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
+        """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
+        if self.windows is None:
+            return
+        self.checkpoint = self.steps.prepare(
+            self.checkpoint, self.calibrated_patterns, self.windows, folder, self.device, progress
+        )
+        experts = {} if self.expert_rows is None else self.expert_rows.layer_of
+        self.calibrated = prune_layers_from_disk(
+            self.checkpoint,
+            [*(names for names in self.sets if names[0] in self.calibrated_patterns), *([name] for name in experts)],
+            {**self.calibrated_patterns, **{name: self.experts.patterns[layer] for name, layer in experts.items()}},
+            self.pruner,
+            self.windows,
+            folder,
+            self.device,
+            progress=progress,
+            ranks=ranks,
+            experts=self.expert_rows,
+            matching=self.steps.matching,
+        )
+
+    def _in_layers(self) -> dict[str, Pattern]:
+        """Return the patterns of linears but for those outside of the layers that stay dense, which need no text."""
+        everything = {**self.patterns, **self.experts.patterns}
+        pruned = [name for name, pattern in everything.items() if pattern != DENSE]
+        layers = f"{find_layer_list(self.meta.model, pruned or self.patterns).name}."
+        return {name: one for name, one in self.patterns.items() if one != DENSE or name.startswith(layers)}
+
+    def foldable(self) -> set[str] | None:
+        """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
+        if self.source_dtype is not None:
+            return None
+        return set() if self.steps.smooth is not None else self.source.foldable()
+
+    def _calibration_windows(self, options: PruneOptions, run: Callable[[], object] | None) -> torch.Tensor | None:
+        """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
+        if options.calibration is None:
+            return None
+        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), run)
+        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
+
+    def _check_tensors(self) -> None:
+        allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
+        for tensor in self.layer_of:
+            stored = self.checkpoint.stored(tensor)
+            if stored.dtype not in allowed:
+                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
+            if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
+                raise InputError(
+                    f"pruning without quantising keeps the type of {tensor}",
+                    got=dtype_name(self.dtype),
+                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
+                )
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Layers that are left alone -> why."""
+        return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
+
+    @property
+    def dense_head(self) -> str | None:
+        """The output embedding where it is pruned in a float type, and vLLM runs it dense; else None."""
+        head = None if self.dtype in QUANTISED else treated_head(self.meta.model, self.targets.linears)
+        return None if head is None or self.patterns[head] == DENSE else head
+
+    def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the type and shape of every tensor of the output shard that a source shard becomes."""
+        return {name: one for tensor, stored in shard.items() for name, one in self.stored_as(tensor, stored).items()}
+
+    def stored_as(self, tensor: str, stored: Stored) -> dict[str, Stored]:
+        """Return the type and shape of every tensor that one of the source becomes."""
+        if self.experts.treats(tensor):
+            return self.experts.outputs(tensor, stored)
+        if tensor not in self.layer_of:
+            return {tensor: stored}
+        out = {tensor: Stored(STORED_NAMES[self.dtype], stored.shape)}
+        if self.dtype in QUANTISED and self.source_dtype is None:
+            out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
+        return out
+
+    def write_shard(
+        self, path: Path, shard: Mapping[str, Stored], outputs: Mapping[str, Stored], advance: Callable[[int], None]
+    ) -> dict[str, str]:
+        """Write one output shard, and return the digests of its tensors."""
+        here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
+        with TensorWriter(path, outputs) as writer:
+            for tensor in shard:
+                if self.experts.treats(tensor):
+                    with self._enough_memory([tensor]):
+                        self.experts.write(writer, tensor, self._prune_expert(tensor), self.device, advance)
+                elif tensor not in self.layer_of:
+                    self._write(writer, {tensor: self._copied(tensor)}, advance)
+            # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
+            sets = dict.fromkeys(tuple(self.set_of[name]) for name in here)
+            with closing(ahead(lambda names: self._treated(names, here), sets, self._threads())) as treated:
+                for tensors in treated:
+                    self._write(writer, tensors, advance)
+        return writer.digests
+
+    def _prune_expert(self, tensor: str) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Return what prunes the weight of an expert, which is at some place of a tensor, or has been pruned."""
+        rows, calibrated = self.expert_rows, self.calibrated
+
+        def prune(weight: torch.Tensor, index: int) -> torch.Tensor:
+            if rows is not None and calibrated is not None:
+                return rows.part(tensor, index, calibrated.weight).to(self.device)
+            pattern = self.experts.patterns[self.experts.tensors[tensor].layer]
+            return self.pruner.prune(Linears({tensor: weight}, pattern))[tensor]
+
+        return prune
+
+    def _threads(self) -> int:
+        """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
+        return min(torch.get_num_threads(), MOST_AT_ONCE) if torch.device(self.device).type == "cpu" else 1
+
+    def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
+        stored: dict[str, torch.Tensor] = {}
+        with self._enough_memory(names):
+            if self._row_by_row(names[0]):
+                for name in (name for name in names if name in here):
+                    stored |= self._pruned_rows(name, here[name])
+                return stored
+            for name, weight in self._prune_set(names).items():
+                if name in here:
+                    stored |= self._stored_form(name, here[name], weight)
+        return stored
+
+    def _row_by_row(self, name: str) -> bool:
+        """Whether rows of a linear can be pruned and quantised while they are in a processor's cache."""
+        pattern = self.patterns[name]
+        alone = isinstance(self.pruner, RowPruner) and pattern.is_uniform and pattern != DENSE
+        return alone and self.source_dtype is None and self.dtype in QUANTISED and self.recipe != "ternary"
+
+    def _pruned_rows(self, name: str, tensor: str) -> dict[str, torch.Tensor]:
+        """Return a linear as it is stored: pruned and quantised, some rows at a time."""
+        pruner, pattern = cast("RowPruner", self.pruner), self.patterns[name]
+        weight = self.float_weight(name)
+        values, scale = quantize_weight(
+            weight,
+            self.dtype,
+            name=tensor,
+            first=lambda rows: pruner.prune_rows(rows, pattern),
+            recipe=self.rounding,
+        )
+        return {tensor: values, f"{tensor}_scale": scale}
+
+    @contextmanager
+    def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
+        """Say what to do when the device's memory does not hold what pruning linears takes."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"the memory of {self.device} is too small to prune {', '.join(names)}",
+                got=first_line(error),
+                remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
+            ) from error
+
+    def _copied(self, tensor: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(tensor)
+        if tensor in self.parameters or tensor in self.experts.tensors:
+            check_finite(value, tensor)
+        return value
+
+    @staticmethod
+    def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.cpu())
+            advance(writer.tensors[name].n_bytes)
+
+    def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a pruned weight as it is stored, with its scale unless the source has one."""
+        if self.source_dtype and self.patterns[name] == DENSE:
+            return {tensor: self.checkpoint.tensor(tensor)}
+        if self.source_dtype:
+            return {tensor: requantize(weight, self._scale(name), self.dtype)}
+        if self.dtype not in QUANTISED:
+            return {tensor: weight}
+        values, scale = self._quantise(name, tensor, weight)
+        return {tensor: values, f"{tensor}_scale": scale}
+
+    def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        pattern = self.patterns[names[0]]
+        if self.calibrated is not None and pattern != DENSE:
+            return {name: self.calibrated.weight(name).to(self.device) for name in names}
+        weights = {name: self.float_weight(name) for name in names}
+        return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
+
+    def float_weight(self, name: str) -> torch.Tensor:
+        """Read a treated linear's weight onto the device: float [out, in], as the method sees it."""
+        tensor = f"{self.prefixes[name]}.weight"
+        weight = self.checkpoint.tensor(tensor, self.device)
+        check_weight(weight, tensor)
+        return dequantize(weight, self._scale(name)) if self.source_dtype else weight
+
+    def _scale(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale", self.device)
+
+    def _in_8_bits(self, name: str) -> bool:
+        tensor = self.meta.names.origins.get(f"{name}.weight")
+        return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+
+    def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
+        if self.recipe == "ternary":
+            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
+            return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
+        recipe = rounding_of(self.rounding, self.patterns[name])
+        return quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
+
+    def _hub_names(self, names: Iterable[str]) -> list[str]:
+        """Return the checkpoint's own names of linears, where they are others than transformers' names.
+
+        Programs that load the output know the one or the other.
+        """
+        origins = [self.meta.names.origins.get(f"{name}.weight") for name in names]
+        stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
+        return [name for name in stored if name not in {*names, *self.patterns}]
+
+    def _unused_entries(self) -> list[str]:
+        """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
+        unused = self.meta.names.unused
+        shapes = {name: self.checkpoint.stored(name).shape for name in unused}
+        layers = getattr(text_config(self.meta.model.config), "num_hidden_layers", None)
+        return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused), layers)
+
+    def config(self) -> dict[str, Any]:
+        """Return the output's config.json."""
+        # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
+        quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
+        ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
+        ignore += self._hub_names(self.routers)
+        unused = self._unused_entries()
+        # Programs would take these for pruned ones. Experts are named one by one where they are pruned.
+        without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
+        exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
+        exceptions |= dict.fromkeys(quantised, DENSE)
+        config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
+        if self.source_dtype is None:
+            config.pop("quantization_config", None)
+        if self.source_dtype is None and self.dtype in QUANTISED:
+            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *unused]
+            head = treated_head(self.meta.model, self.targets.linears)
+            config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries), head)
+        elif self.source_dtype is not None:
+            kept = source_quantisation(self.checkpoint.config).items()
+            config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
+        return {
+            **config,
+            MARKER_KEY: Marker(self.pattern, tuple(without), exceptions, self.experts.marker()).to_config(),
+        }

@@ -1,0 +1,125 @@
+"""The options of pruning a checkpoint, and the types that follow from them and from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from slidesparse.base.device import why_no_cuda
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
+from slidesparse.models.parts import Part
+from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.cards import describe_trade
+from slidesparse.weights.quant import Rounding, dtype_name, parse_dtype
+
+Recipe = Literal["absmax", "ternary", "6bit"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """The options of pruning a checkpoint.
+
+    Attributes:
+        pattern: The common pattern.
+        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: the type of a
+            source that is quantised already.
+        method: Pruning method.
+        calibration: Text for methods that need it.
+        recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
+            channel to multiples of 4 where the pattern is not dense
+            (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).
+        ignore: Linears to leave alone: exact names or ``re:`` expressions.
+        layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
+        lm_head: Treat the output embedding too.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
+        match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
+        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`.
+        reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
+        rotate: Steps in which a rotation of the residual stream is learned first: see
+            :mod:`slidesparse.models.learn_rotation`; 0: none.
+    """
+
+    pattern: str
+    dtype: str | None = None
+    method: str = "magnitude"
+    calibration: Calibration | None = None
+    recipe: Recipe = "absmax"
+    ignore: tuple[str, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    lm_head: bool = False
+    part: Part = "language"
+    match: int = 0
+    smooth: bool = False
+    reorder: bool = False
+    rotate: int = 0
+
+    @property
+    def rounding(self) -> Rounding:
+        """How weights are rounded that the recipe does not make ternary before."""
+        return "6bit" if self.recipe == "6bit" else "absmax"
+
+
+def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the quantised type of the source (None: float) and the type of the output.
+
+    Raises:
+        CheckpointError: The source is pruned already, or is a BitNet checkpoint of packed weights.
+        InputError: The type or the recipe does not fit the source, or is missing.
+    """
+    config = checkpoint.config
+    if config.get(MARKER_KEY) is not None:
+        trained = f"; if this one was trained on with its zeros held, delete {MARKER_KEY} from its config.json"
+        raise CheckpointError(
+            f"{checkpoint.path} is pruned already",
+            got=f"a {MARKER_KEY}",
+            remedy=f"start from the dense model{'' if QUANTIZATION_KEY in config else trained}",
+        )
+    wanted = None if options.dtype is None else parse_dtype(options.dtype)
+    bitnet = is_bitnet(config)
+    if bitnet:
+        if source_quantisation(config).get("quantization_mode") != "online":
+            raise CheckpointError(
+                "the BitNet checkpoint holds packed ternary weights",
+                needed="its BF16 master (quantization_mode: online)",
+            )
+        if options.recipe != "ternary":
+            raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
+    source = None if bitnet else quantisation_dtype(config)
+    if source is not None:
+        other = [] if wanted in (None, source) else [f"--dtype {options.dtype}"]
+        other += [] if options.recipe == "absmax" else [f"--recipe {options.recipe}"]
+        if other:
+            raise InputError(
+                "the source is quantised already and is not rounded twice",
+                got=", ".join(other),
+                needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
+            )
+    dtype = source or wanted
+    if dtype is None and options.recipe != "absmax":
+        raise InputError(
+            "which type shall the weights have",
+            got="no --dtype",
+            needed=f"int8, in which the {options.recipe} recipe ends",
+            remedy="add --dtype int8",
+        )
+    if dtype is None:
+        raise InputError(
+            "which type shall the weights have",
+            got="no --dtype",
+            needed="int8 or fp8, or bf16, fp16 or fp32 to prune only",
+            remedy=describe_trade(_gpus()),
+        )
+    return source, dtype
+
+
+def _gpus() -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of this machine's GPUs."""
+    count = torch.cuda.device_count() if why_no_cuda() is None else 0
+    return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]

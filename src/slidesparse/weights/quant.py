@@ -1,0 +1,255 @@
+"""Symmetric 8-bit quantisation: weights per output channel, activations per token.
+
+Activations follow the expressions of vLLM's kernels: a checkpoint must give the same numbers whoever serves it. With
+``absmax`` over the row, all in float32:
+
+- int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
+  ``csrc/quantization/w8a8/int8/scaled_quant.cu``.
+- float8_e4m3fn: stores ``scale = max(absmax / 448, 1 / (448 * 512))``, quantises to ``e4m3(clamp(x / scale, +-448))``;
+  kernel ``dynamic_per_token_scaled_fp8_quant`` in ``csrc/quantization/w8a8/fp8/common.cu``.
+
+Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the same expressions on their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from slidesparse.base.arguments import shown
+from slidesparse.base.row_blocks import row_blocks
+from slidesparse.errors import InputError
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import as_bits, check_weight
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+TERNARY_MIN_SCALE = 1e-5
+SIX_BIT_MAX = 31.0
+
+QuantName = Literal["int8", "fp8"]
+QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
+"""The names of the types that carry scales."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+"""The names that options take, and the storage types that they mean."""
+
+QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
+"""Storage types that carry scales."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of weights and activations that are not quantised."""
+
+
+Rounding = Literal["absmax", "6bit"]
+"""How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits.
+
+Six bits are for weights that follow a pattern (:func:`rounding_of`)."""
+
+
+class Quantised(NamedTuple):
+    """8-bit values and the float32 scales [rows, 1] with which ``values * scale`` gives the numbers back."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return the torch.dtype of ``"int8"``, ``"fp8"``, ``"bf16"``, ``"fp16"`` or ``"fp32"``; a torch.dtype passes.
+
+    Raises:
+        InputError: For any other name or type.
+    """
+    dtype = DTYPES.get(name) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise InputError(
+            "unknown weight type",
+            got=repr(name) if isinstance(name, torch.dtype) else shown(name),
+            needed=f"one of {', '.join(DTYPES)}",
+        )
+    return dtype
+
+
+def rounded_bits(recipe: Rounding, dtype: torch.dtype) -> int:
+    """Return the bits in which values of a type can be kept after they were rounded so."""
+    return 6 if recipe == "6bit" else 8 * dtype.itemsize
+
+
+def rounding_of(recipe: Rounding, pattern: Pattern) -> Rounding:
+    """Return how a weight is rounded: a dense one would lose accuracy by six bits, and gain nothing."""
+    return "absmax" if pattern == DENSE else recipe
+
+
+def check_rounding(recipe: object, dtype: torch.dtype) -> None:
+    """Refuse what is no :data:`Rounding`, or none for a type.
+
+    Raises:
+        InputError: With what is known, or needed.
+    """
+    if recipe not in get_args(Rounding):
+        raise InputError("unknown recipe", got=shown(recipe), needed=" or ".join(get_args(Rounding)))
+    if recipe == "6bit" and dtype != torch.int8:
+        raise InputError("the 6bit recipe ends in INT8 storage", got=dtype_name(dtype), needed="int8")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type: the inverse of :func:`parse_dtype`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """Quantise every row with its own scale.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
+            fault stays visible in everything that is computed from it.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        values like ``x`` in ``dtype`` and scale float32 [..., 1].
+    """
+    wide = x.to(torch.float32)
+    absmax = wide.abs().amax(-1, keepdim=True)
+    # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
+    # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
+    if dtype == torch.int8:
+        values, scale = _to_integers(wide, absmax, INT8_MAX)
+        return Quantised(values.to(torch.int8), scale)
+    if dtype == torch.float8_e4m3fn:
+        scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp(min=FP8_MIN_SCALE)
+        return Quantised((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
+    raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
+
+
+def _integer_factors(absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by what rows are multiplied to become integers up to ``most``, and their scales."""
+    limit = torch.full_like(absmax, most)
+    return torch.where(absmax == 0, 0.0, limit / absmax), absmax / limit
+
+
+def _to_integers(wide: torch.Tensor, absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers of float32 rows, ``-most - 1`` to ``most``, as floats, and the scales of the rows."""
+    inverse, scale = _integer_factors(absmax, most)
+    # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
+    return torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-most - 1, most), scale
+
+
+def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
+    """Quantise every row with its own scale to integers of six bits, stored as INT8 multiples of 4.
+
+    Stores ``absmax / 31 / 4`` as float32 and ``4 * rint(x * (31 / absmax))``: any program that reads INT8 weights reads
+    these. With multiples of 4 the kept values can be held in six bits (:func:`slidesparse.weights.support.value_bits`).
+
+    Args:
+        x: [..., K], as for :func:`quantize_rows`.
+    """
+    wide = x.to(torch.float32)
+    absmax = wide.abs().amax(-1, keepdim=True)
+    values, scale = _to_integers(wide, absmax, SIX_BIT_MAX)
+    return Quantised((4 * values).to(torch.int8), scale / 4)
+
+
+def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers and scales of :func:`quantize_rows`, the numbers in any type.
+
+    From 16-bit floats to INT8 it takes less time on a CPU, where no row is so small as to overflow: the largest bits
+    without signs are those of the largest number; and products with a finite ``127 / absmax`` are no NaN and round to
+    127 at most, so that nothing needs to be limited.
+    """
+    if dtype == torch.int8 and rows.element_size() == 2 and rows.device.type == "cpu":
+        absmax = (as_bits(rows) & 0x7FFF).amax(-1, keepdim=True).view(rows.dtype).to(torch.float32)
+        inverse, scale = _integer_factors(absmax, INT8_MAX)
+        if bool((torch.isfinite(inverse) & torch.isfinite(absmax)).all()):
+            return rows.to(torch.float32).mul_(inverse).round_(), scale
+    return quantize_rows(rows, dtype)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    name: str = "weight",
+    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recipe: Rounding = "absmax",
+) -> Quantised:
+    """Quantise a weight per output channel; zeros stay zeros.
+
+    Args:
+        weight: [out, in], bfloat16, float16 or float32.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        name: The weight's name in error messages.
+        first: What is done to rows before they are quantised, as pruning; it returns as many, in a float type.
+        recipe: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
+
+    Raises:
+        InputError: When the weight holds NaN or Inf, or is no float matrix; when the type has no such recipe.
+    """
+    check_rounding(recipe, dtype)
+    check_weight(weight, name)
+    if weight.dtype in QUANTISED:
+        raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
+    weight = weight.detach()  # a parameter's scales would join its graph, and keep a layer from being copied
+    values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
+    for rows in row_blocks(weight):
+        block = weight[rows] if first is None else first(weight[rows])
+        values[rows], scale[rows] = (
+            quantize_rows_to_six_bits(block) if recipe == "6bit" else _quantize_block(block, dtype)
+        )
+    return Quantised(values, scale)
+
+
+def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round a weight with a scale that is given: the inverse of :func:`dequantize`, exact on values that came from it.
+
+    Args:
+        weight: float32 [out, in].
+        scale: [out, 1] or [out], positive where the row is not zero.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+    """
+    scale = scale.reshape(-1, 1).to(torch.float32)
+    units = torch.where(scale == 0, 0.0, weight / scale)
+    if dtype == torch.int8:
+        return units.round().clamp(-INT8_MAX - 1, INT8_MAX).to(dtype)
+    return units.clamp(-FP8_MAX, FP8_MAX).to(dtype)
+
+
+def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
+    """Return the absmean of a BitNet b1.58 master weight, ``max(mean |w|, 1e-5)``: float32 scalar."""
+    return weight.to(torch.float32).abs().mean().clamp(min=TERNARY_MIN_SCALE)
+
+
+def ternary_weight(
+    weight: torch.Tensor, absmean: torch.Tensor, dtype: torch.dtype = torch.int8, *, name: str = "weight"
+) -> Quantised:
+    """Round a weight to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8 {-4, 0, 4}.
+
+    ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. Products are those of q and
+    absmean, bit for bit: ``4 q`` and ``absmean / 4`` are stored, since such values can be kept in six bits
+    (:func:`slidesparse.weights.support.value_bits`). The scale is that of the
+    *trained* weight (:func:`ternary_scale`): take it before pruning, which would shift the mean.
+
+    Args:
+        weight: [out, in], float, pruned or not.
+        absmean: float32 scalar.
+        dtype: torch.int8 only.
+        name: The weight's name in error messages.
+    """
+    check_weight(weight, name)
+    if dtype != torch.int8:
+        raise InputError("the ternary recipe ends in INT8 storage", got=dtype, needed="int8")
+    values = 4 * (weight.to(torch.float32) / absmean).round().clamp(-1, 1).to(torch.int8)
+    return Quantised(values, (absmean.to(torch.float32) / 4).expand(weight.shape[0], 1).contiguous())
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return ``values * scale`` in float32: values [rows, K], scale [rows, 1] or [rows] -> float32 [rows, K]."""
+    return values.to(torch.float32) * scale.reshape(-1, 1).to(torch.float32)

@@ -1,0 +1,276 @@
+"""The non-zeros of a weight, and the patterns that they satisfy.
+
+Everything here reads the *bits* of a weight, so one code serves every type: a value is zero when all of its bits except
+the sign are zero (FP8 and float weights may hold -0.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import torch
+import torch.nn.functional as F
+
+from slidesparse.base.arguments import require_integer, require_kind, shown
+from slidesparse.errors import InputError, PatternViolation
+from slidesparse.weights.pattern import DENSE, MAX_GROUP, Pattern
+
+INT_VIEW = {
+    torch.int8: torch.int8,
+    torch.float8_e4m3fn: torch.int8,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+}
+"""Weight types that can be packed, and the integer type of the same width through which they are moved."""
+
+UNIFORM_PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GROUP + 1, 2))
+"""2:4, 4:6, ... 30:32, the sparsest first."""
+
+
+def as_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as integers of the same width: itself or a view, no copy."""
+    bits = INT_VIEW[weight.dtype]
+    return weight if weight.dtype == bits else weight.view(bits)
+
+
+def with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose columns are contiguous, as kernels read it: itself, or a copy; rows may lie anywhere."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
+    """Return bool, like ``weight``: True where a value is neither +0 nor -0."""
+    if weight.dtype == torch.int8:
+        return weight != 0
+    return (as_bits(weight) << 1) != 0
+
+
+def value_bits(weight: torch.Tensor) -> int:
+    """Return the bits in which every value of a weight can be kept: 6 for INT8 multiples of 4, else those of its type.
+
+    ``slidesparse prune --recipe 6bit`` makes such weights. On a GPU this waits for the device.
+    """
+    narrow = weight.dtype == torch.int8 and not bool((weight & 3).any())
+    return 6 if narrow else 8 * weight.itemsize
+
+
+def require_dense(tensor: object, name: str) -> None:
+    """Refuse what is no tensor in strided memory: lists, arrays of NumPy, torch's sparse tensors.
+
+    Raises:
+        InputError: Naming ``name``.
+    """
+    require_kind(tensor, torch.Tensor, name, "a tensor")
+    if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+        raise InputError(name, got=tensor.layout, needed="a tensor in strided memory")
+
+
+def check_form(weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse a tensor that cannot be a weight, whatever its values: by its rank, its type or K = 0.
+
+    Raises:
+        InputError: Naming ``name`` and what is wrong with it.
+    """
+    require_dense(weight, name)
+    if weight.dim() != 2:
+        raise InputError(f"{name} has the wrong rank", got=list(weight.shape), needed="[out, in]")
+    if weight.dtype not in INT_VIEW:
+        types = ", ".join(str(t).removeprefix("torch.") for t in INT_VIEW)
+        raise InputError(f"{name} has an unsupported type", got=weight.dtype, needed=f"one of {types}")
+    if weight.shape[1] == 0:
+        raise InputError(f"{name} has no input columns", got=list(weight.shape), needed="[out, in] with in > 0")
+
+
+def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse a tensor that cannot be a weight: by :func:`check_form`, or for NaN or Inf.
+
+    Raises:
+        InputError: Naming ``name`` and what is wrong with it.
+    """
+    check_form(weight, name)
+    if weight.is_meta:
+        raise InputError(f"{name} has no values", got="a tensor on the meta device", needed="one on cpu or cuda")
+    if not is_finite(weight):
+        bad = weight.numel() - int(torch.isfinite(weight.to(torch.float32)).sum())
+        raise InputError(f"{name} holds NaN or Inf", got=f"{bad} such values", needed="finite weights")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of any type holds neither NaN nor Inf.
+
+    No temporary: NaN is the smallest and the largest of the numbers that it is among. ``isfinite`` takes 40 times as
+    long on a CPU. Of e4m3fn, which has no Inf, NaN is 0x7F or 0xFF: the largest of all bits with a sign, or without.
+    """
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    if tensor.dtype == torch.float8_e4m3fn:
+        positive, negative = tensor.view(torch.int8).max() == 0x7F, tensor.view(torch.uint8).max() == 0xFF
+        return not bool(positive | negative)
+    if tensor.element_size() == 1:  # torch has no minimum of 8-bit floats
+        tensor = tensor.to(torch.float32)
+    low, high = tensor.aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def is_vector(
+    vector: torch.Tensor, length: int, device: torch.device, types: Container[torch.dtype] | None = None
+) -> bool:
+    """Whether a kernel can read ``length`` numbers here by address: place, strides and type (None: any) are right."""
+    right = vector.numel() == length and vector.is_contiguous() and vector.device == device
+    return right and (types is None or vector.dtype in types)
+
+
+def check_vector(
+    name: str,
+    vector: torch.Tensor | None,
+    length: int,
+    device: torch.device,
+    types: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Refuse a vector that a kernel cannot read by address: it would read out of bounds, or another type's numbers.
+
+    Args:
+        name: The vector's name and its reader: ``token scales for accumulators``.
+        vector: A tensor of any shape; None passes.
+        length: How many numbers it must have.
+        device: The device on which it must be.
+        types: The types that it may have; None: any.
+
+    Raises:
+        InputError: It is strided, elsewhere, of another length or of another type.
+    """
+    if vector is not None and not is_vector(vector, length, device, types):
+        kind = "" if types is None else f" {' or '.join(map(str, types))}"
+        raise InputError(
+            name,
+            got=f"{list(vector.shape)} {vector.dtype} on {vector.device}, strides {vector.stride()}",
+            needed=f"{length}{kind} numbers on {device}, contiguous",
+        )
+
+
+def check_k_offset(pattern: Pattern, k_offset: int) -> None:
+    """Refuse a ``k_offset`` that is not a position inside a group."""
+    require_integer(k_offset, f"k_offset of {pattern}")
+    if not 0 <= k_offset < pattern.group:
+        raise InputError(f"k_offset of {pattern}", got=k_offset, needed=f"0 to {pattern.group - 1}")
+
+
+def grouped(columns: torch.Tensor, pattern: Pattern, k_offset: int = 0, fill: float = 0) -> torch.Tensor:
+    """Cut the last dimension into aligned groups: [..., K] -> [..., groups, 2N].
+
+    ``k_offset`` columns of ``fill`` are put in front (the shard starts inside a group) and as many at the end as
+    complete the last group.
+    """
+    length = columns.shape[-1]
+    groups = pattern.groups(length, k_offset)
+    back = groups * pattern.group - k_offset - length
+    if k_offset or back:
+        columns = F.pad(columns, (k_offset, back), value=fill)
+    return columns.reshape(*columns.shape[:-1], groups, pattern.group)
+
+
+def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
+    """Return the number of non-zeros in every group: [out, in] -> uint8 [out, groups]."""
+    return grouped(is_nonzero(weight), pattern, k_offset).sum(-1, dtype=torch.uint8)
+
+
+def following_groups(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
+    """Return the column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
+
+    They are found by the zeros alone, so they are a superset of the groups that pruning chose.
+    """
+    if weight.shape[0] == 0:
+        return torch.arange(pattern.groups(weight.shape[1], k_offset), device=weight.device)
+    fullest = group_counts(weight, pattern, k_offset).amax(0)
+    return (fullest <= pattern.keep).nonzero().flatten()
+
+
+def check_groups(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    groups: torch.Tensor | None = None,
+    *,
+    k_offset: int = 0,
+    name: str = "weight",
+) -> None:
+    """Make sure that ``groups`` (all of them when None) obey ``keep:group`` in every row.
+
+    Raises:
+        PatternViolation: Naming the first row and group that do not, and how many there are.
+        InputError: When ``groups`` are not ascending groups of this weight.
+    """
+    counts = group_counts(weight, pattern, k_offset)
+    if groups is not None:
+        check_ascending(groups, counts.shape[1], name)
+        counts = counts[:, groups]
+    bad = (counts > pattern.keep).nonzero()
+    if len(bad):
+        row, column = (int(i) for i in bad[0])
+        group = column if groups is None else int(groups[column])
+        raise PatternViolation(name, pattern.uniform, row, group, int(counts[row, column]), len(bad))
+
+
+def check_ascending(groups: torch.Tensor, total: int, name: str = "weight") -> None:
+    """Refuse ``groups`` that are not ascending numbers below ``total``: a repeated one would count twice."""
+    bounded = F.pad(F.pad(groups, (1, 0), value=-1), (0, 1), value=total)
+    misplaced = (bounded.diff() <= 0).nonzero().flatten()
+    if len(misplaced):
+        got = f"{int(bounded[misplaced[0] + 1])} after {int(bounded[misplaced[0]])}"
+        raise InputError(f"column groups of {name}", got=got, needed=f"ascending numbers from 0 to {total - 1}")
+
+
+def check_share(following: int, total: int, pattern: Pattern, name: str = "weight") -> None:
+    """Refuse a weight in which only ``following`` of ``total`` column groups follow, when its pattern claims more."""
+    if following < pattern.following(total):
+        raise InputError(
+            f"{name} violates {pattern}",
+            got=f"{following} of {total} column groups that follow {pattern.uniform}",
+            needed=f"at least {pattern.following(total)}",
+            remedy="prune it first (slidesparse.prune_mask)",
+        )
+
+
+def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "weight") -> torch.Tensor:
+    """Make sure that a whole weight [out, in] satisfies its pattern, and return the groups that follow it, int64 [n].
+
+    For a partial pattern at least its share of the column groups must follow.
+
+    Raises:
+        PatternViolation: A uniform pattern is violated.
+        InputError: Too few groups follow a partial pattern.
+    """
+    pattern = Pattern.parse(pattern)
+    everything = torch.arange(pattern.groups(weight.shape[1]), device=weight.device)
+    if pattern.is_uniform:
+        check_groups(weight, pattern, name=name)
+        return everything
+    if pattern == DENSE:
+        return everything[:0]
+    following = following_groups(weight, pattern)
+    check_share(len(following), len(everything), pattern, name)
+    return following
+
+
+def tightest_pattern(
+    weight: torch.Tensor, candidates: Iterable[Pattern] = UNIFORM_PATTERNS, k_offset: int = 0
+) -> Pattern | None:
+    """Return the candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
+
+    A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
+    since a group of one straddles groups of the other. So each is tried.
+    """
+    check_weight(weight)
+    if isinstance(candidates, str | torch.Tensor) or not isinstance(candidates, Iterable):
+        raise InputError("candidates", got=shown(candidates), needed="a list of patterns")
+    for pattern in sorted(map(Pattern.parse, candidates), key=lambda p: (p.density, p.group)):
+        check_k_offset(pattern, k_offset)
+        if satisfies(weight, pattern, k_offset):
+            return pattern
+    return None
+
+
+def satisfies(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> bool:
+    """Return whether as many column groups of a weight [out, in] follow a pattern as it claims."""
+    total = pattern.groups(weight.shape[1], k_offset)
+    return len(following_groups(weight, pattern, k_offset)) >= pattern.following(total)
