@@ -19,20 +19,19 @@ ROOT = Path(slidesparse.__file__).parent
 LAYERS = [
     {"errors"},
     {"base"},
-    {"expert_sizes", "pattern", "records"},
-    {"served_figures", "support"},
+    {"expert_sizes", "records"},
+    {"served_figures"},
     {"served_records"},
-    {"expert_order", "prologue", "quant", "slide"},
-    {"packed", "prune"},
-    {"fp4", "layout"},
-    {"kernels"},
-    {"expert_sum", "lifting"},
-    {"expert_lift", "gemm", "packing"},
-    {"dense_weight", "ops", "read_back", "weight_form"},
-    {"experts", "linear", "tuning"},
+    {"weights"},
+    {"lifting", "prune"},
+    {"fp4", "gemm"},
+    {"ops"},
+    {"layer"},
+    {"tuning"},
     {"models"},
-    {"files", "recovery"},
-    {"commands", "integrations"},
+    {"files", "recover"},
+    {"offline"},
+    {"integrations"},
     {"bench", "report"},
     {"demo"},
     {"cli"},
@@ -46,11 +45,11 @@ OPTIONAL = {"cuda", "matplotlib", "scipy", "sglang", "transformers", "triton", "
 """Top-level packages that extras or GPUs bring."""
 
 FORBIDDEN = {
-    "pattern": {"torch", "numpy"},  # the theory reads as plain Python
+    "weights/pattern": {"torch", "numpy"},  # the theory reads as plain Python
     "errors": {"torch", "numpy"},
-    "kernels": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
+    "lifting": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
-    "fp4": {"slidesparse.kernels", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
+    "fp4": {"slidesparse.lifting", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "expert_sizes": {"torch", "numpy"},
@@ -59,16 +58,16 @@ FORBIDDEN = {
     "served_records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},
-    "linear": {"safetensors"},  # a layer never sees files
+    "layer": {"safetensors"},  # a layer never sees files
     "models": {"safetensors"},
-    "files/checkpoint": {"slidesparse.kernels", "triton"},
-    "files/marker": {"slidesparse.kernels", "triton"},
+    "files/checkpoint": {"slidesparse.lifting", "triton"},
+    "files/marker": {"slidesparse.lifting", "triton"},
 }
 """What a part must not import, nor any file of the package that it imports. ``torch.nn.functional`` is not
 ``torch.nn``."""
 
 FORBIDDEN_ITSELF = {
-    "linear": {"json", "pathlib"},  # the backends keep tables in files
+    "layer": {"json", "pathlib"},  # the backends keep tables in files
     "models": {"json", "pathlib"},
 }
 """What the files of a part must not import, though those that they import may."""
@@ -154,7 +153,7 @@ def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
     assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.weights.quant")] == [
         None,
         "ops",
-        "quant",
+        "weights",
     ]
     assert _depends_on("slidesparse.Pattern") == "__init__"
 
@@ -204,7 +203,7 @@ def test_every_name_that_pages_give_the_package_is_there() -> None:
 
 
 def test_theory_report_and_command_line_are_imported_without_torch() -> None:
-    names = ("pattern", "errors", "records", "served_records", "report", "report.serve", "cli")
+    names = ("weights.pattern", "errors", "records", "served_records", "report", "report.serve", "cli")
     modules = [f"slidesparse.{name}" for name in names]
     code = (
         "import importlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "

@@ -28,7 +28,7 @@ ROOT = Path(slidesparse.__file__).parent
 DOORS = {
     "base/torch_private.py",
     "base/python_stack.py",
-    "kernels/triton_launcher.py",
+    "base/triton_launcher.py",
     "integrations/vllm/private.py",
 }
 
@@ -37,8 +37,8 @@ ELSEWHERE = {
     "gemm/dense.py": {"torch.ops._C", "vllm._C", "vllm._C_stable_libtorch"},
     "bench/dense.py": {"vllm._custom_ops"},
     # What a class inherits from torch.nn.Module: no torch can rename it without all modules that exist.
-    "linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
-    "weight_form.py": {"_buffers"},  # torch.nn.Module's
+    "layer/linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
+    "layer/weight_form.py": {"_buffers"},  # torch.nn.Module's
     "models/hooks.py": {
         *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
         *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),

@@ -8,6 +8,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slidesparse.base.moved import keep_old_names
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -43,18 +44,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "HeldZeros": "recovery",
-    "PackedWeight": "packed",
-    "Pattern": "pattern",
-    "SlideLinear": "linear",
-    "lift": "slide",
+    "HeldZeros": "recover.held_zeros",
+    "PackedWeight": "weights.packed",
+    "Pattern": "weights.pattern",
+    "SlideLinear": "layer.linear",
+    "lift": "weights.slide",
     "load": "files.load",
-    "pack": "packing",
+    "pack": "weights.packing",
     "prune_mask": "prune",
     "sparsify_": "models.sparsify",
-    "tightest_pattern": "support",
+    "tightest_pattern": "weights.support",
 }
 """Public name -> the module that defines it."""
+
+
+keep_old_names()
 
 
 def __getattr__(name: str) -> Any:

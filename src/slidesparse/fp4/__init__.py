@@ -1,7 +1,7 @@
 """FP4 as arithmetic: patterns over pairs of E2M1 values, their packing, scales that line up, and an exact product.
 
 The sparse FP4 instructions of Blackwell keep two of four *pairs* (PTX ISA, "Sparse tcgen05.mma.sp with .kind::mxf4 and
-.kind::mxf4nvf4": 4:8 pair-wise). A pair is two values of 4 bits, one byte. So :mod:`slidesparse.weights.slide` holds as it is,
+.kind::mxf4nvf4": 4:8 pair-wise). A pair is two values of 4 bits, one byte. So :mod:`weights.slide` holds as it is,
 with a byte for a weight, and only the scales are new. Nothing here runs on a GPU: ``docs/fp4.md`` says why.
 """
 

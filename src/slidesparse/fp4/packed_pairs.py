@@ -1,6 +1,6 @@
 """Prune, pack and lift over pairs: a pair of FP4 values is one byte, and a byte slides as a weight does.
 
-The packed form is :class:`slidesparse.weights.packed.PackedWeight` with bytes for weights. Its metadata are two 2-bit positions
+The packed form is :class:`weights.packed.PackedWeight` with bytes for weights. Its metadata are two 2-bit positions
 for each window of four pairs, which is what sparse FP4 instructions read (PTX ISA, "Sparse tcgen05.mma.sp with
 .kind::mxf4 and .kind::mxf4nvf4", and "Sparse matrix storage" of ``mma.sp``). How the fragments of an instruction lie in
 memory is a matter of its kernel, and is not here.

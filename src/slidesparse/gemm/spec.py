@@ -44,7 +44,7 @@ class FormSpec:
 
     Attributes:
         backend: The backend that reads it.
-        order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
+        order: :attr:`lifting.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
             must write them.
         tensors: How many of the operator's tensors belong to it: column map, index of pairs (or an empty tensor),
             operand.

@@ -50,7 +50,7 @@ class ExpertLinear(nn.Module):
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
     def lift(self, x: torch.Tensor, at: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
-        """Quantise and lift the token of every row, or the rows; see :func:`slidesparse.lifting.routed.expert_lift.lift_routed`."""
+        """Quantise and lift the token of every row, or the rows; see :func:`lifting.routed.expert_lift.lift_routed`."""
         layout = self.product.layout
         return lift_routed(x, at, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
 

@@ -40,7 +40,7 @@ class SlideLinear(nn.Module):
     """``y = x W^T + b`` with W packed, in inference.
 
     Activations [..., in] in bfloat16, float16 or float32; outputs [..., out] in the same type. With an INT8 or FP8
-    weight each token is quantised on the way in (:mod:`slidesparse.weights.quant`). Under ``torch.autocast`` activations may
+    weight each token is quantised on the way in (:mod:`weights.quant`). Under ``torch.autocast`` activations may
     have any of these types, and outputs have autocast's, rounded once from what they are without it.
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
@@ -196,7 +196,7 @@ class SlideLinear(nn.Module):
         """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
 
         Only the backends' forms of the weight are kept, and each has a layout of its own: see
-        :func:`slidesparse.layer.read_back.read_back`. The result is the weight bit for bit, except for the sign of zeros.
+        :func:`layer.read_back.read_back`. The result is the weight bit for bit, except for the sign of zeros.
 
         Raises:
             UnsupportedError: The layer cannot multiply where it is now.
@@ -214,7 +214,7 @@ class SlideLinear(nn.Module):
         """The weight [out, in] that the layer multiplies by, for code that reads it instead of calling the layer.
 
         It is dense, in ``dense_dtype``, with the scales of its channels applied, and made anew whenever something
-        computes with it: see :class:`slidesparse.layer.dense_weight.DenseWeight`. Its shape, type and device cost nothing.
+        computes with it: see :class:`layer.dense_weight.DenseWeight`. Its shape, type and device cost nothing.
         """
         shape = self.out_features, self.in_features
         return DenseWeight.of(self._dense, shape, self.dense_dtype, self.device)

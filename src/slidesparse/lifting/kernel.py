@@ -2,7 +2,7 @@
 
 For every token (row) of ``x`` [M, K]: first the prologue, if there is one (RMSNorm, with or without adding a residual,
 or SiLU(gate) * up); then the scale of the row, its 8-bit values, and those values copied into the packed column order
-[M, K']. The numbers are those of :func:`slidesparse.weights.quant.quantize_rows` and :func:`slidesparse.weights.slide.gather`, bit for
+[M, K']. The numbers are those of :func:`weights.quant.quantize_rows` and :func:`weights.slide.gather`, bit for
 bit. :mod:`slidesparse.lifting.held` and :mod:`slidesparse.lifting.walking` are the kernels.
 """
 

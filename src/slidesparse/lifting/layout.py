@@ -2,7 +2,7 @@
 
 A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
 
-:meth:`slidesparse.weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
+:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
 would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
 plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
 
@@ -232,7 +232,7 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with the windows of the slid segment in bundles.
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its slid windows in bundles.
 
     Args:
         packed: The weight that will multiply.

@@ -83,7 +83,7 @@ def rstd_of(squares, eps, P: tl.constexpr):
 
 @triton.jit
 def row_scale(absmax, P: tl.constexpr):
-    """Return the scale of a row and its (IEEE) inverse, as :func:`slidesparse.weights.quant.quantize_rows` defines them."""
+    """Return the scale of a row and its (IEEE) inverse, as :func:`weights.quant.quantize_rows` defines them."""
     if P.quant == "int8":
         scale = tl.div_rn(absmax, _INT8_MAX)
         inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))

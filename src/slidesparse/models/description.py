@@ -1,7 +1,8 @@
 """Describe a model in memory in its config, so that transformers saves it as a checkpoint which loads everywhere.
 
-transformers writes a model's config into the folder of its weights, and a :class:`~slidesparse.layer.linear.SlideLinear`
-gives its weight as checkpoints have it. What is missing are the two keys that say what the weights are.
+transformers writes a model's config into the folder of its weights, and a
+:class:`~slidesparse.layer.linear.SlideLinear` gives its
+weight as checkpoints have it. What is missing are the two keys that say what the weights are.
 """
 
 from __future__ import annotations

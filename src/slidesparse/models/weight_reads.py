@@ -62,7 +62,7 @@ def read_without_calling(
         model: May be on the meta device. It is as before when this returns.
         linears: Linears of the model, by name.
         run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is found, and a
-            packed layer computes its weight when it is asked for it (:attr:`slidesparse.layer.linear.SlideLinear.weight`).
+            packed layer computes its weight when it is asked for it (:attr:`layer.linear.SlideLinear.weight`).
     """
     if run is None:
         return {}

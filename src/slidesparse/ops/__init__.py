@@ -305,8 +305,8 @@ define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`slidesparse.lifting.layout.Layout`).
-``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`slidesparse.lifting.layout.ColumnOrder`; with them a GPU runs
+The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`lifting.layout.Layout`).
+``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`lifting.layout.ColumnOrder`; with them a GPU runs
 one kernel, without them the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
@@ -335,7 +335,7 @@ It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text
 the tensors of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
-"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`slidesparse.lifting.prologue.rms_norm`;
+"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`lifting.prologue.rms_norm`;
 for quantised weights only."""
 
 add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear

@@ -34,7 +34,7 @@ def resolve_lift(
     device: torch.device,
     order: tuple[int, ...],
 ) -> Lift:
-    """Return the lift into a backend's layout (:func:`slidesparse.lifting.choose.find_lift`), kept from call to call."""
+    """Return the lift into a backend's layout (:func:`lifting.choose.find_lift`), kept from call to call."""
     return find_lift(backend.layout, prologue, tokens, source, target, device, order)
 
 

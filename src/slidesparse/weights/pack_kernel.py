@@ -1,7 +1,7 @@
 """Check a weight's pattern and compress it, in one launch.
 
 This is :func:`slidesparse.weights.slide.compress` (which explains the code) on the device, with the checks of
-:mod:`slidesparse.weights.support`: nothing is copied into groups first, the weight is read once from memory, and the host reads
+:mod:`weights.support`: nothing is copied into groups first, the weight is read once from memory, and the host reads
 two counters instead of the weight.
 
 One program compresses ``BLOCK`` groups of one row, a group along the second dimension::

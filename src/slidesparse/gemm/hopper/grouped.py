@@ -1,6 +1,6 @@
 """The grouped product on Hopper: one launch multiplies the tokens of all experts of a mixture by their own weights.
 
-Rows of X stand in the order of their experts, and each token tile has one expert (slidesparse/lifting/routed/expert_order.py). The
+Rows of X stand in the order of their experts, and each token tile has one expert (lifting/routed/expert_order.py). The
 kernel is that of a single weight; it finds the expert of a tile, and the number of tiles with rows, in memory.
 """
 

@@ -9,11 +9,11 @@ Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is 
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
 follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
-each. The slabs of a bundle (:func:`slidesparse.lifting.layout.in_bundles`) have the same 32 groups, so the counts stand once a
+each. The slabs of a bundle (:func:`lifting.layout.in_bundles`) have the same 32 groups, so the counts stand once a
 bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
 instructions.
 
-**Six bits** (:func:`slidesparse.weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
+**Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
@@ -70,7 +70,7 @@ def step_bytes(itemsize: int, width: int = 8) -> int:
 
 
 def bundle_of(packed: PackedWeight) -> int:
-    """Return the groups of a bundle of a weight: :data:`~slidesparse.lifting.layout.BUNDLE`, or 1 where metadata are better.
+    """Return the groups of a bundle of a weight: :data:`~lifting.layout.BUNDLE`; 1 where metadata are better.
 
     Metadata are better for 16-bit types, for 2:4 (where a nibble is smaller than two counts), for counts of more than
     4 bits, and for few groups, which would not fill their bundles.

@@ -74,7 +74,7 @@ def lift_routed(
 ) -> Lifted | None:
     """Lift by a kernel; None where none can, because the rows are too long to be held, or not of pairs.
 
-    Arguments are checked; see :func:`slidesparse.lifting.routed.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
+    Arguments are checked; see :func:`lifting.routed.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
     :class:`slidesparse.lifting.routed.expert_order.Arrangement`.
     """
     index, count = x.get_device(), len(tokens)

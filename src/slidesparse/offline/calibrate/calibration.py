@@ -35,7 +35,7 @@ class Calibration:
     """The text that a calibrated method sees.
 
     Attributes:
-        file: What :func:`slidesparse.offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
+        file: What :func:`offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
             the small set that comes with the package.
         samples: Windows of text.
         length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
