@@ -25,9 +25,9 @@ from slidesparse.models.parts import text_config
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
-from slidesparse.offline.calibrate.calibrated_steps import Source, steps_of
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
+from slidesparse.offline.calibrated_steps import Source, steps_of
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, resolve_dtypes

@@ -33,7 +33,6 @@ def register() -> None:
     """Make SGLang see our marker; a second call changes nothing. A release that lacks what we need serves dense."""
     try:
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-
         from slidesparse.integrations.sglang.config import SGLangConfig
     except ImportError as error:
         line = "slidesparse: pruned checkpoints run dense in SGLang %s: %s; tested are %s"

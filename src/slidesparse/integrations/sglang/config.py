@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsLinearScheme,
@@ -14,7 +15,6 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Int8,
 )
 from sglang.srt.runtime_context import get_server_args
-
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work

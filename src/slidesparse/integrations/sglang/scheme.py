@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.integrations.sglang import LOGGER

@@ -9,17 +9,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-    CompressedTensorsScheme,
-    CompressedTensorsW8A8Fp8,
-    CompressedTensorsW8A8Int8,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
@@ -48,6 +37,17 @@ from slidesparse.integrations.vllm.scheme import (
 )
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Int8,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 
 log = logging.getLogger(LOGGER)
 

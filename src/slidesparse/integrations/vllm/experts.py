@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Problem
@@ -32,6 +31,7 @@ from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.weights.packing import pack
 from slidesparse.weights.support import check_groups, value_bits
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""

@@ -11,13 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    LinearMethodBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.gemm import Problem, choose
 from slidesparse.integrations.vllm import LOGGER
@@ -42,6 +35,13 @@ from slidesparse.weights.support import (
     satisfies,
     value_bits,
 )
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""

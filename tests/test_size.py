@@ -1,0 +1,47 @@
+"""Limits of size. They are there to be kept: what does not fit replaces something, or is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import slidesparse
+
+ROOT = Path(slidesparse.__file__).parent
+
+MOST_ROOMS = 24
+"""Folders with Python files, and modules at the top: as many as a reader can keep apart."""
+
+MOST_LINES = 36_000
+"""Lines of Python and CUDA in the wheel: what one person can still hold in their head, by folder. It only falls."""
+
+MOST_LINES_OF_A_FILE = 400
+"""Of a Python file: one idea, read in one sitting."""
+
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+SOURCES = sorted(path for path in ROOT.rglob("*") if path.suffix in {".py", ".cu", ".cuh"})
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _room(path: Path) -> str:
+    """The folder of a file, or the module where it is at the top."""
+    inside = path.relative_to(ROOT)
+    return inside.stem if len(inside.parts) == 1 else inside.parent.as_posix()
+
+
+def test_the_rooms_can_be_counted() -> None:
+    rooms = {_room(path) for path in FILES} - {"__init__", "__main__"}
+    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
+
+
+def test_the_wheel_is_small() -> None:
+    assert sum(map(_lines, SOURCES)) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_is_short(path: Path) -> None:
+    assert _lines(path) <= MOST_LINES_OF_A_FILE
