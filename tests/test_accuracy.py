@@ -22,7 +22,7 @@ from slidesparse.models.learn_rotation import learn, mean_damage, random_rotatio
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "results/accuracy"
 SCRIPTS = ROOT / "benchmarks/accuracy"
-PAGE = (ROOT / "docs/accuracy.md").read_text()
+PAGE = (ROOT / "docs/log/small-models.md").read_text()
 
 
 def tables_of(text: str) -> dict[str, set[str]]:
@@ -92,7 +92,7 @@ def test_named_records_and_pictures_exist() -> None:
     for name in re.findall(r"`([\w*-]+\.jsonl)`", PAGE):
         assert list(RECORDS.glob(name)), name
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
+        assert (ROOT / "docs/log" / target).exists(), target
 
 
 class Stack:

@@ -41,8 +41,9 @@ def test_plan_prune_and_eval_as_printed(tmp_path: Path, monkeypatch: pytest.Monk
         assert main(line.split()[1:]) == 0
 
 
-def test_python_block_runs() -> None:
-    (text,) = (text for text in blocks("python") if "ss.pack" in text)
+def test_python_block_of_the_quickstart_runs() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    (text,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ss.pack" in text)
     torch.manual_seed(0)
     exec(text, {})
 
