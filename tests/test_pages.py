@@ -98,7 +98,7 @@ def test_named_source_files_exist() -> None:
 
 def test_commands_parse() -> None:
     for block in (block for path in PAGES for block in code_blocks(path.read_text(), "bash")):
-        for line in re.findall(r"^(?:.*&& )?(slidesparse .*)", block, re.MULTILINE):
+        for line in re.findall(r"^(?:.*&& )?(slidesparse .*)", block.replace("\\\n", ""), re.MULTILINE):
             assert build_parser().parse_args(shlex.split(line, comments=True)[1:]).command
 
 
