@@ -28,8 +28,8 @@ OWN = ("README.md", "descriptions.json")
 
 HEAD = """# Records
 
-Every figure of this project was read from one of these files. The current ones come first; what
-[history](#history) holds belongs to earlier states of the code, and only the [log](../docs/log/index.md) cites it.
+Every figure of this project was read from one of these files. Records of states before 0.3.0 are in the repository's
+history: `git show bf96011f:results/history/PATH`; the [log](../docs/log/index.md) keeps their numbers.
 
 `python benchmarks/index_results.py --write` writes this page, from `results/descriptions.json` and the files
 themselves. A `+` after a commit: the tree had changes. Where a file does not say its commit or date, the cell is empty.
@@ -121,10 +121,7 @@ def _link(page: str) -> str:
 
 def index() -> str:
     """The whole page."""
-    paths = files()
-    past = [path for path in paths if path.startswith("history/")]
-    current = [path for path in paths if path not in past]
-    return f"{HEAD}\n## Current\n\n{table(current)}\n## History\n\n{table(past)}"
+    return f"{HEAD}\n{table(files())}"
 
 
 def main() -> int:

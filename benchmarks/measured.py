@@ -40,10 +40,13 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
-HISTORY = RESULTS / "history/h200"
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
-DRAWN = ("cards", "fp4", "pruning", "quantise-lift-kernel", "quickstart", "log/served-models")
-PAGES += tuple(ROOT / f"docs/{name}.md" for name in DRAWN)
+DRAWN = ("cards", "fp4", "measured", "quickstart")
+LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "six-bits")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / f"docs/{name}.md" for name in DRAWN),
+    *(ROOT / f"docs/log/{name}.md" for name in LOGS),
+)
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
@@ -139,7 +142,6 @@ def graphs() -> str:
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
-HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
 OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
 """Record -> its model."""
 
@@ -187,6 +189,9 @@ IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UN
 BY_AUTO = {CONTROL: CONTROL, PLAN: NAME_6OF8, **dict(SPARSER)}
 EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
 OURS = (CONTROL, *UNIFORM)
+PUBLISHED = RESULTS / "accuracy/published.json"
+"""Pattern -> column -> what it says: not recorded yet."""
+
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
     "burst": "burst: 16 prompts of 1024 tokens",
@@ -200,12 +205,7 @@ MIXTURE_LOADS = {
     "mixed": LOADS["mixed"],
     **{f"decode {n} at 80": f"decoding, a step of {n} sequences" for n in (16, 64, 256)},
 }
-FIRST_LOADS = {
-    "long": "8 prompts of 8192 tokens",
-    "decode 16 at 80": "decoding, between tokens of 16 sequences",
-    "decode 64 at 80": "decoding, between tokens of 64 sequences",
-}
-HALF, MOST = "arrivals at 50%", "arrivals at 80%"
+MOST = "arrivals at 80%"
 WAITS = {"first": "to the first token", "between": "between tokens"}
 
 SPARSE_GEMM = "sparse_gemm"
@@ -238,11 +238,10 @@ def served_speedup(dtype: str, engine: str, load: str) -> float:
 def served_headline() -> str:
     """README: engines under load."""
     rows = [
-        [f"{words}, {dtype.upper()}", *(f"{served_speedup(dtype, engine, load):.2f}x" for engine in OURS)]
-        for load, words in LOADS.items()
-        for dtype in SERVED
+        [words, *(f"{served_speedup('int8', engine, load):.2f}x" for engine in OURS)] for load, words in LOADS.items()
     ]
-    return markdown(("Qwen2.5-7B under load, over stock dense vLLM", *OURS), rows)
+    head = ("Qwen2.5-7B in INT8, over stock dense vLLM", "plugin, nothing pruned", *UNIFORM)
+    return markdown(head, rows)
 
 
 def served() -> str:
@@ -403,14 +402,6 @@ def served_http() -> str:
     return markdown(("Qwen2.5-7B, INT8, over HTTP", *engines), rows)
 
 
-def served_http_first() -> str:
-    """Stock and 6:8 alone: what the later record does not have."""
-    (group,) = groups(read(ServeRecord, [HTTP_FIRST]))
-    rows = _load_rows([(group, engine) for engine in group.engines], FIRST_LOADS, 1)
-    rows += _waits(group, group.engines, HALF, 1)
-    return markdown(("four hours before", *group.engines), rows)
-
-
 def served_http_graphs(name: str, again: str | None = None) -> str:
     """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many; engines may run again."""
     group, names, stock = _stock_first(H200 / "serve" / name)
@@ -567,6 +558,15 @@ def forms_of_experts() -> str:
         shares = (f"{us[form] / us['counts']:.2f}" for form in forms)
         rows.append([row["pattern"], str(row["tokens"]), f"{us['counts']:.0f}", *shares])
     return markdown(header, rows)
+
+
+def published_loss() -> str:
+    """README, accuracy: what patterns cost a published model, in one shot and recovered."""
+    measured = json.loads(PUBLISHED.read_text()) if PUBLISHED.exists() else {}
+    columns = ("one_shot", "recovered", "humaneval_one_shot", "humaneval_recovered")
+    rows = [[pattern, *(measured.get(pattern, {}).get(one, "-") for one in columns)] for pattern in ("dense", *UNIFORM)]
+    heads = ("perplexity, one shot", "recovered", "HumanEval, one shot", "recovered")
+    return markdown(("pattern", *heads), rows)
 
 
 def six_bits_encoder() -> str:
@@ -798,9 +798,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-h200-head": partial(served_forms, {"qwen2.5-7b-int8-lm-head": "7B"}, EIGHT_OR_SIX),
     "served-h200-experts-6bit": partial(served_forms, {"qwen3-30b-a3b-24-layers-6bit": "30B-A3B"}, EIGHT_OR_SIX),
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
-    "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,
-    "served-http-first": served_http_first,
     "served-http-graphs": partial(served_http_graphs, "qwen2.5-7b-int8-http-2048.jsonl"),
     "served-http-five": partial(
         served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
@@ -812,6 +810,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "six-bits-forms": forms_of_linears,
     "six-bits-experts": forms_of_experts,
     "six-bits-encoder": six_bits_encoder,
+    "published-loss": published_loss,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

@@ -45,7 +45,7 @@ KINDS = {
     "pattern": Kind("a pattern everywhere", "#0072b2", "o", "-"),
     "plan": Kind("patterns mixed by a plan", "#009e73", "*", "none"),
     "left out": Kind("layers left out", "#d55e00", "s", "-"),
-    "dense": Kind("nothing pruned, norms joined", "#222222", "v", "none"),
+    "dense": Kind("nothing pruned, norms fused", "#222222", "v", "none"),
     "smaller": Kind("a smaller dense model, trained alike", "#555555", "D", "none"),
 }
 

@@ -1,7 +1,7 @@
 """Draw speed.svg: Qwen2.5-7B under load in vLLM, each pattern over stock dense vLLM, from the committed records.
 
 Run it again when a record changes: ``python docs/figures/speed.py [PATH]``. The numbers are those of the README's
-table, which ``benchmarks/measured.py`` draws from the same records. A bar is split into what stock does, what joined
+table, which ``benchmarks/measured.py`` draws from the same records. A bar is split into what stock does, what fused
 norms give alone (the control has them too), and what sparsity adds.
 """
 
@@ -29,7 +29,7 @@ PATTERNS = {"6:8": "25 % zeros", "4:6": "33 % zeros", "2:4": "50 % zeros"}
 COLOURS = {"int8": "#0072b2", "fp8": "#d55e00"}
 INK, FAINT, STOCK = "#222222", "#8a8a8a", "#dddddd"
 JOINED = 0.45
-"""Opacity of the part that joined norms give."""
+"""Opacity of the part that fused norms give."""
 
 WIDTH = 0.38
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -79,7 +79,7 @@ def draw(path: Path) -> None:
             axes.tick_params(axis="y", labelleft=i == 0)
         for i, (dtype, colour) in enumerate(COLOURS.items()):
             figure.text(0.05 + 0.065 * i, 0.055, f"\N{BLACK SQUARE} {dtype.upper()}", fontsize=11, color=colour)
-        told = "line: stock dense vLLM; pale: joined norms, without sparsity"
+        told = "line: stock dense vLLM; pale: fused norms, nothing pruned"
         figure.text(0.175, 0.057, told, fontsize=10, color=INK)
         figure.text(0.97, 0.057, conditions(), fontsize=9, color="#555555", ha="right")
         figure.savefig(path, metadata={"Date": None}, transparent=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slidesparse.weights.slide import lift
     from slidesparse.weights.support import tightest_pattern
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CheckpointError",

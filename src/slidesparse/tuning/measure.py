@@ -33,7 +33,7 @@ SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 
 SHORT_S, LONG_S = 0.02, 0.15
 """Seconds that a form runs at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly. The
-clock settles within 70 ms, and the later half counts (results/history/h200/stretches.jsonl)."""
+clock settles within 70 ms, and the later half counts (docs/log/layers.md)."""
 
 LONG_FROM = 512
 """The fewest tokens that are timed for :data:`LONG_S`."""

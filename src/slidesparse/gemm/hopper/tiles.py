@@ -192,7 +192,7 @@ def together(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int:
     """Return the blocks that run at one time, one to a multiprocessor.
 
     Blocks of which a multiprocessor runs several find room for their clusters everywhere. Clusters of three would not
-    fit as counted here: some GPCs have 16 multiprocessors (results/history/h100/hopper-halves-2.jsonl).
+    fit as counted here: some GPCs have 16 multiprocessors (docs/log/hopper-kernel.md).
 
     >>> [together(tile) for tile in TILES if str(tile) in ("64x128", "64x128/2", "64x128/4", "64x64/2b2")]
     [132, 132, 116, 132]
