@@ -21,10 +21,6 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench import environment
-from slidesparse.bench.expert_operands import PackedExperts, packed_experts
-from slidesparse.bench.mixtures import BALANCED, draw
-from slidesparse.expert_sizes import DOWN, GATE_UP, MIXTURES, ExpertSizes
 from slidesparse.gemm.grouped import TokenTile
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile
@@ -32,7 +28,12 @@ from slidesparse.layer.experts import ExpertLinear, SlideExperts
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.tuning.measure import gaussian
-from slidesparse.tuning.timing import CudaStopwatch, copies_needed, time_passes
+from slidesparse.tuning.timing import CudaStopwatch, copies_needed
+from slidesparse_bench import environment
+from slidesparse_bench.expert_sizes import DOWN, GATE_UP, MIXTURES, ExpertSizes
+from slidesparse_bench.interleaved import time_passes
+from slidesparse_bench.kernels.expert_operands import PackedExperts, packed_experts
+from slidesparse_bench.kernels.mixtures import BALANCED, draw
 
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 PARTS = (GATE_UP, DOWN)

@@ -57,7 +57,7 @@ FORBIDDEN = {
     "records": {"torch", "numpy"},
     "served_figures": {"torch", "numpy"},
     "served_records": {"torch", "numpy"},
-    "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
+    "report": {"torch", "slidesparse_bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},
     "linear": {"safetensors"},  # a layer never sees files
     "models": {"safetensors"},

@@ -44,18 +44,18 @@ from slidesparse.models.choose_patterns import (
 from slidesparse.models.sensitivity import Sensitivity, damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.offline import step_time
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_file import as_options, read_plan
 from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.offline.plan.plan_words import describe
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
-from slidesparse.offline.step_time import GPUS, LayerTimes, served_steps
 from slidesparse.prune import Linears, get_pruner, prune_mask
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.support import check_pattern, value_bits
+from slidesparse_bench import step_time
+from slidesparse_bench.step_time import GPUS, LayerTimes, served_steps
 
 TEXTS = ("8:10", "6:8", "4:6", "2:4")
 
