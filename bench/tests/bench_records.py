@@ -57,8 +57,3 @@ def record(
         ideal_speedup=ideal,
         n_bytes=n_bytes,
     )
-
-
-def too_old() -> None:
-    """torch.cuda.init() with a driver that is too old for it."""
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")

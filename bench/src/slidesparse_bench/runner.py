@@ -13,7 +13,8 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
-from slidesparse.offline.known_models import TYPES
+from slidesparse.offline.known_models import MODELS, TYPES
+from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.tuning.checking import WRONG
 from slidesparse_bench import environment, problems
 from slidesparse_bench.comparison import Session, now
@@ -112,11 +113,11 @@ def adapt(
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
-        dtypes=problems.select(dtypes, known_dtypes, profile.dtypes, "dtype"),
-        models=problems.select(models, known_models or problems.MODELS, profile.models, "model"),
-        model_patterns=problems.select_patterns(patterns, profile.model_patterns),
+        dtypes=select(dtypes, known_dtypes, profile.dtypes, "dtype"),
+        models=select(models, known_models or MODELS, profile.models, "model"),
+        model_patterns=select_patterns(patterns, profile.model_patterns),
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
-        backends=problems.select(backends, BACKENDS, profile.backends, "backend"),
+        backends=select(backends, BACKENDS, profile.backends, "backend"),
         budget_s=profile.budget_s if budget_s is None else budget_s,
     )
 

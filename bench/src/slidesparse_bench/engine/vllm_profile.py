@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
+from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse_bench.engine.vllm_checkpoint import DENSE_MODELS
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
 from slidesparse_bench.kernels.linear import AUTO
-from slidesparse_bench.problems import select, select_patterns
 from slidesparse_bench.records import DENSE_VARIANT
 
 

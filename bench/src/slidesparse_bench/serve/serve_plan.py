@@ -15,12 +15,12 @@ from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
 from slidesparse.offline.plan.plan_file import read_plan
+from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
 from slidesparse_bench.kernels.linear import AUTO
-from slidesparse_bench.problems import select, select_patterns
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import FULL, QUICK, soak
 from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload

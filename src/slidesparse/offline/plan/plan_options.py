@@ -38,7 +38,8 @@ class PlanOptions:
         patterns: Patterns that linears may get, besides staying dense.
         mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
             counts where no loads are given.
-        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``. They need slidesparse-bench.
+        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``. They
+            need slidesparse-bench.
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.

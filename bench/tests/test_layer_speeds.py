@@ -1,32 +1,25 @@
-"""Tuning on a CPU: plans, layer times out of records, job is stored, and how it fails."""
+"""Layer times for ``auto`` out of records, which ``slidesparse tune --from`` stores; and what bench marks as wrong."""
 
 from __future__ import annotations
 
-import errno
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_records import MACHINE, case, record, too_old
-from checkpoints import make_checkpoint
-from test_bench import FakeStopwatch, session
+from bench_records import MACHINE, case, record
+from test_bench import session
 
-from slidesparse.base import file_lock
 from slidesparse.cli import main
-from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import Problem, speed_files
-from slidesparse.gemm.cusparselt import tune as cusparselt_tune
-from slidesparse.gemm.reference import Reference
+from slidesparse.errors import InputError
+from slidesparse.gemm import speed_files
 from slidesparse.gemm.speed import Installation, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.offline import tune
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse_bench import comparison, problems, runner
 from slidesparse_bench import layer_speeds as speed
+from slidesparse_bench import problems, runner
 from slidesparse_bench.records import DENSE_VARIANT, Case, Record, Tried
 
 GPU = "Test GPU"
@@ -52,11 +45,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
-    monkeypatch.setattr(tune, "libraries", lambda: LIBRARIES)
+    monkeypatch.setattr(speed, "libraries", lambda: LIBRARIES)
     monkeypatch.setattr(tune, "installation", lambda: HERE)
-
-
-# -- layer times ---------------------------------------------------------------------------------------------------
 
 
 def test_layer_times_are_those_that_auto_may_take() -> None:
@@ -133,7 +123,7 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
     eight = "8 experts, 2 a token: "
     us = {f"{eight}dense": (40.0, 50.0), f"{eight}hopper 6:8": (30.0, None)}
     assert layer == LayerSpeed("int8", 2 * 14336, 4096, (64, 256), us)
-    assert speed.describe([layer]) == [("28672x4096", "int8", f"{eight}hopper 6:8", "64: 0.75  256: -")]
+    assert tune._rows([layer]) == [("28672x4096", "int8", f"{eight}hopper 6:8", "64: 0.75  256: -")]
     linear = _ours(_linear(64), 3.0, 2.0)
     assert len(speed.layer_speeds(records + linear)) == 2
 
@@ -141,119 +131,6 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
 def test_records_without_layers_are_refused() -> None:
     with pytest.raises(InputError, match="records without a layer's time"):
         speed.layer_speeds([record(case(), DENSE_VARIANT, 1.0, backend="dense")])
-
-
-@pytest.fixture
-def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of 10 us fill a stretch."""
-    monkeypatch.setattr(comparison, "STRETCH_S", 0.01)
-
-
-@pytest.mark.usefixtures("short_stretches")
-def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "accelerated", True)
-    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
-    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
-    assert [[len(lap) for lap in laps] for laps in job.laps()] == [[3, 3]]  # at two M's; two layers have one size
-    watched = session(FakeStopwatch())
-    ((layers, wrong),) = tune.measure_layers(job, watched)
-    assert wrong == []
-    assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
-        (48, 32, (32, 64)),
-        (32, 32, (32, 64)),
-        (96, 32, (32, 64)),
-    ]
-    assert all(layer.us == {"dense": (10.0, 10.0), "reference 6:8": (10.0, 10.0)} for layer in layers)
-
-
-@pytest.mark.usefixtures("short_stretches")
-def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "accelerated", True)
-
-    def why_not(self: Reference, problem: Problem) -> str | None:
-        return "not this one" if self.name == "reference" and problem.out_features == 96 else None
-
-    monkeypatch.setattr(Reference, "why_not", why_not)
-    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
-    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
-    ((layers, _),) = tune.measure_layers(job, session(FakeStopwatch()))
-    assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
-
-
-@pytest.mark.usefixtures("short_stretches")
-def test_a_layer_that_is_wrong_while_it_is_measured_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "accelerated", True)
-    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
-    right = Reference.matmul
-
-    def wrong_beyond_32_tokens(self: Reference, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return right(self, x, *arguments) * (1.1 if self.name == "reference" and len(x) > 32 else 1)
-
-    monkeypatch.setattr(Reference, "matmul", wrong_beyond_32_tokens)
-    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
-    ((layers, wrong),) = tune.measure_layers(job, session(FakeStopwatch()))
-    assert wrong == [WrongForm("int8", out, 32, "reference 6:8") for out in (48, 32, 96)]
-    assert {layer.us["reference 6:8"] for layer in layers} == {(None, None)}
-
-
-def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(tune, "tune_shapes", lambda *_, **__: pytest.fail("it searched"))
-    assert tune.search_algorithms(tune.make_job(None, None, None, [64], ["hopper"])) == []
-
-
-# -- plans ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_names_each_packed_shape_once() -> None:
-    job = tune.make_job(["BitNet-2B"], ["2:4", "6:8"], None, [64])
-    assert job.models[0].dtypes == ("int8", "fp8")
-    assert ("int8", 2560, 2560) in job.packed_shapes()
-    assert ("fp8", 2560, 3840) in job.packed_shapes()
-    assert len(job.packed_shapes()) == len(set(job.packed_shapes())) == 16
-    # Half of 320 groups slide, to 12 columns each.
-    assert ("int8", 2560, 1920) in tune.make_job(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
-
-
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
-def test_a_checkpoint_is_tuned_as_a_server_runs_it(family: str, tmp_path: Path) -> None:
-    """The linears that read one input in one module are one: by running the model, whatever their names."""
-    make_checkpoint(tmp_path / "m", family)
-    job = tune.make_job([str(tmp_path / "m")], None, None, [64])
-    (model,) = job.models
-    assert {size[1:] for size in model.sizes} == {(128, 64), (64, 64), (304, 64), (64, 152)}
-    assert (model.name, model.patterns, model.dtypes) == (str(tmp_path / "m"), tune.PATTERNS, ("int8", "fp8"))
-    assert [[len(lap) for lap in laps] for laps in job.laps()] == [[4], [4]]
-
-
-def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    options = PruneOptions("6:8", "fp8", layers={"re:.*down_proj": "4:6", "re:.*o_proj": "dense"})
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    (model,) = tune.make_job([str(tmp_path / "s")], None, None, [64]).models
-    assert (set(model.patterns), model.dtypes) == ({"6:8", "4:6"}, ("fp8",))
-    assert {size[1:] for size in model.sizes} == {(128, 64), (304, 64), (64, 152)}
-    (model,) = tune.make_job([str(tmp_path / "s")], ["2:4"], ["int8"], [64]).models
-    assert (model.patterns, model.dtypes) == (("2:4",), ("int8",))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((["GPT"], None, None, [64]), "unknown model; got 'GPT'; needed a checkpoint's folder or one of Llama"),
-        ((None, ["dense"], None, [64]), "a pattern to measure"),
-        ((None, None, ["int4"], [64]), "unknown dtype"),
-        ((None, None, None, [0]), "tokens to tune for"),
-        ((None, None, None, []), "tokens to tune for"),
-    ],
-)
-def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(InputError, match=words) as error:
-        tune.make_job(*arguments)
-    assert "\n" not in str(error.value)
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("gpu")
@@ -269,9 +146,7 @@ def test_layer_times_of_records_become_the_users_table(tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("gpu")
-def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_forms_are_named_in_the_table_and_by_the_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(256), 4.0, 3.0) + _wrong(_linear(64))))
     assert main(["tune", "--from", str(path)]) == 1
@@ -280,13 +155,6 @@ def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
     assert table is not None
     assert table.wrong == (WRONG,)
     assert table.layers[0].us["cusparselt 6:8"] == (None, None)
-    monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [([], [WRONG]), (list(table.layers), [])])
-    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
-    assert main(["tune", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["wrong"] == [
-        {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8"}
-    ]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -339,18 +207,6 @@ def test_a_table_that_cannot_be_kept_is_an_error(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
-    layer = LayerSpeed("int8", 64, 64, (16,), {"dense": (2.0,), "cusparselt 6:8": (1.0,)})
-    kept = load_speeds(tune.store_layers([layer]))
-    assert kept is not None
-    assert kept.layers == (layer,)
-
-
-@pytest.mark.usefixtures("gpu")
 def test_records_of_another_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.jsonl"
     other = replace(MACHINE, gpu="Other GPU")
@@ -376,43 +232,3 @@ def test_records_of_other_libraries_are_refused(
     assert main(["tune", "--from", str(path)]) == 1
     assert f"records of other libraries; got {got}; needed " in capsys.readouterr().err
     assert not tuned_path(HERE).exists()
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_command_searches_then_measures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
-    monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [([layer], [])])
-    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
-    assert main(["tune", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
-    table = load_speeds(tuned_path(HERE))
-    assert table is not None
-    assert table.layers == (layer,)
-    monkeypatch.setattr(tune, "measure_layers", lambda job, where: pytest.fail("it measured"))
-    assert main(["tune", "--algorithms-only"]) == 0
-
-
-def test_without_a_gpu_tuning_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert main(["tune"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("slidesparse: slidesparse tune needs a CUDA GPU")
-    assert "slidesparse report" not in captured.err  # which draws nothing that tune would have measured
-    assert captured.err.count("\n") == 1
-
-
-def test_out_of_memory_while_tuning_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(shape: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB.\nmore")
-
-    monkeypatch.setattr(cusparselt_tune, "_search", full)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with pytest.raises(UnsupportedError) as error:
-        cusparselt_tune.tune(4096, 4096, 64, torch.int8)
-    assert "not enough GPU memory to tune 4096 x 4096 at 64 tokens; tune fewer tokens" in str(error.value)
-    assert "\n" not in str(error.value)

@@ -18,6 +18,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds, table_text
 from slidesparse.offline import share
+from slidesparse_bench import sent_times
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {"dense": "torch 2.14", "hopper": Hopper().library(), "cusparselt": "cuSPARSELt 0.9"}
@@ -46,7 +47,7 @@ def test_the_times_measured_here_are_written_and_can_be_read(
     out = capsys.readouterr().out
     assert "int8 4096x4096: hopper 6:8 takes 0.83 to 0.90 of dense's time" in out
     assert "int8 4096x4096, 8 experts, 2 a token: hopper 6:8 takes 0.83 to 0.90 of dense's time" in out
-    assert share.read(path) == SpeedTable(HERE, (LAYER, experts))
+    assert sent_times.read(path) == SpeedTable(HERE, (LAYER, experts))
     assert main(["tune", "--share", str(path)]) == 1
     assert f"{path} is there already" in capsys.readouterr().err
 
@@ -59,7 +60,7 @@ def test_what_ships_could_be_sent_in(path: Path) -> None:
     # But for the kernel's revision, which may be an older one (tests/gemm/test_speed_files.py).
     libraries = {**there.libraries, "hopper": Hopper().library()}
     of_today = replace(table, installation=replace(there, libraries=libraries))
-    assert list(share.faults(of_today)) == []
+    assert list(sent_times.faults(of_today)) == []
 
 
 @pytest.mark.parametrize(
@@ -83,24 +84,24 @@ def test_what_cannot_ship_says_why(there: dict[str, Any], us: dict[str, Any], wo
     path = tmp_path / "x.json"
     path.write_text(table_text(SpeedTable(replace(HERE, **there), (replace(LAYER, us={**US, **us}),))))
     with pytest.raises(InputError, match="needed a table that can ship") as error:
-        share.read(path)
+        sent_times.read(path)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_too_few_numbers_of_tokens_and_no_layers_cannot_ship() -> None:
     few = LayerSpeed("int8", 64, 64, (16, 64), {"dense": (1.0, 1.0), "hopper 6:8": (1.0, 1.0)})
-    assert list(share.faults(SpeedTable(HERE, (few,)))) == ["int8 64x64: times at 2 numbers of tokens"]
-    assert list(share.faults(SpeedTable(HERE, ()))) == ["no layers"]
+    assert list(sent_times.faults(SpeedTable(HERE, (few,)))) == ["int8 64x64: times at 2 numbers of tokens"]
+    assert list(sent_times.faults(SpeedTable(HERE, ()))) == ["no layers"]
 
 
 def test_tables_of_a_gpu_ship_side_by_side_and_one_installations_are_joined(tmp_path: Path) -> None:
     other, more = replace(HERE, driver="590.1"), replace(LAYER, out=8192)
-    first = share.add_to_package(SpeedTable(HERE, (LAYER,)), tmp_path)
+    first = sent_times.add_to_package(SpeedTable(HERE, (LAYER,)), tmp_path)
     assert first == tmp_path / file_name(HERE.gpu)
-    second = share.add_to_package(SpeedTable(other, (LAYER,)), tmp_path)
-    assert share.add_to_package(SpeedTable(HERE, (more,)), tmp_path) == first
-    assert share.add_to_package(SpeedTable(other, (more,)), tmp_path) == second != first
+    second = sent_times.add_to_package(SpeedTable(other, (LAYER,)), tmp_path)
+    assert sent_times.add_to_package(SpeedTable(HERE, (more,)), tmp_path) == first
+    assert sent_times.add_to_package(SpeedTable(other, (more,)), tmp_path) == second != first
     for path, there in ((first, HERE), (second, other)):
         assert load_speeds(path) == SpeedTable(there, (LAYER, more))
 
