@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from slidesparse.base import log
+from slidesparse.gemm import BACKENDS, select, speed_files
+from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
 
 Us = Callable[[str, int], float]
@@ -94,3 +99,19 @@ class FakeStopwatch:
 
     def host_us(self, call: Callable[[], Any]) -> float:
         return 0.0
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let the CPU pass for a GPU with one accelerated backend, :class:`Quick`, and no times yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "cache"))
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    log.log_once.cache_clear()
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for backend in (Reference, Dense, Quick):
+        monkeypatch.setitem(BACKENDS, backend.name, backend)
+    monkeypatch.setattr(select, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
