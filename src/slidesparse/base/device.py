@@ -27,7 +27,7 @@ def require_cuda(needed_by: str, more: str = "") -> None:
 
     Args:
         needed_by: What the user asked for: ``slidesparse tune``.
-        more: What else there is to do, behind a semicolon.
+        more: What else there is to do, from a semicolon on.
 
     Raises:
         UnsupportedError: There is none that torch can use, with its reason.
