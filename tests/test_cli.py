@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -427,3 +428,17 @@ def test_what_slidesparse_bench_brings_says_how_to_install_it(
         f"slidesparse: slidesparse {words[0]} needs slidesparse-bench; got none installed;"
         " run pip install ./bench in a checkout of slidesparse"
     ]
+
+
+def test_a_slidesparse_bench_that_is_broken_stops_no_other_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = metadata.EntryPoint("bench", "no_such_module:add_bench", from_bench.GROUP)
+    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [point])
+    assert main(["info"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "all"]) == 1
+    assert (
+        "needs slidesparse-bench; got ModuleNotFoundError: No module named 'no_such_module'; run pip"
+        in capsys.readouterr().err
+    )

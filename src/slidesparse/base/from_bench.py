@@ -5,14 +5,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from slidesparse.errors import UnsupportedError
+from slidesparse.errors import UnsupportedError, first_line
 
 GROUP = "slidesparse.bench"
-
-
-def has_bench() -> bool:
-    """Return whether slidesparse-bench is installed."""
-    return bool(entry_points(group=GROUP))
 
 
 def from_bench(part: str, needed_by: str) -> Any:
@@ -23,13 +18,14 @@ def from_bench(part: str, needed_by: str) -> Any:
         needed_by: What the user asked for: ``slidesparse bench``.
 
     Raises:
-        UnsupportedError: slidesparse-bench is not installed.
+        UnsupportedError: slidesparse-bench is not installed, or cannot be imported.
     """
-    found = list(entry_points(group=GROUP, name=part))
-    if not found:
-        raise UnsupportedError(
-            f"{needed_by} needs slidesparse-bench",
-            got="none installed",
-            remedy="run pip install ./bench in a checkout of slidesparse",
-        )
-    return found[0].load()
+    got = "none installed"
+    for point in entry_points(group=GROUP, name=part):
+        try:
+            return point.load()
+        except ImportError as error:
+            got = first_line(error)
+    raise UnsupportedError(
+        f"{needed_by} needs slidesparse-bench", got=got, remedy="run pip install ./bench in a checkout of slidesparse"
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from slidesparse.base.from_bench import from_bench, has_bench
+from slidesparse.base.from_bench import from_bench
 from slidesparse.cli.arguments import Commands, add_command, named_path
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, UnsupportedError
 
 TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
 """Numbers of tokens that tune measures, unless the user names others."""
@@ -26,9 +26,9 @@ def add_commands(commands: Commands) -> None:
     """Add tune, bench and report."""
     _add_tune(commands)
     for name, text in OF_BENCH.items():
-        if has_bench():
+        try:
             from_bench(name, f"slidesparse {name}")(commands, text)
-        else:
+        except UnsupportedError:
             _add_missing(commands, name, text)
 
 

@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 
 from slidesparse import ops
-from slidesparse.gemm import Operand, Problem, get_backend
-from slidesparse.gemm.hopper.backend import HopperSixBitCounts, HopperSixBits
+from slidesparse.gemm import BACKENDS, Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.layout import Layout
+from slidesparse.offline.tune_job import recipe_for as rounding_for
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
@@ -24,9 +24,6 @@ from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 from slidesparse_bench.problems import pattern_and_columns
 from slidesparse_bench.records import DENSE_VARIANT, Case
-
-SIX_BITS = (HopperSixBits.name, HopperSixBitCounts.name)
-"""The backends that are measured with INT8 weights of six bits."""
 
 KEPT = 32
 """Packed weights and operands kept: those of one linear in every pattern, for three backends."""
@@ -66,7 +63,7 @@ def packed_weight(
 
 def recipe_for(backend: str, dtype: str) -> Rounding:
     """Return how the weights are rounded that a backend is measured with."""
-    return "6bit" if backend in SIX_BITS and dtype == "int8" else "absmax"
+    return rounding_for(backend) if dtype == "int8" and backend in BACKENDS else "absmax"
 
 
 @lru_cache(maxsize=KEPT)
