@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import InputError, UnsupportedError, system_words
+from slidesparse.errors import InputError, system_words
 from slidesparse_bench.records import Machine, Record
 from slidesparse_bench.report import engines, experts, tables
 from slidesparse_bench.report.numbers import Comparison, Limits, comparisons, limits
@@ -88,9 +88,9 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
 
     Raises:
         InputError: No records, records of different GPUs, or a folder that cannot be written.
-        UnsupportedError: matplotlib is missing.
     """
-    plots = require_plots()
+    from slidesparse_bench.report import plots  # matplotlib takes a second
+
     gpus = sorted({record.machine.gpu for record in records})
     if not gpus:
         raise InputError("there are no records in these files", needed="files that slidesparse bench wrote")
@@ -141,21 +141,6 @@ def write_page(
             "cannot write the report", got=system_words(error), needed="a folder that can be written"
         ) from error
     return [page, *pictures, *(folder / name for name in files)]
-
-
-def require_plots() -> Any:
-    """Import the module that draws.
-
-    Raises:
-        UnsupportedError: matplotlib is missing.
-    """
-    try:
-        from slidesparse_bench.report import plots
-    except ImportError as error:
-        raise UnsupportedError(
-            "slidesparse report needs matplotlib", got=str(error), remedy='pip install "slidesparse[report]"'
-        ) from error
-    return plots
 
 
 def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:

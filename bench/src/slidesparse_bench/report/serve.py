@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slidesparse.errors import InputError
 from slidesparse_bench.report.numbers import ratio
-from slidesparse_bench.report.page import machine_line, require_plots, write_page
+from slidesparse_bench.report.page import machine_line, write_page
 from slidesparse_bench.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
 from slidesparse_bench.report.serve_numbers import (
     Group,
@@ -92,9 +92,7 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 
     Raises:
         InputError: Records of different GPUs or releases, or a folder that cannot be written.
-        UnsupportedError: matplotlib is missing.
     """
-    require_plots()
     from slidesparse_bench.report import serve_plots
 
     machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
