@@ -28,7 +28,7 @@ from slidesparse_bench import environment, problems, runner
 from slidesparse_bench.comparison import Refusal, Session, Subject, compare
 from slidesparse_bench.interleaved import MAX_ROUNDS, MIN_ROUNDS, interleave, rounds_for, summarize, time_passes
 from slidesparse_bench.kernels import gemm, operands
-from slidesparse_bench.kernels.kernels import any_weight
+from slidesparse_bench.kernels.lifting import any_weight
 from slidesparse_bench.problems import PATTERNS, PROFILES, Profile
 from slidesparse_bench.records import ALL, DENSE_VARIANT, Record, read_records
 

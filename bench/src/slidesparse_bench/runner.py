@@ -19,13 +19,13 @@ from slidesparse.tuning.checking import WRONG
 from slidesparse_bench import environment, problems
 from slidesparse_bench.comparison import Session, now
 from slidesparse_bench.interleaved import CudaHostStopwatch
-from slidesparse_bench.kernels import gemm, grouped, kernels, linear, mixtures, pack
+from slidesparse_bench.kernels import gemm, grouped, lifting, linear, mixtures, pack
 from slidesparse_bench.problems import Profile
 from slidesparse_bench.records import ALL, GROUPED, SQUARE, Case, Record, new_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
-    "kernels": kernels.measure,
+    "kernels": lifting.measure,
     "linear": linear.measure,
     "gemm": gemm.measure,
     GROUPED: grouped.measure,
