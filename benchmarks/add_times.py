@@ -10,8 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from slidesparse.bench import share
 from slidesparse.errors import SlideSparseError
+from slidesparse.offline.share import describe
+from slidesparse_bench import sent_times
 
 
 def main() -> int:
@@ -21,13 +22,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="add it to the tables that ship")
     options = parser.parse_args()
     try:
-        table = share.read(options.file)
+        table = sent_times.read(options.file)
     except SlideSparseError as error:
         print(error, file=sys.stderr)
         return 1
-    print(share.describe(table, options.file))
+    print(describe(table, options.file))
     if options.write:
-        print(f"added to {share.add_to_package(table)}")
+        print(f"added to {sent_times.add_to_package(table)}")
     return 0
 
 

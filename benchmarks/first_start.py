@@ -55,9 +55,9 @@ def main() -> None:
 
     import torch
 
-    from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
     from slidesparse.weights.pattern import Pattern
     from slidesparse.weights.quant import parse_dtype
+    from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 
     folder = options.scratch / f"{options.model}-{options.pattern.replace(':', 'of')}-{options.dtype}"
     if not folder.exists():

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench import environment, operands
-from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.tiles import SECOND_LAUNCH, Band, Tile, cheapest, cycles_of, two_bands
-from slidesparse.tuning.timing import CudaStopwatch, interleave
+from slidesparse.offline.known_models import MODELS
+from slidesparse.tuning.timing import CudaStopwatch
+from slidesparse_bench import environment
+from slidesparse_bench.interleaved import interleave
+from slidesparse_bench.kernels import operands
 
 TOKENS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
 ROUND_S = 0.01

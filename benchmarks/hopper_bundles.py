@@ -25,12 +25,6 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench import environment
-from slidesparse.bench.expert_operands import PackedExperts, packed_experts
-from slidesparse.bench.mixtures import BALANCED, draw
-from slidesparse.bench.operands import packed_weight
-from slidesparse.bench.problems import MODELS
-from slidesparse.expert_sizes import MIXTURES
 from slidesparse.gemm.backend import Operand
 from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBitCounts, HopperSixBits
 from slidesparse.gemm.hopper.grouped import HopperExperts
@@ -42,11 +36,17 @@ from slidesparse.lifting.kernel import quantize_lift
 from slidesparse.lifting.layout import Layout
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.routed.expert_order import arrange
-from slidesparse.records import LAYERS
+from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.tuning.measure import gaussian
-from slidesparse.tuning.timing import CudaStopwatch, copies_needed, copies_of, time_passes
+from slidesparse.tuning.timing import CudaStopwatch, copies_needed, copies_of
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import Rounding, parse_dtype
+from slidesparse_bench import environment
+from slidesparse_bench.expert_sizes import MIXTURES
+from slidesparse_bench.interleaved import time_passes
+from slidesparse_bench.kernels.expert_operands import PackedExperts, packed_experts
+from slidesparse_bench.kernels.mixtures import BALANCED, draw
+from slidesparse_bench.kernels.operands import packed_weight
 
 MODEL, MIXTURE = "Qwen2.5-7B", "Qwen3-30B-A3B"
 TOKENS = (16, 64, 128, 256, 1024, 4096, 16384)

@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench import environment
-from slidesparse.bench.dense import vllm_ops
-from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
-from slidesparse.records import LAYERS
-from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
+from slidesparse.offline.known_models import LAYERS, MODELS
+from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import parse_dtype
+from slidesparse_bench import environment
+from slidesparse_bench.interleaved import time_passes
+from slidesparse_bench.kernels.dense import vllm_ops
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768)
 MOST_BLOCKS = 8

@@ -24,12 +24,14 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from slidesparse.bench import environment, operands
-from slidesparse.bench.dense import vllm_ops
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.tiles import TILES, Tile, cheapest, work
-from slidesparse.tuning.timing import CudaStopwatch, interleave
+from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse.weights.quant import parse_dtype, quantize_rows
+from slidesparse_bench import environment
+from slidesparse_bench.interleaved import interleave
+from slidesparse_bench.kernels import operands
+from slidesparse_bench.kernels.dense import vllm_ops
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 TOKENS = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)

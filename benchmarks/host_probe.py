@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from slidesparse import ops
-from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.layer.linear import SlideLinear
@@ -25,6 +24,7 @@ from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dtype_name
+from slidesparse_bench.kernels.dense import vllm_ops, vllm_quantize
 
 BLOCKS, CALLS = 25, 40
 TOKENS, COLUMNS, OUT = 64, 2048, 2048

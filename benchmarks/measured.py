@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench.problems import MODELS
-from slidesparse.bench.serve_plan import PLAN
-from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.gemm.speed_files import file_name
 from slidesparse.offline import cards as card_list
-from slidesparse.offline.step_time import GPUS
-from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, LAYERS, PLAIN, Record, read_records
-from slidesparse.report.experts import MEMORY_RATE, operations, share
-from slidesparse.report.numbers import Comparison, comparisons, median_us, points
-from slidesparse.report.serve_numbers import Group, groups, timeline_bins
-from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
+from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.expert_sizes import DOWN, GATE_UP, LAYER
+from slidesparse_bench.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
+from slidesparse_bench.report.experts import MEMORY_RATE, operations, share
+from slidesparse_bench.report.numbers import Comparison, comparisons, median_us, points
+from slidesparse_bench.report.serve_numbers import Group, groups, timeline_bins
+from slidesparse_bench.serve.serve_plan import PLAN
+from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
+from slidesparse_bench.step_time import GPUS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

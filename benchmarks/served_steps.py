@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.bench.problems import MODELS
 from slidesparse.models.choose_patterns import PlanSet
-from slidesparse.offline.step_time import SERVED_STEPS, LayerTimes, Loads, Rest, ServedSteps, Steps
-from slidesparse.report.serve_numbers import EDGES
-from slidesparse.served_records import (
+from slidesparse.offline.known_models import MODELS
+from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.report.serve_numbers import EDGES
+from slidesparse_bench.served_records import (
     AGAIN,
     BURST_LOAD,
     CONTROL,
@@ -39,7 +39,7 @@ from slidesparse.served_records import (
     Workload,
     read,
 )
-from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.step_time import SERVED_STEPS, LayerTimes, Loads, Rest, ServedSteps, Steps
 
 ROOT = Path(__file__).parent.parent
 SERVED = {"h200": ("int8", "fp8"), "h100": ("int8",)}

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.bench import environment
 from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, prune_, read_sentences, spearman
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
+from slidesparse_bench import environment
 
 PATTERNS = ("dense", "6:8", "4:6", "2:4")
 RECIPES: tuple[Rounding, ...] = ("absmax", "6bit")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse import prune
-from slidesparse.base import progress
+from slidesparse.base import from_bench, progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
 from slidesparse.cli import main, pruning
@@ -380,7 +381,7 @@ def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["tune", "--help"]])
 def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
     """Importing torch takes seconds, so a torch that cannot be imported is in its place."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')\n")
@@ -409,3 +410,35 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 def test_the_command_line_knows_every_method() -> None:
     assert sorted(prune.METHODS) == list(pruning.METHODS)
+
+
+@pytest.mark.parametrize(
+    "words", [["bench", "gemm", "--out", "r.jsonl"], ["report", "--out", "r", "x"], ["bench", "-h"]]
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_slidesparse_bench_brings_says_how_to_install_it(
+    words: list[str], as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [])
+    assert main([*words, *(["--json"] if as_json else [])]) == 1
+    told = capsys.readouterr()
+    if as_json:
+        assert json.loads(told.out)["error"]["kind"] == "UnsupportedError"
+    assert told.err.splitlines() == [
+        f"slidesparse: slidesparse {words[0]} needs slidesparse-bench; got none installed;"
+        " run pip install ./bench in a checkout of slidesparse"
+    ]
+
+
+def test_a_slidesparse_bench_that_is_broken_stops_no_other_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = metadata.EntryPoint("bench", "no_such_module:add_bench", from_bench.GROUP)
+    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [point])
+    assert main(["info"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "all"]) == 1
+    assert (
+        "needs slidesparse-bench; got ModuleNotFoundError: No module named 'no_such_module'; run pip"
+        in capsys.readouterr().err
+    )

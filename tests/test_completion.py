@@ -33,7 +33,6 @@ def offered(*words: str) -> list[str]:
         (["slidesparse", "prune", "m", "q", "--recipe", "t"], ["ternary"]),
         (["slidesparse", "plan", "m", "--recipe", ""], ["absmax", "6bit"]),
         (["slidesparse", "-v", "completion", ""], ["bash", "fish", "zsh"]),
-        (["slidesparse", "bench", "v"], ["vllm"]),
         (["slidesparse", "prune", "./"], []),
         (["slidesparse", "prune", "--plan", "f"], []),
         (["slidesparse", "none", "-"], []),
@@ -55,7 +54,7 @@ def test_file_names_come_where_no_word_is_known() -> None:
 def test_nothing_of_the_parser_is_missing(shell: str) -> None:
     script = completion.script(shell, build_parser())
     commands = completion._commands(build_parser())
-    assert {"prune", "completion", "bench"} < set(commands)
+    assert {"prune", "completion", "tune"} < set(commands)
     for name, parser in commands.items():
         lines = [line for line in script.splitlines() if name in line]
         for option in completion._options(parser):

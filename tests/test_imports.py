@@ -19,9 +19,6 @@ ROOT = Path(slidesparse.__file__).parent
 LAYERS = [
     {"errors"},
     {"base"},
-    {"expert_sizes", "records"},
-    {"served_figures"},
-    {"served_records"},
     {"weights"},
     {"lifting", "prune"},
     {"fp4", "gemm"},
@@ -32,7 +29,6 @@ LAYERS = [
     {"files", "recover"},
     {"offline"},
     {"integrations"},
-    {"bench", "report"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -52,12 +48,6 @@ FORBIDDEN = {
     "fp4": {"slidesparse.lifting", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
-    "expert_sizes": {"torch", "numpy"},
-    "records": {"torch", "numpy"},
-    "served_figures": {"torch", "numpy"},
-    "served_records": {"torch", "numpy"},
-    "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
-    "bench": {"matplotlib"},
     "layer": {"safetensors"},  # a layer never sees files
     "models": {"safetensors"},
     "files/checkpoint": {"slidesparse.lifting", "triton"},
@@ -202,14 +192,19 @@ def test_every_name_that_pages_give_the_package_is_there() -> None:
     assert names <= set(slidesparse.__all__)
 
 
-def test_theory_report_and_command_line_are_imported_without_torch() -> None:
-    names = ("weights.pattern", "errors", "records", "served_records", "report", "report.serve", "cli")
-    modules = [f"slidesparse.{name}" for name in names]
+def test_theory_and_command_line_are_imported_without_torch() -> None:
+    modules = ["slidesparse.weights.pattern", "slidesparse.errors", "slidesparse.cli"]
     code = (
         "import importlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
         f"[print(importlib.import_module(name).__name__) for name in {modules}]"
     )
     assert _run(code).split() == modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_the_benchmarks(path: Path) -> None:
+    """They are another distribution, which is asked through entry points (base/from_bench.py)."""
+    assert not [name for name in imports(path, ROOT) if name.split(".")[0] == "slidesparse_bench"]
 
 
 def test_every_module_can_be_imported() -> None:

@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [*PLAN, "--method", "magnitude", "--samples", "64"],
         "options without effect; got --samples with --method magnitude; needed a method that sees calibration windows",
     ),
-    "no load": ([*PLAN, "--at", "mix"], "load of a plan; got 'mix'"),
     "a plan of six bits in FP8": (
         [*PLAN, "--recipe", "6bit", "--dtype", "fp8"],
         "the 6bit recipe ends in INT8 storage; got fp8; needed int8",

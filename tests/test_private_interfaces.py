@@ -35,7 +35,6 @@ DOORS = {
 ELSEWHERE = {
     # A kernel of vLLM's that is looked for, and not used where it is not found.
     "gemm/dense.py": {"torch.ops._C", "vllm._C", "vllm._C_stable_libtorch"},
-    "bench/dense.py": {"vllm._custom_ops"},
     # What a class inherits from torch.nn.Module: no torch can rename it without all modules that exist.
     "layer/linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
     "layer/weight_form.py": {"_buffers"},  # torch.nn.Module's

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slidesparse.bench.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
 
 
 def serve_on_two(connection: Connection, options: EngineOptions) -> None:

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_families import SMALL, VISION_MODEL, write_pruned
 
-from slidesparse.bench.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
 from slidesparse.errors import SlideSparseError
 from slidesparse.offline.prune_options import Recipe
+from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
 
 PROMPTS, TOKENS, LIKELIEST = 4, 32, 20
 RANK = 8

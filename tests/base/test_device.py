@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_records import too_old
 from checkpoints import make_checkpoint
+from no_gpu import too_old
 
 import slidesparse
 from slidesparse import InputError, UnsupportedError

@@ -14,7 +14,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
 from slidesparse.gemm.cusparselt.table import load_algorithms as load_searches
 from slidesparse.gemm.speed_files import load_speeds as load_times
-from slidesparse.records import Record
+from slidesparse_bench.records import Record
 
 HOSTILE = {
     "deep, not closed": b"[" * 100_000,

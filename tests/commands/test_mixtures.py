@@ -604,21 +604,6 @@ def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.Cap
     )
 
 
-@pytest.mark.parametrize("more", [[], ["--ignore", "re:.*experts"]])
-def test_plan_does_not_foretell_how_a_mixture_is_served(
-    tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Experts that stay dense take time, too."""
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--speedup", "1.1", "--at", "mixed"]
-    assert main([*map(str, words), "--calibration", str(write_text(tmp_path / "text.txt")), *more]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "slidesparse: how fast a mixture of experts is served cannot be foretold; got --at and"
-        " model.layers.0.mlp.experts; needed records of a whole mixture that was served dense and at each pattern;"
-        " leave out --at, and matrix products alone are modelled"
-    )
-
-
 @pytest.mark.parametrize("name", STORED)
 def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_records import too_old
+from no_gpu import too_old
 
 from slidesparse.cli import main
 from slidesparse.demo.run import (

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.launch import Kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
@@ -22,6 +21,7 @@ from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain
 from slidesparse.lifting import launch as lift_launch
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.lifting.prologue import Prologue
+from slidesparse.offline.known_models import MODELS
 from slidesparse.ops import resolve
 
 DEVICE, SOURCE = torch.device("cuda", 0), torch.bfloat16

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm_answers import LAYERS, SETTINGS, Answers, Weights, ask, checkpoint, difference
 
-from slidesparse.bench.vllm_engine import Engine, EngineOptions
+from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 

@@ -17,11 +17,11 @@ from vllm_answers import difference
 from vllm_families import SMALL
 from vllm_tiny import TOKENS, Case, Served, prompts, serve, serve_apart
 
-from slidesparse.bench.vllm_engine import Engine, EngineOptions, FarEnd
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import Rounding
+from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions, FarEnd
 
 pytestmark = [
     pytest.mark.gpu,

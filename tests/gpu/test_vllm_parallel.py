@@ -17,7 +17,7 @@ import torch
 from vllm_answers import SETTINGS, TOKENS, Answers, ask_one_by_one, checkpoint, difference, prompts
 from vllm_data_parallel import serve_on_two
 
-from slidesparse.bench.vllm_engine import Engine, EngineOptions
+from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
 
 pytestmark = [
     pytest.mark.gpu,

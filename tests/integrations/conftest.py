@@ -103,8 +103,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Pattern and type -> a small checkpoint, made once."""
     import torch
 
-    from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
     from slidesparse.weights.pattern import Pattern
+    from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 
     folder = tmp_path_factory.mktemp("checkpoints")
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.bench import grouped_stock
-from slidesparse.bench.expert_operands import dense_experts, expected_layer, expected_product
-from slidesparse.bench.mixtures import draw
-from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.tuning.checking import relative_error
 from slidesparse.weights.quant import quantize_rows
+from slidesparse_bench.expert_sizes import DOWN, GATE_UP, ExpertSizes
+from slidesparse_bench.kernels import grouped_stock
+from slidesparse_bench.kernels.expert_operands import dense_experts, expected_layer, expected_product
+from slidesparse_bench.kernels.mixtures import draw
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slidesparse.bench import serve_engine, serve_http
-from slidesparse.bench.serve_engine import ServeDriver
-from slidesparse.bench.serve_load import decode
-from slidesparse.bench.serve_options import ServeOptions, server_arguments
-from slidesparse.served_records import AT_ONCE, Workload
+from slidesparse_bench.serve import serve_engine, serve_http
+from slidesparse_bench.serve.serve_engine import ServeDriver
+from slidesparse_bench.serve.serve_load import decode
+from slidesparse_bench.serve.serve_options import ServeOptions, server_arguments
+from slidesparse_bench.served_records import AT_ONCE, Workload
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

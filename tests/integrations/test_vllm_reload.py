@@ -126,7 +126,7 @@ def test_what_is_loaded_only_in_part_keeps_its_other_weights(checkpoints: Any) -
 
 
 def test_packed_weights_are_counted_though_no_submodule_holds_them(checkpoints: Any) -> None:
-    from slidesparse.bench.vllm_engine import _bytes
+    from slidesparse_bench.engine.vllm_engine import _bytes
 
     model = loaded(configured(checkpoints("6:8")), REFERENCE)
     packed = sum(tensor.nbytes for layer in linears(model).values() for tensor in layer.slide.buffers())

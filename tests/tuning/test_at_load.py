@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from tuning_fakes import FakeClock, FakeStopwatch, Quick, Wrong
+from tuning_fakes import FakeClock, FakeStopwatch, Quick, Wrong, pretend_gpu
 
-from slidesparse.base import log
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, Problem, choose, select, speed_files
-from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import LayerSpeed
@@ -41,18 +39,7 @@ LOGGER = logging.getLogger("slidesparse.test")
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU passes for a GPU, with one accelerated backend."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
-    log.log_once.cache_clear()
-    for name in list(BACKENDS):
-        monkeypatch.delitem(BACKENDS, name)
-    for backend in (Reference, Dense, Quick):
-        monkeypatch.setitem(BACKENDS, backend.name, backend)
-    monkeypatch.setattr(select, "can_be_timed", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
-    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+    pretend_gpu(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import measure
 from slidesparse.tuning.measure import (
+    AT_START,
     LONG_FROM,
     LONG_S,
     RIVALS_FROM,
@@ -209,9 +211,11 @@ def test_sums_that_a_backend_writes_before_its_scales_count(monkeypatch: pytest.
     assert found.layer.tokens == (256,)
 
 
-def test_measuring_takes_no_more_than_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "TRANSIENT_BYTES", 1 << 17)
-    found = taken(FakeStopwatch(by(dense=1e5, quick=1e5)), [16, 4096])
+def test_measuring_takes_no_more_than_its_own_limit() -> None:
+    stopwatch, effort = FakeStopwatch(by(dense=1e5, quick=1e5)), replace(AT_START, n_bytes=1 << 17)
+    found = LayerMeasurement(packed(), ("dense", "quick"), torch.bfloat16, stopwatch, effort).measure(
+        [16, 4096], (), lambda: False
+    )
     assert found.layer is not None
     assert found.layer.tokens == (16, 256)
 

@@ -22,6 +22,21 @@ def why_no_cuda() -> str | None:
     return None
 
 
+def require_cuda(needed_by: str, more: str = "") -> None:
+    """Refuse to measure without a GPU.
+
+    Args:
+        needed_by: What the user asked for: ``slidesparse tune``.
+        more: What else there is to do, from a semicolon on.
+
+    Raises:
+        UnsupportedError: There is none that torch can use, with its reason.
+    """
+    if (why := why_no_cuda()) is not None:
+        remedy = f"run it on a machine with an NVIDIA GPU{more}"
+        raise UnsupportedError(f"{needed_by} needs a CUDA GPU", got=why, remedy=remedy)
+
+
 @lru_cache(maxsize=64)
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton's kernels run on a device: it generates code from compute capability 8.0 on."""

@@ -122,7 +122,7 @@ class LoadTuner:
             packed: Its weight.
             fallback: As for :func:`slidesparse.gemm.select.choose`.
         """
-        self._alone(problem.device, _name(problem), lambda end: self._measure(problem, packed, fallback, end))
+        self._alone(problem.device, layer_name(problem), lambda end: self._measure(problem, packed, fallback, end))
 
     def wants_experts(self, kind: ExpertKind) -> bool:
         """Return whether a layer's experts are the first ones of a kind that is to be measured now."""
@@ -169,7 +169,7 @@ class LoadTuner:
         tokens = self._lacking(problem, backends)
         if not backends or not tokens:
             return  # the process that was waited for has measured it
-        name, start = _name(problem), self._clock()
+        name, start = layer_name(problem), self._clock()
         self.log.info(
             "slidesparse: measuring %s on this GPU: %s at %d to %d tokens", name, ", ".join(backends), *_ends(tokens)
         )
@@ -191,20 +191,11 @@ class LoadTuner:
         self._tell_left(tokens, found.layer, end)
 
     def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Keep) -> None:
-        for backend, fault in found.faults.items():
-            self.log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
-        busy = found.noise > NOISE
-        layer = None if busy else found.layer
+        layer = usable_times(found, name, self.log)
         path = keep(layer, found.wrong) if layer is not None or found.wrong else None
-        if found.layer is None:
-            return
-        if busy:
-            line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
-            self.log.warning(line, name, 100 * found.noise)
-            return
-        self.log.info(
-            "slidesparse: measured %s in %.1f s (%s): %s", name, seconds, path or "not kept", describe(found.layer)
-        )
+        if layer is not None:
+            line = "slidesparse: measured %s in %.1f s (%s): %s"
+            self.log.info(line, name, seconds, path or "not kept", describe(layer))
 
     def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
         measured = find_measured(problem, backends)
@@ -229,6 +220,20 @@ class LoadTuner:
                 " and the next start, or slidesparse tune, measures them",
                 self.budget_s,
             )
+
+
+def usable_times(found: TakenTimes, name: str, log: logging.Logger) -> LayerSpeed | None:
+    """Return the times that were taken of a kind of layer; None where there are none, or the GPU was busy.
+
+    What could not be measured, and a busy GPU, is a line of the log.
+    """
+    for backend, fault in found.faults.items():
+        log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
+    if found.layer is not None and found.noise > NOISE:
+        line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
+        log.warning(line, name, 100 * found.noise)
+        return None
+    return found.layer
 
 
 def _keep_layer(problem: Problem, layer: LayerSpeed | None, wrong: Iterable[str]) -> Path | None:
@@ -257,5 +262,6 @@ def _ends(tokens: list[int]) -> tuple[int, int]:
     return tokens[0], tokens[-1]
 
 
-def _name(problem: Problem) -> str:
+def layer_name(problem: Problem) -> str:
+    """Return ``int8 4608x3584 6:8``."""
     return f"{dtype_name(problem.dtype)} {problem.out_features}x{problem.in_features} {problem.pattern}"

@@ -1,10 +1,11 @@
-"""Measure one kind of layer where it is loaded: dense and each packed form, quantisation and scales included.
+"""Measure one kind of layer: dense and each packed form of a weight, quantisation and scales included.
 
-The weight is the one that was just loaded, and activations are Gaussian: zeros would draw less power. Every form has a
-stretch of its own at each number of tokens (:func:`slidesparse.tuning.timing.time_laps`). It is short where the GPU
-stays below its power limit anyway, and long enough for the clock to settle where it does not. CUDA graphs hold the
-calls, as they do in vLLM up to some 512 tokens; beyond, the GPU takes longer than a launch, and where memory is short
-the calls are launched one by one.
+A start measures the weight that it just loaded, ``slidesparse tune`` one of random numbers. Activations are Gaussian:
+zeros would draw less power. Every form has a stretch of its own at each number of tokens
+(:func:`slidesparse.tuning.timing.time_stretches`). At a start it is short where the GPU stays below its power limit
+anyway, and long enough for the clock to settle where it does not; ``tune`` takes more time (:class:`Effort`). CUDA
+graphs hold the calls, as they do in vLLM up to some 512 tokens; beyond, the GPU takes longer than a launch, and where
+memory is short the calls are launched one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
-from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_laps
+from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_stretches
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 
@@ -36,15 +37,40 @@ SHORT_S, LONG_S = 0.02, 0.15
 clock settles within 70 ms, and the later half counts (docs/log/layers.md)."""
 
 LONG_FROM = 512
-"""The fewest tokens that are timed for :data:`LONG_S`."""
+"""The fewest tokens that are timed for :data:`LONG_S` at a start."""
 
 TRANSIENT_BYTES = 2 << 30
-"""Most memory that measuring takes: forms of the weight, copies of them, activations, products. It ends where they
-would need more, or more than half of what is free. It is what gate and up of a 7B model need at 16384 tokens; vLLM
-itself takes as much when it profiles such a batch, later and not at the same time."""
+"""Most memory that measuring takes at a start: forms of the weight, copies of them, activations, products. It ends
+where they would need more, or more than half of what is free. It is what gate and up of a 7B model need at 16384
+tokens; vLLM itself takes as much when it profiles such a batch, later and not at the same time."""
 
 RIVAL, RIVALS_FROM = 1.25, 4096
-"""A packed form that takes this much longer than the fastest one is not timed again, from this number of tokens on."""
+"""At a start a packed form that takes this much longer than the fastest one is not timed again, from this number of
+tokens on."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a measurement may take.
+
+    Attributes:
+        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
+        long_s: Seconds of a stretch at more.
+        stretches: Stretches of each form.
+        saves: Where a stretch is long, dense is timed once, and no form that was much slower than another.
+        n_bytes: Most memory; half of what is free in any case.
+    """
+
+    short_s: float
+    long_s: float
+    stretches: int
+    saves: bool
+    n_bytes: int
+
+
+AT_START = Effort(SHORT_S, LONG_S, 1, saves=True, n_bytes=TRANSIENT_BYTES)
+THOROUGH = Effort(LONG_S, LONG_S, 3, saves=False, n_bytes=1 << 62)
+"""That of ``slidesparse tune``, for which nobody waits."""
 
 
 SEED = 7_654_321
@@ -94,17 +120,20 @@ def taken_times(
     return TakenTimes(layer, median(noises) if noises else 0.0, faults, frozenset(wrong) - {DENSE})
 
 
-def time_forms(passes: Mapping[str, Pass], tokens: int) -> tuple[dict[str, float], float | None]:
+def time_forms(
+    passes: Mapping[str, Pass], tokens: int, effort: Effort = AT_START
+) -> tuple[dict[str, float], float | None]:
     """Return the microseconds of each form, dense first, and the relative difference of dense timed twice.
 
-    Where that takes long, dense is timed once, and the difference is None.
+    Where that takes too long for the effort, dense is timed once, and the difference is None.
     """
-    laps = [[one] for one in passes.values()]
-    noise = None
-    if tokens >= LONG_FROM:
-        samples = [taken for (taken,) in time_laps(laps, LONG_S, 1)]
+    all_forms, noise = list(passes.values()), None
+    if effort.saves and tokens >= LONG_FROM:
+        samples = time_stretches(all_forms, effort.long_s, effort.stretches)
     else:  # dense before all others, while the clock rises, and after them, for the noise
-        _, *samples, again = (taken for (taken,) in time_laps([laps[0], *laps, laps[0]], SHORT_S, 1))
+        thrice = [all_forms[0], *all_forms, all_forms[0]]
+        stretch_s = effort.short_s if tokens < LONG_FROM else effort.long_s
+        _, *samples, again = time_stretches(thrice, stretch_s, effort.stretches)
         noise = noise_of(samples[0], again)
     return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}, noise
 
@@ -150,12 +179,14 @@ class LayerMeasurement:
         backends: Names of the backends to compare, dense first.
         source: Type of the activations.
         stopwatch: Times passes.
+        effort: What measuring may take.
     """
 
     packed: PackedWeight
     backends: Sequence[str]
     source: torch.dtype
     stopwatch: Stopwatch
+    effort: Effort = AT_START
     _faults: dict[str, str] = field(default_factory=dict)
     _noises: list[float] = field(default_factory=list)
     _wrong: set[str] = field(default_factory=set)
@@ -177,7 +208,7 @@ class LayerMeasurement:
             if m == 0 or done or is_over():
                 break
             right = [form for form in forms if form.backend not in self._wrong]
-            times = self._time(_rivals(right, columns, m), m)
+            times = self._time(_rivals(right, columns, m) if self.effort.saves else right, m)
             if times:
                 columns[m] = times
             if m < wanted or not times:
@@ -207,7 +238,7 @@ class LayerMeasurement:
     def _spare(self, tokens: int, forms: Sequence[_Form], times: int) -> int:
         """Return the bytes left for copies where calls allocate theirs ``times`` times: a graph has its own."""
         kept = sum(form.n_bytes for form in forms)
-        most = min(TRANSIENT_BYTES - kept, self.stopwatch.free_bytes())
+        most = min(self.effort.n_bytes - kept, self.stopwatch.free_bytes())
         x = tokens * self.packed.shape[1] * self.source.itemsize
         return most - x - times * max((form.bytes_for(tokens, self.source) for form in forms), default=0)
 
@@ -222,7 +253,7 @@ class LayerMeasurement:
             return {}
         if not passes:
             return {}
-        times, noise = time_forms(passes, tokens)
+        times, noise = time_forms(passes, tokens, self.effort)
         self._noises += [] if noise is None else [noise]
         return times
 

@@ -1,16 +1,13 @@
-"""The timing protocol, all of it.
+"""The timing protocol of a layer, all of it.
 
-1. The result of every variant is checked before anything is timed (by the caller), and once more on the captured graph.
-2. A *pass* calls one variant on each of several copies of its operands, enough to exceed three times the L2 cache, so
+1. The result of every form is checked before anything is timed (by the caller), and once more on the captured graph.
+2. A *pass* calls one form on each of several copies of its operands, enough to exceed three times the L2 cache, so
    every call finds a cold cache. Where the calls can be captured, a pass is one CUDA graph: no launch gaps.
-3. The variants of a comparison are interleaved, a pass of each in turn, and every round begins with another one: clocks
-   and temperature drift, and all variants get their share of it.
-4. The first variant takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
-5. Median, 20th and 80th percentile. Clocks and power are read and never set.
-
-Variants that take turns pass by pass share one clock rate, which under a power limit is set by the variant that draws
-most power. A model runs one variant all the time, so its gain is measured with *laps* (:func:`time_laps`): a pass of
-each of a model's layers, repeated for a while before the next variant has its turn.
+3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts. Forms that take
+   turns pass by pass would share one clock rate, which under a power limit is set by the form that draws most power;
+   a model runs one form all the time.
+4. Dense takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
+5. Clocks and power are never set.
 
 Data are Gaussian: zeros and constants draw less power, so the clocks rise and all times come out too short.
 """
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,16 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from slidesparse.gemm.autotune import capture_stream, cold_copies, l2_bytes
-from slidesparse.records import Timing
 
 MAX_COPIES = 512
 """Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
-
-MIN_ROUNDS, MAX_ROUNDS = 9, 200
-HOST_CALLS = 30
-
-STRETCH_S, STRETCHES = 0.3, 3
-"""Seconds that a variant runs laps before the next one does, and the number of such stretches of each variant."""
 
 Reading = Callable[[], float]
 """Waits for a pass that was queued; gives microseconds per call."""
@@ -81,10 +70,6 @@ class Stopwatch(Protocol):
         """Make a pass of ``calls``; ``check`` raises when the result of the last of them is wrong."""
         ...
 
-    def host_us(self, call: Callable[[], Any]) -> float:
-        """Return the host time of one eager call, in microseconds."""
-        ...
-
 
 def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
     """Return the copies of operands of ``n_bytes`` that keep L2 cold, as memory allows; at least one."""
@@ -96,95 +81,37 @@ def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     return [operands] + [copy.deepcopy(operands) for _ in range(count - 1)]
 
 
-def rounds_for(pass_us: Sequence[float], target_s: float) -> int:
-    """Return the rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
-    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(target_s * 1e6 / max(1e-3, sum(pass_us)))))
+def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1) -> list[list[float]]:
+    """Time passes as a model runs them: each alone for a while before the next one has its turn.
 
-
-def interleave(
-    passes: Sequence[Pass], rounds: int, when_queued: Callable[[], None] = lambda: None
-) -> list[list[float]]:
-    """Queue one of each, ``rounds`` times, each round beginning one further; read the times at the end.
-
-    Nothing waits in between, so the device never idles and the clocks stay those of load.
+    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work.
 
     Args:
-        passes: The passes to time.
-        rounds: The number of rounds.
-        when_queued: Called once when all passes are queued and the device still works.
+        passes: The passes.
+        stretch_s: Seconds of a stretch.
+        stretches: Stretches of each pass. Every round of them begins with another pass.
 
     Returns:
         For each pass its samples, microseconds per call.
     """
-    pending: list[list[Reading]] = [[] for _ in passes]
-    for number in range(rounds):
+    samples: list[list[float]] = [[] for _ in passes]
+    lengths = []
+    for one in passes:
+        _stretch(one, 1)  # warms up
+        (us,) = _stretch(one, 1)
+        lengths.append(max(2, int(stretch_s * 1e6 / max(1e-3, us * one.copies))))
+    for number in range(stretches):
         for step in range(len(passes)):
             at = (number + step) % len(passes)
-            pending[at].append(passes[at].launch())
-    when_queued()
-    return [[read() for read in readings] for readings in pending]
-
-
-def time_passes(
-    passes: Sequence[Pass], target_s: float, when_queued: Callable[[], None] = lambda: None
-) -> tuple[list[list[float]], float]:
-    """Time passes for about ``target_s`` seconds; returns the samples of each, and the noise."""
-    twice = [*passes, passes[0]]
-    interleave(twice, 1)  # warms up
-    estimate = interleave(twice, 1)
-    pass_us = [times[0] * one.copies for times, one in zip(estimate, twice, strict=True)]
-    *samples, again = interleave(twice, rounds_for(pass_us, target_s), when_queued)
-    return samples, noise_of(samples[0], again)
-
-
-def time_laps(
-    laps: Sequence[Sequence[Pass]],
-    stretch_s: float = STRETCH_S,
-    stretches: int = STRETCHES,
-    when_queued: Callable[[], None] = lambda: None,
-) -> list[list[list[float]]]:
-    """Time passes that follow one another as the layers of a model do.
-
-    A lap is repeated for a stretch before the next one has its turn, and the later half of that counts: by then the
-    clock is what the power limit allows for this lap's own work.
-
-    Args:
-        laps: For each variant a pass of each layer.
-        stretch_s: Seconds of a stretch.
-        stretches: Stretches of each lap.
-        when_queued: Called when the first stretch is queued and the device works.
-
-    Returns:
-        For each lap, for each of its passes, the samples, microseconds per call.
-    """
-    samples: list[list[list[float]]] = [[[] for _ in lap] for lap in laps]
-    lengths = []
-    for lap in laps:
-        _stretch(lap, 1)  # warms up
-        (readings,) = _stretch(lap, 1)
-        lap_us = sum(us * one.copies for us, one in zip(readings, lap, strict=True))
-        lengths.append(max(2, int(stretch_s * 1e6 / max(1e-3, lap_us))))
-    for number in range(stretches):
-        for step in range(len(laps)):
-            at = (number + step) % len(laps)
-            taken = _stretch(laps[at], lengths[at], when_queued if number == step == 0 else lambda: None)
-            for times in taken[len(taken) // 2 :]:
-                for own, us in zip(samples[at], times, strict=True):
-                    own.append(us)
+            taken = _stretch(passes[at], lengths[at])
+            samples[at] += taken[len(taken) // 2 :]
     return samples
 
 
-def _stretch(lap: Sequence[Pass], times: int, when_queued: Callable[[], None] = lambda: None) -> list[list[float]]:
-    """Queue a lap ``times`` times; return the times of its passes, lap by lap."""
-    pending = [[one.launch() for one in lap] for _ in range(times)]
-    when_queued()
-    return [[read() for read in readings] for readings in pending]
-
-
-def summarize(samples: Sequence[float], made_by: Pass, host_us: float | None = None) -> Timing:
-    """Return median and percentiles of at least two samples in microseconds."""
-    p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
-    return Timing(statistics.median(samples), p20, p80, len(samples), made_by.copies, made_by.method, host_us)
+def _stretch(one: Pass, times: int) -> list[float]:
+    """Queue a pass ``times`` times; return the times of its calls."""
+    pending = [one.launch() for _ in range(times)]
+    return [read() for read in pending]
 
 
 def noise_of(first: Sequence[float], again: Sequence[float]) -> float:
@@ -277,17 +204,6 @@ class CudaStopwatch:
                 call()
 
         return _CudaPass("events", calls, eager)
-
-    def host_us(self, call: Callable[[], Any]) -> float:
-        """Return the mean over calls that are queued without waiting, in microseconds."""
-        call()
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            call()
-        elapsed = time.perf_counter() - start
-        self.wait()
-        return elapsed / HOST_CALLS * 1e6
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[], Any]]) -> Any:

@@ -9,6 +9,7 @@ without its compiled parts.
 
 ================ ================================================================================================
 ``config.py``    SGLang's compressed-tensors configuration, with our linears where the marker names them
+``measuring.py`` a layer of each kind is measured when it is loaded, where this machine has no times of it
 ``refusals.py``  what cannot work with sparse layers, asked before anything is loaded; the user's options
 ``scheme.py``    a loaded and sharded layer becomes a SlideLinear, or stays as SGLang made it, and says why
 ================ ================================================================================================

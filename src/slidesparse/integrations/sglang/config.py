@@ -17,12 +17,14 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 from sglang.srt.runtime_context import get_server_args
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.measuring import make_tuner
 from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.vllm.names import find_layer, rename_layers
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
+from slidesparse.tuning.at_load import LoadTuner
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
 
@@ -38,6 +40,7 @@ class SGLangConfig(CompressedTensorsConfig):
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
         warmup: Runs a layer of each kind when it is loaded: before SGLang captures CUDA graphs.
+        tuner: Measures a layer of each kind before that; None where the user wants none.
     """
 
     marker: Marker
@@ -45,6 +48,7 @@ class SGLangConfig(CompressedTensorsConfig):
     most: int
     batch_invariant: bool = False
     warmup: WarmUp | None = None
+    tuner: LoadTuner | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -92,8 +96,9 @@ class SGLangConfig(CompressedTensorsConfig):
             _say_once(f"slidesparse: left to SGLang: {reason or 'left alone when the checkpoint was pruned'}")
             return scheme
         if self.warmup is None:
-            self.warmup = WarmUp(self.most, layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named.name, named.pattern, self.options, self.warmup)
+            source: Any = layer.params_dtype  # of every linear of SGLang's
+            self.warmup, self.tuner = WarmUp(self.most, source), make_tuner(self.options, self.most, source)
+        return SGLangScheme(scheme, named.name, named.pattern, self.options, self.warmup, self.tuner)
 
 
 def why_not(scheme: CompressedTensorsLinearScheme) -> str | None:

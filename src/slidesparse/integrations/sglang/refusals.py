@@ -9,6 +9,7 @@ from typing import Any
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.select import BACKENDS, Fallback, check_fallback
 from slidesparse.integrations.vllm.refused import RANDOM, SAVED, refuse_load_format
+from slidesparse.tuning.at_load import Tune, check_tune
 
 OPTIONS = "slidesparse"
 """The key of ``--json-model-override-args`` that holds our options: SGLang has no other place for a plugin's."""
@@ -30,10 +31,13 @@ class SGLangOptions:
     Attributes:
         backend: ``auto`` or a backend's name, for every layer.
         fallback: How ``auto`` runs layers for which sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+        tune: ``auto`` measures the kinds of layers that this machine has no times of, once, some seconds for a model;
+            ``off`` goes by a prior.
     """
 
     backend: str = "auto"
     fallback: Fallback = "dense"
+    tune: Tune = "auto"
 
     @classmethod
     def parse(cls, given: object) -> SGLangOptions:
@@ -51,6 +55,7 @@ class SGLangOptions:
         if options.backend not in ("auto", *BACKENDS):
             raise InputError(f"backend of {where}", got=repr(options.backend), needed=f"auto, {', '.join(BACKENDS)}")
         check_fallback(options.fallback, f"fallback of {where}")
+        check_tune(options.tune, f"tune of {where}")
         return options
 
 

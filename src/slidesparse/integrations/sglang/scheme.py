@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.measuring import measure_first
 from slidesparse.integrations.sglang.refusals import SGLangOptions
 from slidesparse.integrations.vllm.names import shard_start
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
+from slidesparse.tuning.at_load import LoadTuner
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import check_groups, following_groups, value_bits
@@ -40,12 +42,20 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         pattern: The pattern that the marker names.
         options: The user's options.
         warmup: Runs a layer of each kind.
+        tuner: Measures a layer of each kind first; None where the user wants none.
     """
 
     def __init__(
-        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, options: SGLangOptions, warmup: WarmUp
+        self,
+        inner: CompressedTensorsLinearScheme,
+        name: str,
+        pattern: Pattern,
+        options: SGLangOptions,
+        warmup: WarmUp,
+        tuner: LoadTuner | None = None,
     ) -> None:
         self.inner, self.name, self.pattern, self.options, self.warmup = inner, name, pattern, options, warmup
+        self.tuner = tuner
         self.in_features = 0
         self.converted = False
 
@@ -97,13 +107,16 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self._say(f"dense, no column group of this shard follows {pattern}")
             return None
         problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
+        pack_it = partial(
+            pack, weight, pattern, scale=layer.weight_scale.data, k_offset=k_offset, groups=groups, name=self.name
+        )
+        measure_first(self.tuner, problem, self.options, pack_it)
         choice = choose(problem, self.options.backend, self.options.fallback)
         if choice.backends == ("dense",):
             self._say(f"dense, {pattern}; {choice.reason}")
             return None
-        packed = pack(weight, pattern, scale=layer.weight_scale.data, k_offset=k_offset, groups=groups, name=self.name)
         self._say(f"sparse, {pattern}: {_describe(choice)}")
-        return SlideLinear(packed, backend=self.options.backend, fallback=self.options.fallback)
+        return SlideLinear(pack_it(), backend=self.options.backend, fallback=self.options.fallback)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out].

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
+from slidesparse.base.from_bench import from_bench
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
@@ -38,10 +38,9 @@ from slidesparse.models.sparsify import run_once
 from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.offline.evaluate import load_any
 from slidesparse.offline.plan.plan_file import PLAN_VERSION, about, described
-from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions
+from slidesparse.offline.plan.plan_options import HELD_OUT, SERVED_LOADS, PlanOptions
 from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
 from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
-from slidesparse.offline.step_time import GPUS, LayerTimes, joined_size, served_steps, served_times
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import parse_dtype
@@ -165,26 +164,9 @@ def _times(
     if not options.at:
         left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
         return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
-    if options.gpu is None:
-        times = LayerTimes(options.dtype, device, bits=options.bits)
-    else:
-        times = LayerTimes(options.dtype, torch.device("cpu"), GPUS[options.gpu], options.bits)
-    sets = planned.with_choices(())
-    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
-    served = served_times(options.at, layers, times, timed, planned.dense)
-    if patterns and not timed:
-        unknown = (one for one in sets if not any(times.find(p, *joined_size(one)) for p in patterns))
-        raise times.lacking(next(unknown, sets[0]), *patterns)
-    left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
-    alone = sum(len(one.names) for one in planned.dense)
-    served_so = "as served" if options.recipe == "absmax" else "as served with eight bits"
-    basis = [
-        *times.basis(timed, sets),
-        *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
-        f"all else {served_so}: {served_steps(options.dtype, times.gpu).source}",
-        *([f"left out, since not measured: {left_out}"] if left_out else []),
-    ]
-    return served, timed, tuple(basis)
+    served: tuple[Times, list[Pattern], tuple[str, ...]]
+    served = from_bench(SERVED_LOADS, "slidesparse plan --at").times_of(options, planned, patterns, layers, device)
+    return served
 
 
 def _refuse_existing(out: Path) -> None:

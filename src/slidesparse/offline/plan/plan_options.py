@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from slidesparse.base.from_bench import from_bench
 from slidesparse.errors import InputError
 from slidesparse.gemm import get_backend
 from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.step_time import GPUS, parse_load, served_steps
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QuantName, Rounding, check_rounding, parse_dtype, rounded_bits
 
 CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
+
+SERVED_LOADS = "served-loads"
+"""The part of slidesparse-bench that knows what loads take as they were served."""
 
 HELD_OUT = 4
 """Windows of text on which predictions are compared; the pruning method does not see them."""
@@ -35,7 +38,8 @@ class PlanOptions:
         patterns: Patterns that linears may get, besides staying dense.
         mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
             counts where no loads are given.
-        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
+        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``. They
+            need slidesparse-bench.
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
@@ -44,6 +48,7 @@ class PlanOptions:
 
     Raises:
         InputError: An option is no value, or contradicts another, whatever the source is.
+        UnsupportedError: There are loads, and slidesparse-bench is not installed.
     """
 
     target: Target
@@ -64,12 +69,10 @@ class PlanOptions:
             raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
         if self.gpu is not None and not self.at:
             raise InputError("--gpu", got="no --at", needed="loads that it is to serve")
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise InputError("--gpu", got=self.gpu, needed=" or ".join(GPUS))
+        if self.at:
+            from_bench(SERVED_LOADS, "slidesparse plan --at").check_loads(self.at, self.gpu, self.dtype)
         for pattern in self.patterns:
             Pattern.parse(pattern)
-        for load in self.at:
-            parse_load(load, served_steps(self.dtype).dtypes[self.dtype])
         get_pruner(self.method)
         if self.backend is not None and get_backend(self.backend).bits not in (None, self.bits):
             raise InputError(

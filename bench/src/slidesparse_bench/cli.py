@@ -1,0 +1,233 @@
+"""The commands ``bench`` and ``report``: their arguments, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slidesparse.cli.arguments import Commands, add_command, named_path
+from slidesparse.errors import InputError
+
+if TYPE_CHECKING:
+    from slidesparse_bench.runner import Summary
+
+
+USUAL = "quick"
+"""The profile of a benchmark, unless the user names another."""
+
+
+def add_bench(commands: Commands, text: str) -> None:
+    """Add ``slidesparse bench``, with its help."""
+    bench = add_command(commands, "bench", _bench, text)
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
+    bench.add_argument("--profile", choices=(USUAL, "full"), help=f"(default: {USUAL})")
+    bench.add_argument(
+        "--out",
+        type=named_path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="records file to make (.jsonl.gz to compress it)",
+    )
+    bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
+    bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
+    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6@50%%, ... (default: the profile's)")
+    bench.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
+    )
+    bench.add_argument(
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
+    )
+    bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+    bench.add_argument("--grouped", action="store_true", help="gemm only: the experts of mixtures, and whole layers")
+    engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
+    engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    engine.add_argument(
+        "--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512; serve: the plugin's)"
+    )
+    engine.add_argument(
+        "--scratch", type=named_path, metavar="DIR", help="where checkpoints are written; serve reuses them"
+    )
+    isolated = bench.add_argument_group("vllm only: isolated requests and steps")
+    isolated.add_argument(
+        "--sequences", nargs="+", type=int, metavar="M", help="sequences of a decoding step; --tokens are of prefill"
+    )
+    isolated.add_argument("--rounds", type=int, metavar="N", help="rounds over all engines (default: 9)")
+    isolated.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
+    served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
+    served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
+    served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
+    served.add_argument(
+        "--plan", type=named_path, metavar="FILE", help="serve what slidesparse plan chose, too: engine plan"
+    )
+    served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
+    served.add_argument(
+        "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
+    )
+    served.add_argument("--soak", type=float, metavar="S", help="then requests at random for S seconds, and a verdict")
+    served.add_argument(
+        "--http", choices=("auto", "on", "off"), help="ask over HTTP (default: auto, where vLLM's server is installed)"
+    )
+    served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from slidesparse_bench import problems, runner
+
+    _require_own_options(options)
+    if options.benchmark == "vllm":
+        return _bench_vllm(options)
+    if options.benchmark == "serve":
+        return _bench_serve(options)
+    if options.grouped:
+        return _bench_grouped(options)
+    profile = runner.adapt(
+        problems.PROFILES[options.profile or USUAL],
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        backends=options.backends,
+    )
+    names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
+    summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
+    marked = _mark_wrong(summary, options.out)
+    print(json.dumps(asdict(summary), indent=2) if options.json else "\n".join([summary.describe(), *marked]))
+    return 1 if summary.wrong else 0
+
+
+def _mark_wrong(summary: Summary, path: Path) -> list[str]:
+    """Mark the forms of layers that were wrong, so that ``auto`` does not take them, and return a line for each."""
+    from slidesparse.offline.tune import describe_wrong
+    from slidesparse_bench.layer_speeds import mark_wrong
+
+    return describe_wrong(mark_wrong(path)) if summary.wrong else []
+
+
+def _bench_grouped(options: argparse.Namespace) -> int:
+    from slidesparse.weights.quant import QUANT_NAMES
+    from slidesparse_bench import problems, runner
+    from slidesparse_bench.expert_sizes import MIXTURES
+    from slidesparse_bench.kernels import mixtures
+    from slidesparse_bench.records import GROUPED, read_records
+    from slidesparse_bench.report.experts import expert_tables
+    from slidesparse_bench.report.numbers import comparisons
+
+    if options.backends is not None:
+        raise InputError("--backends", got="--grouped", needed="none: one backend multiplies by experts")
+    profile = runner.adapt(
+        mixtures.profile_of(problems.PROFILES[options.profile or USUAL]),
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        known_models=MIXTURES,
+        known_dtypes=QUANT_NAMES,
+    )
+    summary = runner.run((GROUPED,), profile, runner.cuda_session(profile), options.out)
+    marked = _mark_wrong(summary, options.out)
+    if options.json:
+        print(json.dumps(asdict(summary), indent=2))
+    else:
+        tables = expert_tables(comparisons(read_records([options.out])))
+        described = "\n".join([summary.describe(), *marked])
+        print(described, *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
+    return 1 if summary.wrong else 0
+
+
+def _require_own_options(options: argparse.Namespace) -> None:
+    """Refuse options of bench that mean nothing to the benchmark asked for."""
+    owners = {
+        ("gemm", "kernels", "linear", "pack", "all", "vllm"): ("profile",),
+        ("gemm", "linear", "pack", "all", "vllm", "serve"): ("models",),
+        ("gemm", "kernels", "linear", "all", "vllm"): ("tokens",),
+        ("gemm",): ("grouped",),
+        ("vllm", "serve"): ("layers", "graphs", "scratch"),
+        ("vllm",): ("sequences", "rounds", "alone"),
+        ("serve",): ("quick", "engines", "plan", "gpus", "timeline", "workloads", "soak", "http"),
+    }
+    for benchmarks, names in owners.items():
+        given = [name for name in names if getattr(options, name) not in (None, False)]
+        if given and options.benchmark not in benchmarks:
+            named = ", ".join(f"--{name}" for name in given)
+            raise InputError(named, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
+
+
+def _bench_vllm(options: argparse.Namespace) -> int:
+    from slidesparse_bench.engine import vllm, vllm_profile
+
+    if options.budget_s is not None:
+        raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
+    profile = vllm_profile.adapt(
+        vllm_profile.PROFILES[options.profile or USUAL],
+        options.dtype,
+        options.models,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        sequences=options.sequences,
+        rounds=options.rounds,
+        layers=options.layers,
+        graphs=options.graphs,
+        alone=options.alone,
+        backends=options.backends,
+    )
+    records = vllm.run(profile, options.out, options.scratch)
+    summary = {"path": str(options.out), "records": len(records)}
+    print(json.dumps(summary) if options.json else f"{len(records)} records: {options.out}")
+    return 0
+
+
+def _bench_serve(options: argparse.Namespace) -> int:
+    from slidesparse_bench.serve import serve, serve_plan
+
+    profile = serve_plan.adapt(
+        quick=options.quick,
+        dtypes=options.dtype,
+        models=options.models,
+        patterns=options.patterns,
+        backends=options.backends,
+        engines=options.engines,
+        graphs=options.graphs,
+        layers=options.layers,
+        gpus=options.gpus,
+        timeline=options.timeline,
+        workloads=options.workloads,
+        soak_s=options.soak,
+        http=options.http or serve_plan.AUTO_HTTP,
+        budget_s=options.budget_s,
+        plan=options.plan,
+    )
+    summary = serve.run(profile, options.out, options.scratch)
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    return 1 if summary.failed else 0
+
+
+def add_report(commands: Commands, text: str) -> None:
+    """Add ``slidesparse report``, with its help."""
+    report = add_command(commands, "report", _report, text)
+    report.add_argument("records", type=named_path, nargs="+", metavar="RECORDS", help="files that bench wrote")
+    report.add_argument("--out", type=named_path, required=True, metavar="DIR", help="folder to draw into")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from slidesparse_bench import served_records
+    from slidesparse_bench.records import read_records
+    from slidesparse_bench.report import write_report
+    from slidesparse_bench.report.serve import write_serve_report
+
+    kinds = {path: served_records.benchmark_of(path) for path in options.records}
+    served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
+    profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
+    others = [path for path in kinds if path not in (*served, *profiled)]
+    records = read_records(others)
+    loads = served_records.read(served_records.ServeRecord, served)
+    steps = served_records.read(served_records.TimelineRecord, profiled)
+    written = write_report(records, options.out) if others else []
+    if served or profiled:
+        written += write_serve_report(loads, steps, options.out)
+    print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
+    return 0

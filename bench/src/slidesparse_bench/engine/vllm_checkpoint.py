@@ -1,0 +1,260 @@
+"""Write checkpoints of real shapes and random weights, dense and pruned, for engines that are only timed.
+
+Weights are Gaussian with standard deviation ``in ** -0.5``, so that activations keep their size and the GPU draws its
+usual power: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slidesparse.errors import InputError
+from slidesparse.files.marker import Marker
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
+from slidesparse.offline.known_models import MODELS
+from slidesparse.prune import prune_mask
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding, quantize_weight, rounding_of
+
+HEAD = 128
+
+LM_HEAD = "+lm_head"
+"""Ends the name of a model whose output embedding is stored as its linears are, by ``prune --lm-head``."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer, each with gate, up and down.
+
+    Attributes:
+        experts: Their number.
+        chosen: Experts of a token.
+        inner: Rows of gate and of up.
+    """
+
+    experts: int
+    chosen: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The parameters of a decoder, besides the shapes of its linears.
+
+    Attributes:
+        model_type: The model's code in vLLM: ``qwen2`` (biases on q, k and v), ``llama`` or ``qwen3_moe``.
+        layers: Decoder layers.
+        heads: Query heads.
+        vocabulary: Rows of the embeddings.
+        head_columns: Columns of a head.
+        mixture: The experts of each layer; None for a dense model.
+        attention: Of a mixture, (out, in) of q, k and v together, and of the linear after attention.
+        lm_head: The output embedding is stored as linears are. Otherwise it is in BF16.
+    """
+
+    model_type: str
+    layers: int
+    heads: int
+    vocabulary: int
+    head_columns: int = HEAD
+    mixture: Mixture | None = None
+    attention: tuple[tuple[int, int], ...] = ()
+    lm_head: bool = False
+
+    def sizes(self, model: str) -> tuple[tuple[int, int], ...]:
+        """Return (out, in) of every linear of a layer that is read as one, experts one by one."""
+        if self.mixture is None:
+            return MODELS[model.removesuffix(LM_HEAD)]
+        hidden, inner = self.attention[0][1], self.mixture.inner
+        return (*self.attention, *((2 * inner, hidden), (hidden, inner)) * self.mixture.experts)
+
+
+ARCHITECTURES = {
+    "Llama-3.2-1B": Architecture("llama", 16, 32, 128256, 64),
+    "Llama-3.2-3B": Architecture("llama", 28, 24, 128256),
+    "Llama-3-8B": Architecture("llama", 32, 32, 128256),
+    "Qwen2.5-7B": Architecture("qwen2", 28, 28, 152064),
+    "Qwen2.5-14B": Architecture("qwen2", 48, 40, 152064),
+    "BitNet-2B": Architecture("llama", 30, 20, 128256),  # its shapes; SiLU in place of its squared ReLU
+    "Qwen3-30B-A3B": Architecture(
+        "qwen3_moe", 48, 32, 151936, mixture=Mixture(128, 8, 768), attention=((5120, 2048), (2048, 4096))
+    ),
+}
+
+DENSE_MODELS = tuple(name for name, kind in ARCHITECTURES.items() if kind.mixture is None)
+
+ARCHITECTURES |= {
+    f"{name}{LM_HEAD}": replace(ARCHITECTURES[name], lm_head=True) for name in ("Llama-3-8B", "Qwen2.5-7B")
+}
+
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+"""Code of a model -> its class."""
+
+
+def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
+    """Return config.json of a model, with fewer layers if asked for.
+
+    Raises:
+        InputError: An unknown model.
+    """
+    if model not in ARCHITECTURES:
+        raise InputError("unknown model", got=repr(model), needed=", ".join(ARCHITECTURES))
+    kind = ARCHITECTURES[model]
+    (qkv, hidden), _, (gate_up, _), *_ = kind.sizes(model)
+    return {
+        "architectures": [CLASSES[kind.model_type]],
+        "model_type": kind.model_type,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_size": hidden,
+        "head_dim": kind.head_columns,
+        "intermediate_size": gate_up // 2,
+        "num_hidden_layers": layers or kind.layers,
+        "num_attention_heads": kind.heads,
+        "num_key_value_heads": (qkv // kind.head_columns - kind.heads) // 2,
+        "vocab_size": kind.vocabulary,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **_mixture_config(kind.mixture),
+    }
+
+
+def _mixture_config(mixture: Mixture | None) -> dict[str, Any]:
+    if mixture is None:
+        return {}
+    return {
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.chosen,
+        "moe_intermediate_size": mixture.inner,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    pattern: Pattern,
+    device: torch.device,
+    layers: Mapping[str, Pattern] | None = None,
+    recipe: Rounding = "absmax",
+    lm_head: bool = False,
+) -> None:
+    """Write a checkpoint that vLLM loads, the same weights on every call.
+
+    Args:
+        folder: To make.
+        config: From :func:`model_config`.
+        dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
+        pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
+        device: Device on which the weights are drawn.
+        layers: Linear -> pattern, where it is not the common one.
+        recipe: How weights are rounded.
+        lm_head: Whether the output embedding is stored as linears are.
+    """
+    folder.mkdir(parents=True)
+    exceptions = layers or {}
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, recipe)
+    for index in range(config["num_hidden_layers"]):
+        writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
+    hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
+    ends = {
+        "model.embed_tokens.weight": writer.gaussian(rows, hidden) * hidden**0.5,
+        **(writer.linears({"lm_head": rows}, hidden) if lm_head else {"lm_head.weight": writer.gaussian(rows, hidden)}),
+        "model.norm.weight": writer.gain(hidden),
+    }
+    writer.save("ends.safetensors", ends)
+    index_file = {"metadata": {}, "weight_map": writer.files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file), encoding="utf-8")
+    extra: dict[str, Any] = {}
+    mixtures = [f"model.layers.{index}.mlp" for index in range(config["num_hidden_layers"]) if experts]
+    alone = [*([] if lm_head else ["lm_head"]), *(f"{mixture}.gate" for mixture in mixtures)]
+    if dtype != torch.bfloat16:
+        extra["quantization_config"] = quantization_config(dtype, alone, "lm_head" if lm_head else None)
+    if pattern != DENSE:
+        leaves = ("gate_proj", "up_proj", "down_proj")
+        treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
+        extra[MARKER_KEY] = Marker(pattern, tuple(alone), exceptions, treated).to_config()
+    (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
+
+
+def _layer(writer: _Writer, config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    bias = config["model_type"] == "qwen2"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    rows = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
+    tensors = writer.linears(rows, hidden, bias)
+    tensors |= writer.linears({f"{attention}.o_proj": hidden}, q)
+    experts = config.get("num_experts", 0)
+    if experts:
+        inner = config["moe_intermediate_size"]
+        tensors[f"{mlp}.gate.weight"] = writer.gaussian(experts, hidden)
+        tensors |= {f"{attention}.{name}_norm.weight": writer.gain(config["head_dim"]) for name in ("q", "k")}
+    for name in [f"{mlp}.experts.{expert}" for expert in range(experts)] or [mlp]:
+        tensors |= writer.linears({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden)
+        tensors |= writer.linears({f"{name}.down_proj": hidden}, inner)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return tensors | {f"{prefix}.{norm}.weight": writer.gain(hidden) for norm in norms}
+
+
+@dataclass
+class _Writer:
+    folder: Path
+    dtype: torch.dtype
+    pattern: Pattern
+    generator: torch.Generator
+    exceptions: Mapping[str, Pattern]
+    recipe: Rounding
+
+    def __post_init__(self) -> None:
+        self.files: dict[str, str] = {}
+
+    def gaussian(self, rows: int, columns: int) -> torch.Tensor:
+        device = self.generator.device
+        weight = torch.randn(rows, columns, generator=self.generator, device=device, dtype=torch.bfloat16)
+        return weight.mul_(columns**-0.5)
+
+    def gain(self, columns: int) -> torch.Tensor:
+        return 1 + 0.1 * self.gaussian(columns, 1).flatten()
+
+    def linears(self, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
+        """Return linears of one input, pruned together so that they share the groups of a partial pattern.
+
+        Args:
+            rows: Name of each -> its rows.
+            columns: Of all.
+            bias: Whether they have one.
+        """
+        weight = self.gaussian(sum(rows.values()), columns)
+        pattern = self.exceptions.get(next(iter(rows)), self.pattern)
+        if pattern != DENSE:
+            weight = weight * prune_mask(weight, pattern)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
+            if self.dtype == torch.bfloat16:
+                tensors[f"{name}.weight"] = part
+            else:
+                values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, pattern))
+                tensors[f"{name}.weight"] = values
+                tensors[f"{name}.weight_scale"] = scale.reshape(-1, 1)
+            if bias:
+                tensors[f"{name}.bias"] = self.gaussian(len(part), 1).flatten() * 0.02
+        return tensors
+
+    def save(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(self.folder / file))
+        self.files |= dict.fromkeys(tensors, file)

@@ -1,0 +1,222 @@
+"""The page of served loads: what each engine takes, what users wait, the steps of a load, and where their time goes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slidesparse.errors import InputError
+from slidesparse_bench.report.numbers import ratio
+from slidesparse_bench.report.page import machine_line, write_page
+from slidesparse_bench.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
+from slidesparse_bench.report.serve_numbers import (
+    Group,
+    groups,
+    steps,
+    timeline_bins,
+    tokens_a_joule,
+    tokens_a_second,
+)
+from slidesparse_bench.report.serve_soak import soak_lines
+from slidesparse_bench.report.table import Cell, Table
+from slidesparse_bench.served_records import (
+    AGAIN,
+    ARRIVALS,
+    CONTROL,
+    DECODE,
+    MIXED_LOAD,
+    STOCK,
+    ServeRecord,
+    Step,
+    TimelineRecord,
+)
+
+PAGE = "serve.md"
+TIMELINE_TABLE = "serve_timeline"
+
+ABOUT = """\
+Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
+`stock` and `stock again` are one engine, vLLM without the plugin on unpruned weights, run first and last. Where they
+differ, the machine changed between them, and engines far apart in time must not be compared. `control` is the plugin
+with every layer dense and joined with the norm or activation before it: its gain over stock comes from fusion, and a
+pattern's gain over it from sparsity. Weights are random, of real shapes.
+
+Over HTTP, each engine is a `vllm serve`, asked by the client of vLLM's own benchmark; in process, the same engine is
+asked without a server. The two must not be compared with each other. `GPU busy` is the share of time in which any
+kernel ran, by samples of the driver: it says nothing of how much of the GPU a kernel took. `steady` is the same while
+requests waited for a place, from the first answer's end until the rest ran all at once."""
+
+PROFILED = """\
+Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
+where it differs, the host itself was faster or slower, so `host` and `forward` must be seen relative to it."""
+
+
+SOAKED = """\
+Requests at random for minutes, at 80 % of what stock takes of the mixed load. Waits are those of the first, second and
+last third of the time; memory of the host is that of the engine's processes, its slope that of the last two thirds."""
+
+
+NOTES = {TIMELINE_TABLE: (PROFILED,), COMPUTING_TABLE: (COMPUTING,)}
+"""Table -> what stands above it."""
+
+ONE = {"gpu": "GPU", "vllm": "release of vLLM"}
+"""What all machines of a report have in common, since engines are divided by one another: field -> its name."""
+
+BASES = (STOCK, AGAIN, CONTROL)
+
+MEASURES: dict[str, Callable[[Step], float]] = {
+    "tokens": lambda step: step.tokens,
+    "wall ms": lambda step: step.wall_us / 1e3,
+    "GPU ms": lambda step: step.gpu_us / 1e3,
+    "busy ms": lambda step: step.busy_us / 1e3,
+    "busy": lambda step: ratio(step.busy_us, step.gpu_us) or 0.0,
+    "host ms": lambda step: step.host_us / 1e3,
+    "forward ms": lambda step: step.scopes_us.get("forward", 0.0) / 1e3,
+    "preprocess ms": lambda step: step.scopes_us.get("preprocess", 0.0) / 1e3,
+    "lead ms": lambda step: step.lead_us / 1e3,
+    "launches": lambda step: step.launches,
+}
+
+
+def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[TimelineRecord], folder: Path) -> list[Path]:
+    """Draw everything that records of served loads, and of their timelines, hold.
+
+    Args:
+        records: Of one GPU model and one release of vLLM.
+        profiled: Likewise.
+        folder: Made if it does not exist; files of an earlier report are replaced.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        InputError: Records of different GPUs or releases, or a folder that cannot be written.
+    """
+    from slidesparse_bench.report import serve_plots
+
+    machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
+    for name, what in ONE.items():
+        values = sorted({str(getattr(machine, name)) for machine in machines})
+        if len(values) != 1:
+            raise InputError("records of a report", got=", ".join(values) or "none", needed=f"records of one {what}")
+    found = groups(records)
+    tables = [table for group in found for table in group_tables(group)]
+    tables += [*computing_tables(profiled, records), *timeline_tables(profiled), *missing_tables(records)]
+
+    def parts(pictures: list[str]) -> list[str]:
+        head = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT, *pictures]
+        soaks = soak_lines(records)
+        head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
+        return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]
+
+    def draw() -> list[Path]:
+        return [path for group in found for path in serve_plots.draw(group, folder)]
+
+    return write_page(folder / PAGE, draw, parts, tables)
+
+
+def group_tables(group: Group) -> list[Table]:
+    """Speed and loads of one model and type, and steps where somebody saw them: over HTTP nobody does."""
+    made = [speed_table(group), load_table(group), steps_table(group)]
+    return [table for table in made if table.rows]
+
+
+def speed_table(group: Group) -> Table:
+    """Milliseconds of every workload but arrivals, and how many times faster than stock, twice, and the control."""
+    times = ("median ms", "fastest ms", "slowest ms")
+    gains = tuple(f"over {base}" for base in BASES)
+    formats = dict.fromkeys(times, ".2f") | dict.fromkeys(gains, ".3f")
+    rows: list[tuple[Cell, ...]] = []
+    for name in group.workloads:
+        for engine, served in group.records.items():
+            if (record := served.get(name)) is not None and not name.startswith(ARRIVALS):
+                seconds = (statistics.median(record.seconds), min(record.seconds), max(record.seconds))
+                over = (group.over(base, engine, name) for base in BASES)
+                rows.append((name, engine, len(record.seconds), *(1e3 * one for one in seconds), *over))
+    columns = ("load", "engine", "repeats", *times, *gains)
+    return Table(f"serve_speed_{group.slug}", f"{group.name}: speed", columns, tuple(rows), formats)
+
+
+def load_table(group: Group) -> Table:
+    """Tokens, energy and waits of every load."""
+    columns = (
+        *("engine", "load", "requests/s", "output tokens/s", "tokens/J", "W", "SM MHz", "GPU busy", "steady"),
+        *("first token p50 ms", "p99", "between p50 ms", "p99 ", "lost"),
+    )
+    formats = dict.fromkeys(("requests/s", "tokens/J"), ".2f") | dict.fromkeys(columns[9:], ".1f")
+    formats |= dict.fromkeys(("output tokens/s", "W", "SM MHz"), ".0f") | {"GPU busy": ".0%", "steady": ".0%"}
+    rows: list[tuple[Cell, ...]] = []
+    for name in group.workloads:
+        for engine, served in group.records.items():
+            if (record := served.get(name)) is not None:
+                rows.append((engine, name, *_load_cells(record)))
+    return Table(f"serve_loads_{group.slug}", f"{group.name}: loads", columns, tuple(rows), formats)
+
+
+def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
+    assert record.workload is not None
+    power, first, between = record.power, record.first, record.between
+    served = record.workload.kind != DECODE
+    asked = record.workload.requests if record.soak is None else record.soak.asked
+    return (
+        asked / statistics.median(record.seconds) if served else None,
+        tokens_a_second(record) if served else None,
+        tokens_a_joule(record),
+        *((power.mean_w, power.sm_mhz, power.busy) if power is not None else (None, None, None)),
+        record.steady.busy if record.steady is not None else None,
+        *((first.p50_ms, first.p99_ms) if first is not None else (None, None)),
+        *((between.p50_ms, between.p99_ms) if between is not None else (None, None)),
+        record.lost,
+    )
+
+
+def steps_table(group: Group) -> Table:
+    """Steps of the mixed load by their tokens: how many, what share of the time, and what one takes on each engine."""
+    found = {name: steps(served[MIXED_LOAD]) for name, served in group.records.items() if MIXED_LOAD in served}
+    columns = ["tokens a step, at most"]
+    for name in found:
+        columns += [f"{name}: steps", f"{name}: of the time", f"{name}: ms"]
+    formats = {column: ".0%" if column.endswith("time") else ".2f" for column in columns}
+    edges = sorted({one.most for bins in found.values() for one in bins})
+    rows: list[tuple[Cell, ...]] = []
+    for most in edges:
+        row: list[Cell] = [most]
+        for bins in found.values():
+            one = next((one for one in bins if one.most == most), None)
+            row += [None] * 3 if one is None else [one.steps, one.share, one.median_ms]
+        rows.append(tuple(row))
+    return Table(
+        f"serve_steps_{group.slug}", f"{group.name}: steps of the mixed load", tuple(columns), tuple(rows), formats
+    )
+
+
+def timeline_tables(profiled: Sequence[TimelineRecord]) -> list[Table]:
+    """Medians over profiled steps of about the same number of tokens."""
+    bins = timeline_bins(profiled)
+    if not bins:
+        return []
+    kinds = list(dict.fromkeys(kind for record in profiled for kind in record.step.kernels_us))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (most, engine, len(records), *_medians([record.step for record in records], kinds))
+        for (engine, most), records in bins.items()
+    )
+    measures = (*MEASURES, *(f"{kind} ms" for kind in kinds))
+    formats = dict.fromkeys(measures, ".2f") | {"tokens": ".0f", "launches": ".0f", "busy": ".0%"}
+    columns = ("tokens, at most", "engine", "steps", *measures)
+    return [Table(TIMELINE_TABLE, "Steps of the mixed load under the profiler", columns, rows, formats)]
+
+
+def _medians(found: Sequence[Step], kinds: Sequence[str]) -> list[float]:
+    whole = [statistics.median(map(measure, found)) for measure in MEASURES.values()]
+    return whole + [statistics.median(step.kernels_us.get(kind, 0.0) / 1e3 for step in found) for kind in kinds]
+
+
+def missing_tables(records: Sequence[ServeRecord]) -> list[Table]:
+    """Engines that died, and what was served without a figure."""
+    rows = tuple(
+        (f"{r.key.model} {r.key.dtype} {r.key.engine}", r.workload.name if r.workload else "start", r.why_not)
+        for r in records
+        if r.why_not is not None
+    )
+    return [Table("serve_missing", "What was not measured", ("engine", "at", "reason"), rows, {})] if rows else []

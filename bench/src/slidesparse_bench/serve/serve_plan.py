@@ -1,0 +1,236 @@
+"""What a run of ``bench serve`` covers: models, types, the engines of each in their order, and what they are asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from slidesparse.errors import InputError
+from slidesparse.gemm import BACKENDS
+from slidesparse.integrations.vllm.graph_sizes import sizes_for
+from slidesparse.offline.plan.plan_file import read_plan
+from slidesparse.offline.tune_job import select, select_patterns
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype
+from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
+from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
+from slidesparse_bench.kernels.linear import AUTO
+from slidesparse_bench.records import DENSE_VARIANT
+from slidesparse_bench.serve.serve_load import FULL, QUICK, soak
+from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
+
+DTYPES = ("int8", "fp8", "bf16")
+
+AUTO_HTTP, ON, OFF = "auto", "on", "off"
+HTTP = (AUTO_HTTP, ON, OFF)
+"""Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
+
+OWN_GRAPHS = 512
+"""Tokens of the largest CUDA graph that vLLM captures by itself."""
+
+PLAN = "plan"
+"""The engine of a plan."""
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """A plan that is served.
+
+    Attributes:
+        common: The most frequent pattern but dense.
+        layers: Linear -> pattern, of all linears.
+        recipe: How their weights are rounded.
+    """
+
+    common: Pattern
+    layers: Mapping[str, Pattern]
+    recipe: Rounding = "absmax"
+
+    @property
+    def exceptions(self) -> dict[str, Pattern]:
+        """Linear -> pattern, where it is not the common one."""
+        return {name: pattern for name, pattern in self.layers.items() if pattern != self.common}
+
+    @property
+    def name(self) -> str:
+        """``plan`` and a digest, in the place of a pattern."""
+        text = json.dumps({name: str(pattern) for name, pattern in sorted(self.layers.items())})
+        text += "" if self.recipe == "absmax" else self.recipe
+        return f"{PLAN} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def served_plan(path: Path | None) -> ServedPlan | None:
+    """Read the plan to serve.
+
+    Raises:
+        InputError: The file is no plan.
+    """
+    if path is None:
+        return None
+    stored = read_plan(path)
+    layers = {name: Pattern.parse(text) for name, text in stored.layers.items()}
+    pruned = Counter(pattern for pattern in layers.values() if pattern != DENSE)
+    return ServedPlan(max(pruned, key=pruned.__getitem__, default=DENSE), layers, stored.recipe)
+
+
+@dataclass(frozen=True)
+class ServeProfile:
+    """What a run covers.
+
+    Attributes:
+        models: Names out of :data:`slidesparse_bench.engine.vllm_checkpoint.ARCHITECTURES`.
+        dtypes: ``int8``, ``fp8`` or ``bf16``.
+        patterns: Of the pruned checkpoints.
+        workloads: What is asked.
+        backends: ``auto`` or backends' names, an engine each for every pattern.
+        graphs: Tokens of the largest CUDA graph of our engines; None: what the plugin chooses. One more stock engine
+            captures as large ones.
+        layers: Decoder layers; None for all.
+        gpus: Tensor parallelism.
+        engines: Labels of those that run; None for all.
+        timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
+        budget_s: No engine is started that would end later; None: no limit.
+        http: One of :data:`HTTP`.
+        plan: A file of ``slidesparse plan``, whose mixture of patterns gets an engine; None: no such engine.
+    """
+
+    models: tuple[str, ...] = ("Qwen2.5-7B",)
+    dtypes: tuple[str, ...] = ("int8", "fp8")
+    patterns: tuple[str, ...] = ("6:8", "4:6", "2:4")
+    workloads: tuple[Workload, ...] = FULL
+    backends: tuple[str, ...] = (AUTO,)
+    graphs: int | None = None
+    layers: int | None = None
+    gpus: int = 1
+    engines: tuple[str, ...] | None = None
+    timeline: int | None = None
+    budget_s: float | None = None
+    http: str = AUTO_HTTP
+    plan: ServedPlan | None = None
+
+    def keys(self, model: str, dtype: str) -> list[EngineKey]:
+        """The engines of a model and type, in the order in which they run."""
+        layers = self.layers or ARCHITECTURES[model].layers
+
+        def key(engine: str, pattern: str, backend: str, graphs: int | None) -> EngineKey:
+            return EngineKey(model, dtype, layers, self.gpus, engine, pattern, backend, graphs)
+
+        keys = [key(STOCK, DENSE_VARIANT, "", None)]
+        if dtype != "bf16":  # in which nothing is joined
+            densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
+            keys.append(key(CONTROL, densest, "dense", self.graphs))
+        for backend in self.backends:
+            for pattern in self.patterns:
+                label = pattern if backend == AUTO else f"{pattern} {backend}"
+                keys.append(key(label, pattern, backend, self.graphs))
+        if self.plan is not None:
+            keys.append(key(PLAN, self.plan.name, AUTO, self.graphs))
+        graphs = self.graphs or larger_graphs(model, self.gpus)
+        if graphs is not None:
+            keys.append(key(f"{STOCK}, graphs to {graphs}", DENSE_VARIANT, "", graphs))
+        keys.append(key(AGAIN, DENSE_VARIANT, "", None))
+        return [found for found in keys if self.engines is None or found.engine in self.engines]
+
+
+def larger_graphs(model: str, gpus: int) -> int | None:
+    """Return the tokens of the largest CUDA graph that the plugin captures of a model; None where vLLM's own suffice.
+
+    >>> larger_graphs("Qwen2.5-7B", 1)
+    2048
+    """
+    sizes = sizes_for(SimpleNamespace(**model_config(model)), gpus, BATCHED_TOKENS, OWN_GRAPHS)
+    return sizes[-1] if sizes else None
+
+
+def adapt(
+    *,
+    quick: bool = False,
+    dtypes: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    patterns: Sequence[str] | None = None,
+    backends: Sequence[str] | None = None,
+    engines: Sequence[str] | None = None,
+    graphs: int | None = None,
+    layers: int | None = None,
+    gpus: int | None = None,
+    timeline: int | None = None,
+    budget_s: float | None = None,
+    workloads: Sequence[str] | None = None,
+    soak_s: float | None = None,
+    http: str = AUTO_HTTP,
+    plan: Path | None = None,
+) -> ServeProfile:
+    """A profile with a user's choices.
+
+    Raises:
+        InputError: An unknown name, or too small a number.
+    """
+    numbers = {"--graphs": graphs, "--layers": layers, "--gpus": gpus, "--timeline": timeline, "--budget-s": budget_s}
+    numbers |= {"--soak": soak_s}
+    for what, number in numbers.items():
+        if number is not None and not 1 <= number < float("inf"):
+            raise InputError(what, got=number, needed="at least 1")
+    others = {"--http on": http == ON, "--soak": soak_s is not None, "--workloads": workloads is not None}
+    if timeline is not None and any(others.values()):
+        got = ", ".join(name for name, given in others.items() if given)
+        raise InputError("--timeline", got=got, needed="neither: it profiles the mixed load, in process")
+    if graphs is not None and graphs > BATCHED_TOKENS:
+        raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
+    usual = ServeProfile()
+    profile = ServeProfile(
+        models=select(models, ARCHITECTURES, usual.models, "model"),
+        dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
+        patterns=select_patterns(patterns, usual.patterns),
+        workloads=_workloads(quick, workloads, soak_s),
+        backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
+        graphs=graphs,
+        layers=layers,
+        gpus=gpus or 1,
+        timeline=timeline,
+        budget_s=budget_s,
+        http=http,
+        plan=served_plan(plan),
+    )
+    mixtures = [name for name in profile.models if ARCHITECTURES[name].mixture is not None]
+    if mixtures and "bf16" in profile.dtypes:
+        raise InputError(f"bf16 of {mixtures[0]}", got="experts that nothing packs", needed="int8 or fp8")
+    if profile.plan is not None:
+        for model in profile.models:
+            _require_names(profile.plan, model, layers)
+        for dtype in profile.dtypes:
+            check_rounding(profile.plan.recipe, parse_dtype(dtype))
+    keys = [key for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)]
+    known = {key.engine: key.graphs for key in keys}
+    chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
+    if graphs is not None and chosen is not None and all(known[engine] is None for engine in chosen):
+        needed = f"one of ours among --engines, or '{STOCK}, graphs to {graphs}': others have vLLM's own"
+        raise InputError("--graphs", got=f"--engines {' '.join(map(repr, chosen))}", needed=needed)
+    return dataclasses.replace(profile, engines=chosen)
+
+
+def _require_names(plan: ServedPlan, model: str, layers: int | None) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        InputError: Naming a linear.
+    """
+    attention, mlp = (f"self_attn.{x}_proj" for x in "qkvo"), (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
+    count = layers or ARCHITECTURES[model].layers
+    known = {f"model.layers.{i}.{leaf}" for leaf in (*attention, *mlp) for i in range(count)}
+    known |= {"lm_head"} if ARCHITECTURES[model].lm_head else set()
+    odd = sorted(known ^ set(plan.layers))
+    if odd:
+        raise InputError("--plan", got=f"a plan that differs at {odd[0]}", needed=f"one of {model}, {count} layers")
+
+
+def _workloads(quick: bool, names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:
+    found = {workload.name: workload for workload in (QUICK if quick else FULL)}
+    chosen = select(names, tuple(found), tuple(found), "workload")
+    asked = tuple(found[name] for name in found if name in chosen)
+    return asked if soak_s is None else (*asked, soak(soak_s))

@@ -1,0 +1,274 @@
+"""Records of ``bench serve``: one workload on one engine a line, JSON, written as it comes and read strictly.
+
+A file that exists is continued: what it holds is not measured again, so the budget of a run may end between engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from slidesparse.base.number_range import require_numbers
+from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.base.whole_file import require_regular
+from slidesparse.errors import InputError
+from slidesparse_bench.records import Machine, open_records, parse_lines, resume_lines
+from slidesparse_bench.served_figures import Latency, Power, Soak, Steady, check_figures, check_soak
+
+FORMAT = 1
+"""Version of the schema; raised when a field changes its meaning."""
+
+SERVE, TIMELINE = "serve", "serve timeline"
+
+STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
+"""Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
+
+LATER = {"steady": None, "error": None, "http": False, "soak": None}
+"""Fields that records of this version may lack: they were added to it, and mean nothing where they are missing."""
+
+AT_ONCE, ARRIVALS, DECODE, SOAK = "at once", "arrivals", "decode", "soak"
+"""Kinds of workloads; names of workloads that arrive at random, and of soaks, begin with ``arrivals``."""
+
+BURST_LOAD, MIXED_LOAD = "burst", "mixed"
+"""Names of the workloads that tables and plots ask for."""
+
+
+@dataclass(frozen=True)
+class EngineKey:
+    """Which engine.
+
+    Attributes:
+        model: Whose shapes.
+        dtype: ``int8``, ``fp8`` or ``bf16``.
+        layers: Decoder layers.
+        gpus: How many, by tensor parallelism.
+        engine: ``stock``, ``stock again``, ``control``, a pattern, or a pattern and a backend.
+        pattern: Of its checkpoint.
+        backend: ``auto`` or a backend's name; empty for stock vLLM.
+        graphs: Tokens of the largest CUDA graph; None: vLLM's own choice.
+    """
+
+    model: str
+    dtype: str
+    layers: int
+    gpus: int
+    engine: str
+    pattern: str
+    backend: str
+    graphs: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing that is asked of every engine.
+
+    Attributes:
+        name: As tables call it.
+        kind: ``at once``; ``arrivals``: at random, a Poisson process; ``decode``: at once, and only steps in which all
+            requests decode count; ``soak``: at random, for as long as ``seconds`` says.
+        requests: How many; of a soak, how many have lengths of their own, which then come again.
+        prompt: Fewest and most tokens of a prompt.
+        output: Fewest and most tokens of an answer.
+        repeats: How often, at least.
+        seconds: It is repeated for at least so long.
+        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` and ``soak`` only.
+    """
+
+    name: str
+    kind: str
+    requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    repeats: int = 1
+    seconds: float = 0.0
+    load: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServeRecord:
+    """One workload on one engine.
+
+    Attributes:
+        key: The engine.
+        workload: What was asked; None where the engine did not start.
+        machine: Where.
+        started: When the engine was started: UTC, ISO 8601.
+        start_s: Seconds until it could be asked.
+        rate: Requests a second, of arrivals at random.
+        seconds: Of each repeat; of decoding, the median step of each, or over HTTP the median time between tokens.
+        prompt_tokens: Asked of each repeat.
+        output_tokens: Given by each repeat, a mean where some were lost; 0 without times.
+        wall_s: All repeats together.
+        first: Time to the first token.
+        between: Time between tokens.
+        lost: Requests that did not get all their tokens.
+        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once; None over HTTP, where
+            nobody sees them.
+        step_us: What it took.
+        power: Of all its GPUs together, over all repeats.
+        steady: The GPU while requests waited for a place; None of workloads in which none do, and in older records.
+        error: What the first request that failed was told.
+        http: Whether it was asked over HTTP, of a ``vllm serve`` by vLLM's client, or in process.
+        soak: The verdict on a load that lasts; None of the others.
+        why_not: Why there are no times; None where there are. See :attr:`died`.
+    """
+
+    key: EngineKey
+    workload: Workload | None
+    machine: Machine
+    started: str
+    start_s: float = 0.0
+    rate: float | None = None
+    seconds: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    wall_s: float = 0.0
+    first: Latency | None = None
+    between: Latency | None = None
+    lost: int = 0
+    step_tokens: tuple[int, ...] | None = ()
+    step_us: tuple[int, ...] | None = ()
+    power: Power | None = None
+    steady: Steady | None = None
+    error: str | None = None
+    http: bool = False
+    soak: Soak | None = None
+    why_not: str | None = None
+    benchmark: str = SERVE
+    format: int = FORMAT
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine ended here; else, without times, it served all but nobody can say how fast."""
+        return self.why_not is not None and (self.workload is None or not self.wall_s)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One engine step. All times in microseconds, under the profiler, which slows the host and hardly the GPU.
+
+    Attributes:
+        tokens: Of the batch.
+        prompts: Requests of which a prompt, or a part, is taken in.
+        requests: All requests.
+        wall_us: From its mark to the next.
+        host_us: The mark itself: preparing and launching.
+        gpu_us: From the first kernel to the next step's first kernel.
+        busy_us: Of that, time in which any kernel ran.
+        lead_us: From the mark to the first kernel: small where the GPU waits for the host.
+        kernels_us: What kernels do (``gemm``, ``lift``, ...) -> the sum of their times.
+        launches: Kernels.
+        calls_us: Calls of the host into CUDA -> time in them.
+        scopes_us: vLLM's parts of a step -> time in them.
+        names_us: Kernel -> the sum of its times, of the largest.
+    """
+
+    tokens: int
+    prompts: int
+    requests: int
+    wall_us: float
+    host_us: float
+    gpu_us: float
+    busy_us: float
+    lead_us: float
+    kernels_us: dict[str, float]
+    launches: int
+    calls_us: dict[str, float]
+    scopes_us: dict[str, float]
+    names_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TimelineRecord:
+    """One engine step of the mixed load under the profiler.
+
+    Attributes:
+        key: The engine.
+        machine: Where.
+        started: When the engine was started.
+        step: The step.
+    """
+
+    key: EngineKey
+    machine: Machine
+    started: str
+    step: Step
+    benchmark: str = TIMELINE
+    format: int = FORMAT
+
+
+R = TypeVar("R", ServeRecord, TimelineRecord)
+
+
+def to_line(record: ServeRecord | TimelineRecord) -> str:
+    """One line of a records file, without the newline."""
+    return json.dumps(dataclasses.asdict(record), separators=(",", ":"), allow_nan=False)
+
+
+def benchmark_of(path: Path) -> str | None:
+    """The benchmark that a file's first line names, if it does; strict reading says what is wrong with it later."""
+    try:
+        require_regular(path)
+        with open_records(path, "r") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError):
+        return None
+    return first.get("benchmark") if isinstance(first, dict) else None
+
+
+def read(kind: type[R], paths: Iterable[Path]) -> list[R]:
+    """Read all records of some files, in their order.
+
+    Args:
+        kind: :class:`ServeRecord` or :class:`TimelineRecord`.
+        paths: The files.
+
+    Raises:
+        InputError: Naming the file and line that is no such record, or a file that cannot be read.
+    """
+    return parse_lines(paths, partial(_from_line, kind))
+
+
+def resume(kind: type[R], path: Path) -> list[R]:
+    """Read the records of a file that is to be added to, as :func:`read` does, and end its last line."""
+    return resume_lines(path, partial(_from_line, kind))
+
+
+def _from_line(kind: type[R], line: str) -> R:
+    data = parse_json(line, "record")
+    due = SERVE if kind is ServeRecord else TIMELINE
+    found = (data.get("benchmark"), data.get("format")) if isinstance(data, dict) else type(data).__name__
+    if found != (due, FORMAT):
+        raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
+    record: R = decode(kind, LATER | data if kind is ServeRecord else data, "record")
+    require_numbers(record.key, "record.key", "layers", "gpus", "graphs", positive=True)
+    require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
+    if isinstance(record, ServeRecord):
+        _check_served(record)
+    else:
+        times = ("tokens", "prompts", "requests", "wall_us", "host_us", "gpu_us", "busy_us", "lead_us", "launches")
+        require_numbers(record.step, "record.step", *times, "kernels_us", "calls_us", "scopes_us", "names_us")
+    return record
+
+
+def _check_served(record: ServeRecord) -> None:
+    """Refuse numbers that nobody can have measured, and a record with neither times nor a reason."""
+    if bool(record.seconds) == (record.why_not is not None):
+        raise InputError("a record needs either times or a reason for having none", got=record.why_not)
+    require_numbers(record, "record", "seconds", positive=True)
+    counts = ("start_s", "rate", "prompt_tokens", "output_tokens", "wall_s", "lost", "step_tokens", "step_us")
+    require_numbers(record, "record", *counts)
+    check_figures(record.first, record.between, record.power, record.steady)
+    if record.soak is not None:
+        check_soak(record.soak)
+    if record.workload is not None:
+        if len(record.workload.prompt) != 2 or len(record.workload.output) != 2:
+            raise InputError("record.workload", got="other than two numbers of tokens", needed="fewest and most")
+        require_numbers(record.workload, "record.workload", "requests", positive=True)
+        require_numbers(record.workload, "record.workload", "prompt", "output", "repeats", "seconds", "load")

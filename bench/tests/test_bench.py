@@ -1,0 +1,516 @@
+"""The benchmarks on a CPU: a clock of the test's own in place of a GPU's, the reference in place of fast kernels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_records import IDLE, LOADED, MACHINE, case
+from no_gpu import too_old
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.reference import Reference, product
+from slidesparse.offline.known_models import LAYERS, MODELS, TYPES
+from slidesparse.tuning.checking import ends, relative_error
+from slidesparse.tuning.timing import noise_of
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANT_NAMES
+from slidesparse_bench import environment, problems, runner
+from slidesparse_bench.comparison import Refusal, Session, Subject, compare
+from slidesparse_bench.interleaved import MAX_ROUNDS, MIN_ROUNDS, interleave, rounds_for, summarize, time_passes
+from slidesparse_bench.kernels import gemm, operands
+from slidesparse_bench.kernels.lifting import any_weight
+from slidesparse_bench.problems import PATTERNS, PROFILES, Profile
+from slidesparse_bench.records import ALL, DENSE_VARIANT, Record, read_records
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakePass:
+    """Takes ``us`` for each call, times ``drift`` more with every pass of anybody."""
+
+    us: float
+    log: list[str] = field(default_factory=list)
+    name: str = "a"
+    copies: int = 2
+    method: str = "graph"
+    drift: float = 1.0
+
+    def launch(self) -> Callable[[], float]:
+        self.log.append(f"launch {self.name}")
+        us = self.us * self.drift ** len(self.log)
+
+        def read() -> float:
+            self.log.append(f"read {self.name}")
+            return us
+
+        return read
+
+
+@dataclass
+class FakeStopwatch:
+    """Runs the calls once, checks the last result, and reports the times that it was given, one a subject."""
+
+    times: Iterator[float] = field(default_factory=lambda: itertools.repeat(10.0))
+    l2_bytes: int = 1000
+    works: bool = True
+    captures: list[bool] = field(default_factory=list)
+
+    def free_bytes(self) -> int:
+        return 1 << 20
+
+    def begin(self) -> None:
+        self.captures.clear()
+
+    def wait(self) -> None:
+        if not self.works:
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> FakePass:
+        self.captures.append(capture)
+        check([call() for call in calls][-1])
+        return FakePass(next(self.times), copies=len(calls))
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        call()
+        return 3.0
+
+
+def session(stopwatch: FakeStopwatch | None = None) -> Session:
+    clocks = itertools.cycle([IDLE, LOADED])
+    patterns = ("2:4", "6:8", "inf")
+    return Session(
+        stopwatch or FakeStopwatch(), MACHINE, lambda: next(clocks), 1e-4, lambda _: patterns, ("reference",), CPU
+    )
+
+
+def subject(variant: str, result: torch.Tensor, algorithm: str = "only", backend: str = "torch") -> Subject:
+    exact = torch.ones(4, 4)
+    check = partial(relative_error, reference=exact)
+    return Subject(variant, backend, algorithm, torch.Tensor.clone, (result,), 64, check, ideal_speedup=1.0)
+
+
+# -- problems ------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_paper() -> None:
+    assert MODELS["Qwen2.5-7B"][LAYERS.index("gate_up")] == (2 * 18944, 3584)
+    expected = {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3-8B", "Qwen2.5-7B", "Qwen2.5-14B", "BitNet-2B"}
+    assert set(MODELS) == expected
+    for qkv, o, gate_up, down in MODELS.values():
+        hidden = o[0]
+        assert o == (hidden, hidden)
+        assert qkv[0] > hidden  # keys and values come after the queries
+        assert qkv[1] == gate_up[1] == down[0] == hidden
+        assert gate_up[0] == 2 * down[1]
+
+
+def test_the_control_is_a_dense_weight_in_slid_form() -> None:
+    pattern, columns = problems.pattern_and_columns("inf", 32)
+    assert (pattern, columns) == (Pattern(2, 4), 64)
+    assert columns * pattern.density == 32  # as many kept values as a dense weight has
+    assert problems.ideal_speedup("inf") == problems.ideal_speedup("dense") == 1.0
+    assert problems.ideal_speedup("6:8") == 4 / 3
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+@pytest.mark.parametrize("benchmark", problems.BENCHMARKS)
+def test_cases_are_distinct_and_keep_a_weight_together(profile: Profile, benchmark: str) -> None:
+    cases = problems.cases(benchmark, profile)
+    assert len(set(cases)) == len(cases) > 0
+    weights = [(c.dtype, c.model, c.layer, c.out_features, c.in_features) for c in cases]
+    assert len([key for key, _ in itertools.groupby(weights)]) == len(set(weights))
+
+
+def test_the_full_profile_covers_the_paper() -> None:
+    full = PROFILES["full"]
+    assert full.model_patterns == full.square_patterns == PATTERNS
+    assert (min(full.tokens), max(full.tokens)) == (64, 65536)
+    assert {c.scaled for c in problems.cases("gemm", full) if c.model == "square"} == {False}
+
+
+def test_choices_are_checked() -> None:
+    quick = PROFILES["quick"]
+    assert runner.adapt(quick) == quick
+    chosen = runner.adapt(quick, patterns=["4:6@50%"], tokens=[64, 64, 7])
+    assert (chosen.model_patterns, chosen.tokens) == (("4:6@50%",), (64, 7))
+    assert runner.adapt(quick, ["int8", "int8"], patterns=["6:8", "6:8"]).dtypes == ("int8",)
+    for wrong in ({"patterns": ["5:8"]}, {"patterns": ["6:8", "dense"]}, {"tokens": [0]}):
+        with pytest.raises(InputError):
+            runner.adapt(quick, **wrong)  # type: ignore[arg-type]
+    adapted = runner.adapt(quick, ["fp16"], ["BitNet-2B"], 5.0)
+    assert (adapted.dtypes, adapted.models, adapted.budget_s) == (("fp16",), ("BitNet-2B",), 5.0)
+    for arguments in ((["int4"],), (None, ["GPT"]), (None, None, 0.0), (None, None, float("nan"))):
+        with pytest.raises(InputError):
+            runner.adapt(quick, *arguments)
+
+
+# -- timing --------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_aim_at_a_time_within_bounds() -> None:
+    assert rounds_for([100.0, 400.0], 0.01) == 20
+    assert rounds_for([1e9], 0.01) == MIN_ROUNDS
+    assert rounds_for([0.0], 1.0) == MAX_ROUNDS
+
+
+def test_passes_take_turns_and_are_read_at_the_end() -> None:
+    log: list[str] = []
+    passes = [FakePass(1.0, log, "a"), FakePass(2.0, log, "b"), FakePass(3.0, log, "c")]
+    samples = interleave(passes, 2, lambda: log.append("queued"))
+    assert log[:7] == [*(f"launch {name}" for name in "abcbca"), "queued"]
+    assert all(entry.startswith("read") for entry in log[7:])
+    assert samples == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+def test_a_drifting_clock_hits_all_variants_alike() -> None:
+    # Everything takes 0.1 % longer with each pass: timed one after the other, b would seem slower than a.
+    log: list[str] = []
+    a, b = FakePass(10.0, log, "a", drift=1.001), FakePass(10.0, log, "b", drift=1.001)
+    samples, noise = time_passes([a, b], 1e-3)
+    one, two = (summarize(times, a).median_us for times in samples)
+    assert len(samples[0]) > MIN_ROUNDS
+    assert one == pytest.approx(two, rel=0.002)
+    assert noise < 0.002
+    assert samples[0][-1] > 1.02 * samples[0][0]
+
+
+def test_summary_has_the_percentiles() -> None:
+    timing = summarize([5.0, 1.0, 2.0, 4.0, 3.0, 100.0], FakePass(0.0, copies=7, method="events"), 2.5)
+    assert (timing.median_us, timing.p20_us, timing.p80_us) == (3.5, 2.0, 5.0)
+    assert (timing.samples, timing.copies, timing.method, timing.host_us) == (6, 7, "events", 2.5)
+    assert noise_of([9.0, 10.0, 11.0], [8.0, 8.0]) == pytest.approx(0.2)
+
+
+# -- one comparison ------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_alternative_is_recorded_with_all_that_were_tried() -> None:
+    ones = torch.ones(4, 4)
+    subjects = [subject(DENSE_VARIANT, ones, name) for name in ("slow", "fast", "middle")] + [subject("6:8", ones)]
+    records = compare(
+        session(FakeStopwatch(iter([30.0, 10.0, 20.0, 5.0]))), case(), subjects, [Refusal("2:4", "x", "no")]
+    )
+    dense, sparse, refused = records
+    assert (dense.algorithm, dense.timing and dense.timing.median_us) == ("fast", 10.0)
+    assert [(tried.name, tried.median_us) for tried in dense.tried] == [
+        ("slow", 30.0),
+        ("fast", 10.0),
+        ("middle", 20.0),
+    ]
+    assert (sparse.variant, sparse.timing and sparse.timing.median_us) == ("6:8", 5.0)
+    assert (refused.variant, refused.timing, refused.why_not) == ("2:4", None, "no")
+    assert len({r.started for r in records}) == 1
+    assert dense.noise == 0.0
+    assert (dense.clocks_before, dense.clocks_after) == (IDLE, LOADED)
+
+
+@pytest.mark.parametrize("wrong", [torch.full((4, 4), 1.02), torch.full((4, 4), torch.nan), torch.zeros(4, 4)])
+def test_a_wrong_result_is_never_timed(wrong: torch.Tensor) -> None:
+    good, bad = compare(session(), case(), [subject(DENSE_VARIANT, torch.ones(4, 4)), subject("6:8", wrong)])
+    assert good.timing is not None
+    assert bad.timing is None
+    assert (bad.why_not or "").startswith("WRONG RESULT")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])  # torch's for scales that it does not take
+def test_a_refusal_of_the_library_is_a_reason_and_a_broken_device_is_not(error: type[Exception]) -> None:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        raise error("self.size(0) needs to be greater than 16\nmore")
+
+    def exhaust(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    ones = torch.ones(4, 4)
+    subjects = [replace(subject("6:8", ones), run=refuse), replace(subject("4:6", ones), run=exhaust)]
+    one, two = compare(session(), case(), subjects)
+    assert one.why_not == "self.size(0) needs to be greater than 16"
+    assert two.why_not == "out of memory"
+    assert one.noise is None
+    with pytest.raises(RuntimeError, match="illegal instruction"):
+        compare(session(FakeStopwatch(works=False)), case(), subjects)
+
+
+def test_the_ends_of_a_result_are_checked() -> None:
+    assert torch.equal(ends(torch.arange(1000))[:128], torch.arange(128))
+    assert torch.equal(ends(torch.arange(1000))[128:], torch.arange(872, 1000))
+    assert ends(torch.arange(200)).shape == (200,)
+
+
+# -- whole benchmarks ----------------------------------------------------------------------------------------------
+
+TINY = replace(PROFILES["quick"], models=("Tiny",), tokens=(32, 64), squares=(32,), kernel_columns=(48,))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 48)))
+    monkeypatch.setattr(Reference, "accelerated", True)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "r.jsonl"
+    profile = replace(TINY, dtypes=(dtype,), budget_s=1000.0)
+    stopwatch = FakeStopwatch()
+    summary = runner.run(problems.BENCHMARKS, profile, session(stopwatch), path)
+    records = read_records([path])
+    assert not summary.wrong
+    assert not summary.left_out
+    assert not summary.refused
+    assert summary.records == len(records) == sum(r.timing is not None for r in records)
+    assert summary.describe().startswith(f"{len(records)} records in ")
+    cases = {c for name in problems.BENCHMARKS for c in problems.cases(name, profile)}
+    assert {r.case for r in records} == cases
+    measured = {name: {r.variant for r in records if r.case.benchmark == name} for name in problems.BENCHMARKS}
+    assert measured["gemm"] == {"dense", "2:4", "6:8", "inf"}
+    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
+    assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
+    quantised = dtype in QUANT_NAMES
+    fused = {f"{prologue} lift 6:8" for prologue in ("rms_norm", "add_rms_norm", "silu_mul")}
+    assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8", *fused} if quantised else set())
+    exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
+    assert all(r.error == 0 for r in exact)
+    assert all(r.timing and (r.timing.host_us == 3.0) == (r.case.benchmark == "linear") for r in records)
+
+
+def test_partial_patterns_of_the_kernel_benchmark_scatter_their_groups() -> None:
+    packed = any_weight(Pattern.parse("4:6@50%"), 60, torch.device("cpu"))
+    assert [(s.kind, s.groups.tolist()) for s in packed.segments] == [
+        ("dense", [1, 3, 5, 7, 9]),
+        ("2:4", [0, 2, 4, 6, 8]),
+    ]
+    assert [s.kind for s in any_weight(Pattern.parse("6:8"), 60, torch.device("cpu")).segments] == ["2:4"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bytes_are_those_of_the_formats(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
+    found = {(r.case.layer, r.case.tokens, r.variant): r.n_bytes for r in read_records([path])}
+    scales, out = 4 * (64 + 48), 2 * 64 * 48
+    assert found["qkv", 64, "dense"] == 64 * 32 + 48 * 32 + scales + out
+    # Lifted activations are 1.5 times as wide; a weight takes 0.75 bytes and 2 bits of index for each kept value.
+    assert found["qkv", 64, "6:8"] == 64 * 48 + 48 * 32 * 0.9375 + scales + out
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_backend_that_auto_never_takes_keeps_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "accelerated", False)
+    path = tmp_path / "r.jsonl"
+    runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
+    names = {scaled: {r.variant for r in read_records([path]) if r.case.scaled is scaled} for scaled in (True, False)}
+    assert names == {True: {"dense", "reference 6:8"}, False: {"dense", "2:4", "6:8", "inf"}}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_product_alone_is_held_against_the_algorithms_of_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bare(self: Reference, x: torch.Tensor, operand: Any, out_features: int) -> torch.Tensor:
+        return product(x, operand[0])
+
+    def finalists(self: Reference, problem: Any, tokens: int, count: int) -> list[Any]:
+        assert (problem.pattern, tokens in TINY.tokens) == (Pattern(6, 8), True)
+        return [(f"algorithm {i}", partial(bare, self)) for i in range(count)]
+
+    monkeypatch.setattr(Reference, "bare", bare, raising=False)
+    monkeypatch.setattr(Reference, "finalists", finalists, raising=False)
+    path = tmp_path / "r.jsonl"
+    summary = runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
+    assert not summary.wrong
+    alone = [r for r in read_records([path]) if r.variant == "reference alone 6:8"]
+    assert {(r.backend, len(r.tried)) for r in alone} == {("reference", 1), ("library", gemm.FINALISTS)}
+    assert all(r.timing is not None and r.case.scaled for r in alone)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_spent_budget_is_kept_and_said(tmp_path: Path) -> None:
+    ticks = itertools.count()
+    path = tmp_path / "r.jsonl"
+    profile = replace(TINY, dtypes=("int8",), budget_s=15.0)
+
+    def clock() -> float:
+        return float(next(ticks))  # a second passes with every look
+
+    summary = runner.run(["gemm"], profile, session(), path, clock)
+    records = read_records([path])
+    out = [r for r in records if r.variant == ALL]
+    assert [r.case.describe() for r in out] == list(summary.left_out)
+    assert 0 < len(out) < len(problems.cases("gemm", profile))
+    assert {r.why_not for r in out} == {runner.LEFT_OUT}
+    # Those that were left out come last.
+    assert records[-1].variant == ALL
+    assert f"left out, the budget was spent: {out[0].case.describe()}" in summary.describe()
+
+
+def test_a_case_fits_when_the_longest_recent_one_would() -> None:
+    now = 0.0
+    budget = runner.Budget(lambda: now, deadline=100.0)
+    budget.spent(40.0)
+    now = 60.0
+    assert budget.fits()
+    now = 61.0
+    assert not budget.fits()
+    for _ in range(runner.LOOK_BACK):
+        budget.spent(1.0)  # the long one is forgotten
+    assert budget.fits()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_kernel_is_shouted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Reference.matmul
+
+    def wrong(self: Reference, *arguments: Any) -> torch.Tensor:
+        return right(self, *arguments) * 1.1
+
+    monkeypatch.setattr(Reference, "matmul", wrong)
+    summary = runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), tmp_path / "r.jsonl")
+    assert "gemm int8 Tiny qkv M=64 N=48 K=32, 6:8 by reference the backend's choice" in summary.wrong
+    assert "WRONG RESULT: gemm int8 Tiny" in summary.describe()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_dead_gpu_ends_the_run_with_one_line_and_keeps_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    done: list[Record] = []
+
+    def measure(of: Session, which: Any) -> list[Record]:
+        if done:
+            raise RuntimeError("CUDA error: an illegal instruction was encountered\nCompile with ...")
+        done.extend(compare(of, which, [subject(DENSE_VARIANT, torch.ones(4, 4))]))
+        return list(done)
+
+    monkeypatch.setitem(runner.MEASURE, "gemm", measure)
+    with pytest.raises(UnsupportedError) as caught:
+        runner.run(["gemm"], TINY, session(), path)
+    assert "the GPU failed in gemm int8 Tiny qkv M=32" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert read_records([path]) == done
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("precious")
+    with pytest.raises(InputError, match="the records file exists"):
+        runner.run(["gemm"], TINY, session(), path)
+    assert path.read_text() == "precious"
+    with pytest.raises(InputError, match="cannot write the records; got No such file or directory: "):
+        runner.run(["gemm"], TINY, session(), tmp_path / "none" / "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["kernels", "--models", "Qwen2.5-7B"], "bench gemm or linear or pack or all or vllm or serve"),
+        (["pack", "--tokens", "64"], "bench gemm or kernels or linear or all or vllm"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], needed: str
+) -> None:
+    assert main(["bench", *words, "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert capsys.readouterr().err == f"slidesparse: {words[1]}; got bench {words[0]}; needed {needed}\n"
+
+
+# -- the environment and the command line --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "clocks"),
+    [("1980, 120.5, 40", (1980.0, 120.5, 40.0)), ("1980, [N/A], 40", (1980.0, None, 40.0)), (None, (None, None, None))],
+)
+def test_clocks_are_what_the_gpu_says(
+    monkeypatch: pytest.MonkeyPatch, answer: str | None, clocks: tuple[float | None, ...]
+) -> None:
+    monkeypatch.setattr(environment, "_query", lambda fields: answer)
+    found = environment.clocks()
+    assert (found.sm_mhz, found.power_w, found.temperature_c) == clocks
+
+
+def test_the_commit_is_that_of_this_tree() -> None:
+    here = Path(environment.__file__).parent
+    git = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    tracked = subprocess.run(
+        ["git", "-C", str(here), "ls-files", "--error-unmatch", environment.__file__], capture_output=True, check=False
+    )
+    environment.commit.cache_clear()
+    found = environment.commit()
+    if git.returncode or tracked.returncode:
+        assert found is None
+    else:
+        assert found is not None
+        assert git.stdout.startswith(found.removesuffix("+"))
+
+
+@pytest.mark.parametrize("benchmark", [*problems.BENCHMARKS, "all", "vllm", "serve"])
+def test_without_a_gpu_there_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, benchmark: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    assert main(["bench", benchmark, "--out", str(tmp_path / "r.jsonl")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("slidesparse: slidesparse bench needs a CUDA GPU; got torch ")
+    assert "The NVIDIA driver on your system is too old" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "int4"], "unknown dtype; got 'int4'; needed int8, fp8, bf16, fp16"),
+        (["--models", "GPT-2"], "unknown model; got 'GPT-2'"),
+        (["--backends", "dense", "cutlass"], "unknown backend; got 'cutlass'"),
+        (["--budget-s", "-1"], "budget; got -1.0"),
+    ],
+)
+def test_wrong_choices_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["bench", "gemm", "--out", str(tmp_path / "r.jsonl"), *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
+    monkeypatch.setitem(problems.PROFILES, "quick", TINY)
+    path = tmp_path / "r.jsonl"
+    assert main(["bench", "gemm", "--dtype", "int8", "--out", str(path), *(["--json"] if as_json else [])]) == 0
+    out = capsys.readouterr().out
+    assert {r.case.dtype for r in read_records([path])} == {"int8"}
+    if as_json:
+        assert json.loads(out)["records"] == len(read_records([path]))
+    else:
+        assert out.endswith(f"{path}\n")
+
+
+def test_a_backend_of_six_bits_is_measured_with_such_weights() -> None:
+    size = ("6:8", "int8", 64, 128, torch.device("cpu"))
+    assert operands.packed_weight(*size, operands.recipe_for("hopper-6bit", "int8")).bits == 6
+    eight, six = (operands.operand(name, *size)[1] for name in ("hopper", "hopper-6bit"))
+    assert six.nbytes * 5 == eight.nbytes * 4
+    asked = [operands.problem_of(case(), "6:8", size[-1], name).bits for name in ("hopper", "hopper-6bit")]
+    assert asked == [8, 6]
+    assert operands.recipe_for("hopper-6bit", "fp8") == "absmax"  # which the backend refuses

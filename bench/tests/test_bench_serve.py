@@ -1,0 +1,707 @@
+"""``bench serve`` with an engine that only pretends: what is asked of it, what is recorded, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import check_pattern
+from slidesparse_bench import environment
+from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
+from slidesparse_bench.records import Machine, open_records
+from slidesparse_bench.serve import serve, serve_checkpoints
+from slidesparse_bench.serve.serve import run
+from slidesparse_bench.serve.serve_load import FULL, MIXED, QUICK
+from slidesparse_bench.serve.serve_measured import Measured
+from slidesparse_bench.serve.serve_options import ServeOptions
+from slidesparse_bench.serve.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
+from slidesparse_bench.served_figures import Latency, Power
+from slidesparse_bench.served_records import (
+    ARRIVALS,
+    DECODE,
+    EngineKey,
+    ServeRecord,
+    Step,
+    TimelineRecord,
+    Workload,
+    read,
+    to_line,
+)
+
+MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
+SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
+STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {}, {"k": 10.0})
+
+
+class Pretender:
+    """Takes the place of an engine."""
+
+    started: ClassVar[list[ServeOptions]] = []
+    asked: ClassVar[list[tuple[str, float | None]]] = []
+    stopped = 0
+    dies_at: str | None = None
+
+    def __init__(self, options: ServeOptions) -> None:
+        pattern = json.loads((options.folder / "config.json").read_text())["pattern"]
+        self.options, self.seconds = options, SECONDS[pattern]
+        Pretender.started.append(options)
+
+    def ready(self) -> None:
+        if self.dies_at == "start" and self.options.plugin:
+            raise UnsupportedError("the vLLM engine failed", got="no memory")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name == "timeline":
+            return [STEP] * self.options.timeline_steps
+        if name == "measure":
+            return self.measure(*arguments)
+        return None
+
+    def measure(self, workload: Workload, rate: float | None) -> Measured:
+        if workload.name == self.dies_at and self.options.plugin:
+            raise UnsupportedError("the vLLM engine failed", got="EngineDeadError")
+        Pretender.asked.append((workload.name, rate))
+        seconds = (self.seconds, 2 * self.seconds)
+        power = Power(700.0, 350.0, 1500.0, 60.0, 0.9, 100.0)
+        waits = Latency(1.0, 2.0)
+        return Measured(seconds, 100, 10, 3 * self.seconds, waits, waits, 0, (64, 700), (0, 20000), power)
+
+    def stop(self) -> None:
+        Pretender.stopped += 1
+
+
+def write_nothing(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    pattern: Any,
+    device: object,
+    layers: Mapping[str, Any],
+    recipe: str,
+    lm_head: bool,
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
+    monkeypatch.setattr(serve, "ServedEngine", Pretender)
+    monkeypatch.setattr(serve, "find_spec", lambda name: True)
+    monkeypatch.setattr(serve, "why_no_http", lambda: "nobody serves in a test")
+    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
+    monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(environment, "require_gpu", lambda: None)
+    monkeypatch.setattr(environment, "machine", lambda: MACHINE)
+    monkeypatch.setattr(environment, "uuids", lambda count: [f"GPU-{index}" for index in range(count)])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+PROFILE = adapt(quick=True, dtypes=["int8"], patterns=["6:8", "2:4"])
+ENGINES = ["stock", "control", "6:8", "2:4", "stock, graphs to 2048", "stock again"]
+
+
+def refuse(uuids: list[str], share: float) -> None:
+    raise UnsupportedError(f"{uuids} {share}")
+
+
+def test_a_gpu_that_others_hold_ends_a_run_that_has_engines_to_start(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "require_free", refuse)
+    with pytest.raises(UnsupportedError, match=r"\['GPU-0'\] 0\.9"):
+        serve.run(PROFILE, tmp_path / "serve.jsonl", tmp_path)
+    assert not Pretender.started
+
+
+def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
+    return list(dict.fromkeys(record.key.engine for record in records))
+
+
+def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, tmp_path: Path) -> None:
+    summary = run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    records = read(ServeRecord, [tmp_path / "r.jsonl"])
+    assert (summary.added, summary.records, summary.failed, summary.waiting) == (18, 18, {}, ())
+    assert engines(records) == ENGINES
+    assert [record.workload for record in records] == list(QUICK) * 6
+    assert [options.plugin for options in Pretender.started] == [False, True, True, True, False, False]
+    control, sparse = Pretender.started[1:3]
+    assert (control.additional, sparse.additional) == (
+        {"slidesparse": {"backend": "dense"}},
+        {"slidesparse": {"backend": "auto"}},
+    )
+    assert control.folder == sparse.folder  # the densest pattern's
+    assert {options.share for options in Pretender.started} == {0.9}
+    assert Pretender.stopped == 6
+
+
+def plan_file(path: Path, layers: int = 28) -> Path:
+    """Qwen2.5-7B, half of its MLPs at 2:4 and all else dense."""
+    leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    chosen = {
+        f"model.layers.{i}.{leaf}": "2:4" if "mlp" in leaf and i % 2 else "dense"
+        for i in range(layers)
+        for leaf in leaves
+    }
+    path.write_text(json.dumps({"version": 1, "method": "sparsegpt", "layers": chosen}))
+    return path
+
+
+def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "plan.json")
+    profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=plan, engines=["stock", "plan"])
+    run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
+    records = read(ServeRecord, [tmp_path / "r.jsonl"])
+    assert engines(records) == ["stock", "plan"]
+    made = Pretender.started[1]
+    assert (made.plugin, made.additional) == (True, {"slidesparse": {"backend": "auto"}})
+    assert json.loads((made.folder / "config.json").read_text()) == {"pattern": "2:4", "exceptions": 28 * 7 - 14 * 3}
+    assert records[-1].key.pattern == profile.plan.name  # type: ignore[union-attr]
+    assert made.folder.name == f"Qwen2.5-7B-28-int8-{records[-1].key.pattern.replace(' ', '-')}"
+    other = adapt(plan=plan_file(tmp_path / "other.json", 2), layers=2)
+    assert other.plan != profile.plan
+    with pytest.raises(
+        InputError, match=r"--plan; got a plan that differs at model.layers.10.* needed one of Qwen2.5-7"
+    ):
+        adapt(plan=tmp_path / "other.json")
+
+
+def test_a_plan_of_six_bits_is_served_with_such_weights(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = []
+    written = serve_checkpoints.write_checkpoint
+    monkeypatch.setattr(
+        serve_checkpoints, "write_checkpoint", lambda *given: (recipes.append(given[6]), written(*given))
+    )
+    eight = plan_file(tmp_path / "plan.json")
+    six = tmp_path / "six.json"
+    six.write_text(json.dumps({**json.loads(eight.read_text()), "recipe": "6bit"}))
+    with pytest.raises(InputError, match="the 6bit recipe ends in INT8 storage; got fp8; needed int8"):
+        adapt(plan=six)
+    profiles = [
+        adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=one, engines=["plan"]) for one in (eight, six)
+    ]
+    for profile in profiles:
+        run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert recipes == ["absmax", "6bit"]
+    assert len({one.key.pattern for one in read(ServeRecord, [tmp_path / "r.jsonl"])}) == 2
+
+
+def test_a_checkpoint_of_a_plan_follows_it(tmp_path: Path) -> None:
+    config = model_config("Qwen2.5-7B", 2) | {"hidden_size": 96, "intermediate_size": 48, "vocab_size": 8}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    plan = served_plan(plan_file(tmp_path / "plan.json", 2))
+    assert plan is not None
+    write_checkpoint(tmp_path / "made", config, torch.int8, plan.common, torch.device("cpu"), plan.exceptions)
+    made = Checkpoint(tmp_path / "made")
+    marker = Marker.require(made.config, made.path)
+    for name, pattern in plan.layers.items():
+        weight = made.tensor(f"{name}.weight")
+        assert marker.pattern_of(name) == pattern
+        if pattern == DENSE:
+            assert float((weight == 0).float().mean()) < 0.2
+        else:
+            check_pattern(weight, pattern)
+
+
+def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
+    models, backends = ["Qwen3-30B-A3B"], ["auto", "hopper"]
+    profile = adapt(quick=True, models=models, dtypes=["int8"], patterns=["6:8"], layers=12, backends=backends)
+    with pytest.raises(InputError, match="bf16 of Qwen3-30B-A3B; got experts that nothing packs; needed int8 or fp8"):
+        adapt(models=["Qwen3-30B-A3B"], dtypes=["bf16"])
+    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
+    asked = [options.additional.get("slidesparse") for options in Pretender.started]
+    ours = {"dense": "dense", "auto": "auto", "hopper": "sparse"}
+    assert asked == [None, *({"backend": name, "experts": experts} for name, experts in ours.items()), None, None]
+    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
+    attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
+    assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
+
+
+def test_an_output_embedding_in_eight_bits(pretend: None, tmp_path: Path) -> None:
+    """It is one more linear: pruned, named by the quantisation, and in the bytes that a checkpoint takes."""
+    profile = adapt(quick=True, models=["Llama-3-8B+lm_head"], dtypes=["int8"], patterns=["6:8"], engines=["6:8"])
+    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
+    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
+    plain = replace(record.key, model="Llama-3-8B")
+    rows = 128256 * 4096
+    assert serve_checkpoints.checkpoint_bytes(plain) - serve_checkpoints.checkpoint_bytes(record.key) == rows
+    config = model_config("Llama-3-8B+lm_head", 1) | {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 24}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    pattern, device = Pattern.parse("6:8"), torch.device("cpu")
+    write_checkpoint(tmp_path / "made", config, torch.int8, pattern, device, {}, "6bit", True)
+    assert inspect_checkpoint(tmp_path / "made").ok
+    made = Checkpoint(tmp_path / "made")
+    weight, scale = (made.tensor(f"lm_head.{part}") for part in ("weight", "weight_scale"))
+    check_pattern(weight, pattern)
+    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (24, 64), (24, 1))
+    assert Marker.require(made.config, made.path).ignore == ()
+    assert "re:(.*[.])?lm_head$" in made.config["quantization_config"]["config_groups"]["group_0"]["targets"]
+
+
+def test_a_plan_says_nothing_of_an_output_embedding(tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "plan.json", 28)
+    with pytest.raises(InputError, match="differs at lm_head"):
+        adapt(models=["Qwen2.5-7B+lm_head"], dtypes=["int8"], plan=plan)
+
+
+def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(folder.name for folder in (tmp_path / "scratch").glob("[!.]*"))
+
+    run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
+    (tmp_path / "scratch" / "mine").mkdir()
+    run(replace(PROFILE, dtypes=("fp8",)), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [*(f"Qwen2.5-7B-28-fp8-{pattern}" for pattern in ("2of4", "6of8", "dense")), "mine"]
+
+
+def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(PROFILE, path, tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:5]) + "\n")  # the control still has to decode
+    Pretender.asked = []
+    assert run(PROFILE, path, tmp_path).added == 13
+    assert Pretender.asked[0] == ("decode 64 at 80", None)
+    assert len(read(ServeRecord, [path])) == 18
+    assert run(PROFILE, path, tmp_path).added == 0
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_two_runs_do_not_add_to_one_file(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    refused: list[str] = []
+
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        with pytest.raises(InputError) as error:  # while this one measures
+            run(PROFILE, tmp_path / name, tmp_path / "other")
+        refused.append(str(error.value))
+        return Pretender.measure(self, workload, rate)
+
+    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
+    profile = replace(PROFILE, engines=("stock",))
+    assert run(profile, tmp_path / name, tmp_path).added == 3
+    assert len(refused) == 3
+    assert refused[0].startswith(f"another bench serve adds to {tmp_path / name}; ")
+    assert len(Pretender.started) == 1
+    assert run(PROFILE, tmp_path / name, tmp_path).added == 0 + 15  # no longer
+
+
+def test_two_runs_do_not_replace_each_others_checkpoints(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        other = replace(PROFILE, dtypes=("fp8",))  # on another GPU, say
+        with pytest.raises(InputError, match="--scratch; got one that another bench serve uses; needed one for each"):
+            run(other, tmp_path / "other.jsonl", tmp_path / "scratch")
+        assert (self.options.folder / "config.json").exists()
+        return Pretender.measure(self, workload, rate)
+
+    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
+    assert run(replace(PROFILE, engines=("stock",)), tmp_path / "r.jsonl", tmp_path / "scratch").added == 3
+
+
+def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--http on"):
+        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
+
+
+def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert len(read(ServeRecord, [path])) == 18
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"gpu": "Other"}, "gpu Other there; needed Pretend as here; name a new file with --out"),
+        ({"driver": "1"}, "driver 1 there; needed 2 as here"),
+        ({"torch": "1"}, "torch 1 there; needed 2 as here"),
+        ({"vllm": "0.26.0"}, r"vllm 0\.26\.0 there; needed 0\.22\.1 as here"),
+    ],
+)
+def test_records_of_another_machine_are_not_added_to(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: dict[str, str], words: str
+) -> None:
+    here = replace(MACHINE, driver="2")
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(environment, "machine", lambda: replace(here, **there))
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    monkeypatch.setattr(environment, "machine", lambda: here)
+    with pytest.raises(InputError, match=f"r.jsonl was measured elsewhere; got {words}"):
+        run(PROFILE, path, tmp_path)
+    assert len(Pretender.started) == 1
+
+
+def test_what_a_machine_would_not_say_ends_no_file(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)  # no driver is known
+    monkeypatch.setattr(environment, "machine", lambda: replace(MACHINE, driver="2", commit="other"))
+    assert run(PROFILE, path, tmp_path).added == 15
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_a_last_line_without_an_end_is_ended_before_more_come(pretend: None, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    with open_records(path, "r") as file:
+        text = file.read()
+    path.unlink()
+    with open_records(path, "x") as file:
+        file.write(text.removesuffix("\n"))
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert len(read(ServeRecord, [path])) == 18
+
+
+def test_a_line_that_was_cut_is_named_with_what_to_do(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    path.write_text(path.read_text()[:-50])
+    with pytest.raises(InputError, match=r"line 3: record cannot be read; .* middle of it: delete that line"):
+        run(PROFILE, path, tmp_path)
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(InputError, match=r"needed JSON in UTF-8$"):
+        run(PROFILE, path, tmp_path)
+
+
+def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100000, 100))
+    monkeypatch.setattr(serve.time, "monotonic", lambda: float(next(clock)))
+    summary = run(replace(PROFILE, budget_s=1000.0), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert 0 < summary.added < 18
+    assert len(summary.waiting) == 6 - summary.added // 3
+    assert "run the same command again: Qwen2.5-7B int8 " in summary.describe()
+    assert list((tmp_path / "scratch").glob("[!.]*"))
+
+
+@pytest.mark.parametrize(("dies_at", "workload"), [("start", None), ("mixed", "mixed")])
+def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, workload: str | None
+) -> None:
+    monkeypatch.setattr(Pretender, "dies_at", dies_at)
+    path = tmp_path / "r.jsonl"
+    summary = run(PROFILE, path, tmp_path)
+    failed = [record for record in read(ServeRecord, [path]) if record.why_not is not None]
+    assert engines(failed) == ["control", "6:8", "2:4"]
+    assert {record.workload and record.workload.name for record in failed} == {workload}
+    assert len(summary.failed) == 3
+    assert Pretender.stopped == 6
+    assert engines(read(ServeRecord, [path]))[-1] == "stock again"
+    assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
+
+
+def test_what_was_served_without_a_figure_ends_no_engine(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Pretender.measure
+
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        found = served(self, workload, rate)
+        return replace(found, seconds=(), why_not="too many") if workload.name == "mixed" else found
+
+    monkeypatch.setattr(Pretender, "measure", measure)
+    path = tmp_path / "r.jsonl"
+    summary = run(PROFILE, path, tmp_path)
+    assert (summary.added, summary.failed, summary.waiting) == (18, {}, ())
+    assert "2:4: mixed: served, but not measured: too many" in capsys.readouterr().err
+    assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
+
+
+def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
+    run(profile, tmp_path / "r.jsonl", tmp_path)
+    rates = [rate for name, rate in Pretender.asked if name.startswith(ARRIVALS)]
+    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 5  # the median of 4 and 8 s
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        replace(PROFILE, workloads=FULL, engines=("6:8",)),
+        adapt(dtypes=["int8"], workloads=["arrivals at 80%"]),
+        adapt(dtypes=["int8"], workloads=["burst"], soak_s=60.0),
+    ],
+)
+def test_without_stock_arrivals_are_refused_before_anything_starts(
+    pretend: None, tmp_path: Path, profile: ServeProfile
+) -> None:
+    with pytest.raises(InputError, match="of what stock takes; got no stock engine"):
+        run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert not Pretender.started
+
+
+def test_the_death_of_another_stock_engine_does_not_let_arrivals_start(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    Pretender.started = []
+    with pytest.raises(InputError, match="of what stock takes; got no stock engine"):
+        run(replace(PROFILE, dtypes=("fp8",), workloads=FULL, engines=("6:8",)), path, tmp_path)
+    assert not Pretender.started
+
+
+def test_each_engine_has_a_log_of_its_own(
+    pretend: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Pretender, "dies_at", "mixed")
+    run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")
+    logs = [options.log for options in Pretender.started]
+    names = ("stock", "6-8")
+    assert logs == [tmp_path / f"r.jsonl.Qwen2.5-7B-int8-{name}.log" for name in names]
+    assert f"6:8: died: the vLLM engine failed; got EngineDeadError; see {logs[1]}" in capsys.readouterr().err
+
+
+def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
+    assert summary.added == 3  # burst, mixed, and why there are no arrivals
+    assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
+
+
+def test_who_died_in_process_did_not_die_over_http(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    assert run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+
+
+def test_a_run_fails_by_its_own_engines_alone(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(Pretender, "dies_at", "start")
+    assert list(run(PROFILE, path, tmp_path).failed) == [
+        f"Qwen2.5-7B int8 {name}" for name in ("control", "6:8", "2:4")
+    ]
+    monkeypatch.setattr(Pretender, "dies_at", None)
+    assert not run(replace(PROFILE, dtypes=("fp8",)), path, tmp_path).failed
+    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+    assert len(run(PROFILE, path, tmp_path).failed) == 3
+
+
+def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
+    assert [(workload.name, workload.seconds) for workload in profile.workloads] == [
+        ("mixed", 0.0),
+        ("arrivals, soak", 360.0),
+    ]
+    run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert Pretender.asked[1::2] == [("arrivals, soak", pytest.approx(0.8 * 1000 / 6))] * 2
+
+
+def test_what_will_run_is_said_with_its_time_before_an_engine_starts(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soaked = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
+    run(soaked, tmp_path / "r.jsonl", tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    line = (
+        "slidesparse: about 17 minutes for 2 engines: Qwen2.5-7B int8 stock, Qwen2.5-7B int8 6:8; "
+        "stock serves the mixed load first, as arrivals, soak will be a share of what it takes"
+    )
+    assert line in lines
+    assert lines.index(line) < lines.index("slidesparse: Qwen2.5-7B int8 stock: starting")
+    run(soaked, tmp_path / "r.jsonl", tmp_path)
+    assert "minutes" not in capsys.readouterr().err  # nothing is left to do
+    run(replace(soaked, engines=("2:4",), patterns=("2:4",)), tmp_path / "r.jsonl", tmp_path)
+    assert "slidesparse: about 8 minutes for 1 engine: Qwen2.5-7B int8 2:4\n" in capsys.readouterr().err  # known
+
+
+def test_a_budget_counts_the_soak_of_the_first_engine(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock"], budget_s=400.0)
+    assert run(profile, tmp_path / "r.jsonl", tmp_path).waiting == ("Qwen2.5-7B int8 stock",)
+    assert not Pretender.started
+    assert run(replace(profile, budget_s=600.0), tmp_path / "r.jsonl", tmp_path).added == 2
+
+
+def test_over_http_and_in_process_are_not_mixed(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    assert run(PROFILE, path, tmp_path).added == 18
+    assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    assert run(PROFILE, path, tmp_path).added == 18
+    assert run(PROFILE, path, tmp_path).added == 0
+    records = read(ServeRecord, [path])
+    assert [record.http for record in records] == [False] * 18 + [True] * 18
+    assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
+    assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
+
+
+def test_http_that_is_asked_for_must_work(pretend: None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--http on; got nobody serves in a test"):
+        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(27e9)))
+    with pytest.raises(
+        UnsupportedError, match=r"no disk space .* got 27\.0 GB in .* needed 27\.\d GB; name a larger disk"
+    ):
+        run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert not list((tmp_path / "scratch").glob("[!.]*"))
+    run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")  # two need less
+
+
+def test_missing_vllm_is_one_line(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert main(["bench", "serve", "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert (
+        capsys.readouterr().err == 'slidesparse: slidesparse bench serve needs vLLM; pip install "slidesparse[vllm]"\n'
+    )
+
+
+def test_a_users_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
+    run(replace(PROFILE, graphs=4096, patterns=("6:8",)), tmp_path / "r.jsonl", tmp_path)
+    sizes = [
+        options.arguments.get("compilation_config", {}).get("max_cudagraph_capture_size")
+        for options in Pretender.started
+    ]
+    assert sizes == [None, 4096, 4096, 4096, None]
+    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-2] == "stock, graphs to 4096"
+
+
+@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 2048), ("Qwen2.5-7B", 2, 4096)])
+def test_stock_gets_graphs_as_large_as_the_plugin_captures(model: str, gpus: int, graphs: int) -> None:
+    assert larger_graphs(model, gpus) == graphs
+    labels = [key.engine for key in ServeProfile(gpus=gpus).keys(model, "int8")]
+    assert labels == ["stock", "control", "6:8", "4:6", "2:4", f"stock, graphs to {graphs}", "stock again"]
+
+
+def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, timeline=3, engines=("stock", "6:8"))
+    path = tmp_path / "t.jsonl"
+    assert run(profile, path, tmp_path).added == 6
+    records = read(TimelineRecord, [path])
+    assert engines(records) == ["stock", "6:8"]
+    assert records[0].step == STEP
+    assert {options.timeline_steps for options in Pretender.started} == {3}
+    assert run(profile, path, tmp_path).added == 0
+
+
+def test_the_command_line_reaches_the_engines(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "serve", "--quick", "--dtype", "int8", "--patterns", "6:8", "--out", str(tmp_path / "r.jsonl")]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["added"] == 15
+    monkeypatch.setattr(Pretender, "dies_at", "start")
+    assert main([*command[:-1], str(tmp_path / "other.jsonl")]) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--patterns", "6:9"],
+        ["--patterns", "dense"],
+        ["--models", "GPT"],
+        ["--dtype", "fp16"],
+        ["--engines", "9:9"],
+        ["--gpus", "0"],
+        ["--gpus", "2"],
+        ["--graphs", "99999"],
+        ["--graphs", "2048", "--engines", "stock", "stock again"],
+        ["--timeline", "0"],
+        ["--budget-s", "0"],
+        ["--tokens", "5"],
+        ["--profile", "quick"],
+        ["--rounds", "5"],
+        ["--alone"],
+        ["--workloads", "bursts"],
+        ["--soak", "0"],
+        ["--soak", "nan"],
+        ["--budget-s", "nan"],
+        ["--layers", "0"],
+        ["--backends", "cutlass"],
+        ["--timeline", "9", "--http", "on"],
+        ["--timeline", "9", "--soak", "60"],
+        ["--scratch", "/dev/null/here"],
+        ["--out", "/dev/null/here.jsonl"],
+        ["--out", "/"],
+    ],
+)
+def test_wrong_arguments_get_one_line(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    assert main(["bench", "serve", "--out", str(tmp_path / "r.jsonl"), *wrong]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("slidesparse: ")
+    assert error.count("\n") == 1
+    assert "Errno" not in error
+    assert not Pretender.started
+
+
+def test_a_file_of_something_else_is_refused(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"format": 1}\n')
+    with pytest.raises(InputError, match="line 1"):
+        run(PROFILE, path, tmp_path)
+
+
+def test_engines_of_one_profile_differ() -> None:
+    keys: list[EngineKey] = adapt(backends=["auto", "hopper"], graphs=1024).keys("Qwen2.5-7B", "int8")
+    assert len({key.engine for key in keys}) == len(keys) == 10
+    assert CONTROL_OF_BF16 not in [key.engine for key in adapt().keys("Qwen2.5-7B", "bf16")]
+
+
+CONTROL_OF_BF16 = "control"
+
+
+def test_workloads_are_named_once() -> None:
+    assert len({workload.name for workload in FULL}) == len(FULL)
+    assert [workload.kind for workload in FULL].count(DECODE) == 6
+    assert MIXED in QUICK
+
+
+def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: dict[str, str] = {}
+
+    def write(folder: Path, *given: Any) -> None:
+        folder.mkdir()
+        written[folder.name] = given[5]
+
+    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    profile = adapt(dtypes=["int8"], patterns=["6:8"], backends=["auto", "hopper-6bit"])
+    keys = {key.engine: key for key in profile.keys("Qwen2.5-7B", "int8")}
+    folders = [serve_checkpoints.ready_checkpoint(tmp_path, keys[f"6:8{name}"], []) for name in ("", " hopper-6bit")]
+    assert [folder.name.rpartition("int8-")[2] for folder in folders] == ["6of8", "6of8-6bit"]
+    assert list(written.values()) == ["absmax", "6bit"]

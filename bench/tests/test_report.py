@@ -1,0 +1,379 @@
+"""Reports from synthetic records: every number here can be computed by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, SHAPES, case, record
+from matplotlib.image import imread
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.offline.known_models import LAYERS
+from slidesparse_bench.records import ALL, CONTROL, COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Case, Record, Tried
+from slidesparse_bench.report import plots, write_report
+from slidesparse_bench.report.numbers import Limits, comparisons, limits, points
+from slidesparse_bench.report.table import Table
+
+DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
+SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
+IDEAL = {"2:4": 2.0, "6:8": 4 / 3, CONTROL: 1.0, "auto 6:8": 4 / 3}
+
+
+def model_records(tokens: int = 64, benchmark: str = "gemm", slower: float = 1.0) -> list[Record]:
+    """Dense 100 us a layer; 2:4 50 us; 6:8 80 us; a second dense library that always loses."""
+    found = []
+    for index, layer in enumerate(LAYERS):
+        of = case(layer, tokens, benchmark=benchmark)
+        found.append(record(of, DENSE_VARIANT, DENSE_US[layer] * slower, backend="vllm", ideal=1.0, n_bytes=1000))
+        found.append(record(of, DENSE_VARIANT, DENSE_US[layer] * slower + 1, ideal=1.0, n_bytes=1000))
+        for variant, times in SPARSE_US.items():
+            us = times[index] * slower
+            found.append(record(of, variant, us, backend="cusparselt", ideal=IDEAL[variant], n_bytes=900))
+            found.append(record(of, variant, us * 2, backend="slow", ideal=IDEAL[variant], n_bytes=900))
+    return found
+
+
+def square_records(dtype: str = "fp8") -> list[Record]:
+    of = Case("gemm", SQUARE, "", dtype, 512, 512, 512, scaled=False)
+    times = {DENSE_VARIANT: 12.0, "2:4": 8.0, "6:8": 10.0, CONTROL: 16.0}
+    return [record(of, name, us, ideal=IDEAL.get(name, 1.0), n_bytes=500) for name, us in times.items()]
+
+
+def kernel_records() -> list[Record]:
+    of = Case("kernels", "", "", "int8", 4096, 0, 2560)
+    return [
+        record(of, COPY, 10.0, n_bytes=40_000),  # 4000 bytes a us
+        record(of, QUANTIZE, 8.0, backend="slidesparse", n_bytes=30_000),
+        record(of, QUANTIZE, 5.0, backend="vllm", n_bytes=30_000),
+        record(of, "lift 6:8", 10.0, backend="slidesparse", n_bytes=35_000),
+        record(of, "lift 2:4", 9.0, backend="slidesparse", n_bytes=30_000),
+        record(of, "silu_mul lift 6:8", 18.0, backend="slidesparse", n_bytes=60_000),
+    ]
+
+
+def pack_records() -> list[Record]:
+    of = replace(case("gate_up", 0, benchmark="pack"), dtype="bf16")
+    return [record(of, "pack 6:8", 2.0, backend="slidesparse")]
+
+
+def report(records: list[Record], folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Write a report and read its CSV files back."""
+    written = write_report(records, folder)
+    assert sorted(written) == sorted(folder.iterdir())
+    return {
+        path.stem: list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+        for path in written
+        if path.suffix == ".csv"
+    }
+
+
+def test_speedups_are_of_sums_over_the_fastest_dense(tmp_path: Path) -> None:
+    tables = report(model_records() + model_records(128, slower=2.0), tmp_path)
+    first, second = tables["gemm_model_int8_speedup"]
+    assert (first["model"], first["M"], float(first["dense us"])) == ("Tiny", "64", 100.0)
+    assert float(first["2:4"]) == 100 / 50
+    assert float(first["6:8"]) == 100 / 80
+    assert float(first["noise"]) == 0.004
+    operations = sum(2 * 64 * out * columns for out, columns in SHAPES.values())
+    assert float(first["dense TOPS"]) == pytest.approx(operations / 100e-6 / 1e12)
+    assert (second["M"], float(second["dense us"]), float(second["6:8"])) == ("128", 200.0, 1.25)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| Tiny | 64 | 100.0 | 0 | 2.00 | 1.25 | 0.4% |" in text
+
+
+def test_efficiency_is_the_papers(tmp_path: Path) -> None:
+    tables = report(model_records() + square_records(), tmp_path)
+    (model,) = tables["gemm_model_int8_efficiency"]
+    # (1.25 / 2) / (0.5 / 0.75)
+    assert float(model["6:8"]) == pytest.approx(0.9375)
+    assert float(model["2:4"]) == 1.0
+    (square,) = tables["gemm_square_fp8_bare_efficiency"]
+    # ((12/10) / (12/8)) / (0.5 / 0.75) = 1.2; the control: ((12/16) / (12/8)) / 0.5 = 1
+    assert float(square["6:8"]) == pytest.approx(1.2)
+    assert float(square[CONTROL]) == pytest.approx(1.0)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| 120% |" in text
+    assert "Amdahl's law" in text
+
+
+def test_without_native_sparsity_there_is_no_efficiency(tmp_path: Path) -> None:
+    tables = report([r for r in square_records() if r.variant != "2:4"], tmp_path)
+    assert "gemm_square_fp8_bare_speedup" in tables
+    assert not any("efficiency" in name for name in tables)
+
+
+def test_squares_are_a_table_of_their_own(tmp_path: Path) -> None:
+    (row,) = report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
+    assert list(row) == ["model", "M", "dense us", "dense TOPS", "2:4", "6:8", CONTROL, "noise"]
+    assert (float(row["6:8"]), float(row[CONTROL])) == (1.2, 0.75)
+
+
+def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: Path) -> None:
+    rows = report(kernel_records(), tmp_path)["kernels_int8"]
+    assert [row["pattern"] for row in rows] == ["2:4", "6:8"]
+    row = rows[1]
+    assert (row["K"], row["M"], float(row["copy us"])) == ("2560", "4096", 10.0)
+    assert (float(row["quantize us"]), float(row["vLLM quantize us"])) == (8.0, 5.0)
+    assert float(row["quantize+lift us"]) == 10.0
+    assert float(row["overhead"]) == 0.25
+    assert float(row["more us"]) == 2.0
+    assert float(row["of copy rate"]) == pytest.approx(3500 / 4000)
+    assert "| +25% | 2.0 | 88% |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
+    (row,) = report(kernel_records(), tmp_path)["kernels_fused_int8"]
+    assert (row["after"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
+    assert (float(row["bytes at copy rate us"]), float(row["us"]), float(row["over its bytes"])) == (15.0, 18.0, 1.2)
+    without_copy = [r for r in kernel_records() if r.variant != COPY]
+    assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")
+
+
+def test_layers_are_compared_with_their_gemm(tmp_path: Path) -> None:
+    tables = report(model_records() + model_records(benchmark="linear", slower=1.5), tmp_path)
+    added = {
+        row["variant"]: (float(row["GEMM us"]), float(row["layer us"]), float(row["added"]))
+        for row in tables["layer_over_gemm"]
+    }
+    assert added == {"dense": (100, 150, 0.5), "2:4": (50, 75, 0.5), "6:8": (80, 120, 0.5)}
+
+
+def test_packing_counts_dense_bytes(tmp_path: Path) -> None:
+    (row,) = report(pack_records(), tmp_path)["pack"]
+    assert float(row["dense GB/s"]) == 96 * 32 * 2 / 2.0 / 1e3
+    assert row["step"] == "pack 6:8"
+
+
+def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> None:
+    (row,) = report(model_records(), tmp_path)["baselines"]
+    assert (row["library"], row["algorithm"], row["fastest in"]) == ("vllm", "vllm kernel", "4")
+    assert row["tried"] == "vllm: another, vllm kernel; torch: another, torch kernel"
+    assert row["algorithms"] == "4"
+
+
+def test_whole_engines_are_no_products_to_choose_a_baseline_from(tmp_path: Path) -> None:
+    of = replace(case(), benchmark="vllm", layer="prefill")
+    engines = [replace(record(of, variant, us), tried=()) for variant, us in ((DENSE_VARIANT, 2.0), ("6:8", 1.0))]
+    assert "baselines" not in report(engines, tmp_path / "a")
+    assert len(report(engines + model_records(), tmp_path / "b")["baselines"]) == 1
+
+
+def test_a_long_search_is_counted_and_not_listed(tmp_path: Path) -> None:
+    searched = tuple(Tried(f"heuristic {i}", 5.0) for i in range(64))
+    records = [
+        replace(r, tried=searched, backend="cublaslt") if (r.variant, r.backend) == (DENSE_VARIANT, "vllm") else r
+        for r in model_records()
+    ]
+    (row,) = report(records, tmp_path)["baselines"]
+    assert (row["library"], row["algorithm"], row["algorithms"]) == ("cublaslt", "the best of a search", "66")
+    assert row["tried"] == "cublaslt: 64 of a search; torch: another, torch kernel"
+
+
+def test_what_has_no_time_is_listed_with_its_reason(tmp_path: Path) -> None:
+    refused = [record(case(layer), "4:6", None, backend="hopper", why_not="no such tile") for layer in LAYERS]
+    left = record(case(tokens=128), ALL, None, backend="", why_not="left out: the budget was spent")
+    rows = report([*model_records(), *refused, left], tmp_path)["missing"]
+    found = [(row["variant"], row["backend"], row["reason"], row["problems"]) for row in rows]
+    assert found == [("4:6", "hopper", "no such tile", "4"), (ALL, "", "left out: the budget was spent", "1")]
+    assert "4:6" not in report(model_records(), tmp_path / "b")["gemm_model_int8_speedup"][0]
+
+
+def test_the_latest_comparison_of_a_problem_counts_as_a_whole() -> None:
+    old = [replace(r, started="2026-11-19T10:00:00.000000+00:00") for r in square_records()]
+    # The newer one has no 6:8: the older 6:8 must not be divided by the newer dense.
+    new = [replace(r, variant=r.variant) for r in square_records() if r.variant != "6:8"]
+    (one,) = comparisons(new + old)
+    assert one.best("6:8") is None
+    assert {r.started for r in one.records} == {new[0].started}
+
+
+def test_a_layer_that_is_missing_leaves_its_point_out() -> None:
+    found = comparisons([r for r in model_records() if r.case.layer != "down"])
+    assert points(found, "gemm") == []
+    partly = comparisons([r for r in model_records() if (r.case.layer, r.variant) != ("down", "6:8")])
+    (point,) = points(partly, "gemm")
+    assert point.variants == ["2:4"]
+    assert point.speedup("6:8") is None
+
+
+def test_variants_stand_in_the_order_of_their_ideal() -> None:
+    times = {"auto 6:8": 9.0, CONTROL: 16.0, "6:8": 10.0, "2:4": 8.0, DENSE_VARIANT: 12.0}
+    of = square_records()[0].case
+    (point,) = points(comparisons([record(of, v, us, ideal=IDEAL.get(v, 1.0)) for v, us in times.items()]), "gemm")
+    assert point.variants == ["2:4", "6:8", CONTROL, "auto 6:8"]
+
+
+def test_limits_are_the_best_that_was_reached() -> None:
+    found = comparisons(square_records() + square_records("bf16") + kernel_records())
+    known = limits(found)
+    assert known.bandwidth == 4000
+    assert known.peak == {"fp8": 2 * 512**3 / 12.0, "bf16": 2 * 512**3 / 12.0}
+    assert limits(comparisons(kernel_records()[1:])) == Limits(None, {})
+
+
+def test_the_roofline_takes_the_slower_of_arithmetic_and_memory() -> None:
+    (point,) = points(comparisons(square_records()), "gemm")
+    operations = point.parts[0].case.n_operations
+    by_arithmetic = Limits(bandwidth=1e9, peak={"fp8": operations / 10})
+    assert point.roofline("6:8", by_arithmetic) == pytest.approx(4 / 3)
+    by_memory = Limits(bandwidth=1.0, peak={"fp8": 1e12})
+    assert point.roofline("6:8", by_memory) == pytest.approx(1.0)  # the same bytes
+    # Dense 10 us of arithmetic; 6:8 needs 7.5 us of arithmetic and 500 bytes / 50 = 10 us of memory.
+    assert point.roofline("6:8", Limits(50.0, {"fp8": operations / 10})) == pytest.approx(1.0)
+    assert point.roofline("6:8", Limits(None, {"fp8": 1.0})) is None
+
+
+def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    everything = model_records() + model_records(128, slower=1.9) + model_records(benchmark="linear")
+    report(everything + square_records() + kernel_records(), tmp_path / "a")
+    names = sorted(path.name for path in (tmp_path / "a").glob("*.png"))
+    assert names == ["gemm_speedup_square_bare.png", "gemm_speedup_tiny.png", "kernels.png", "linear_speedup_tiny.png"]
+    text = (tmp_path / "a" / "report.md").read_text(encoding="utf-8")
+    for name in names:
+        pixels = imread(tmp_path / "a" / name)
+        assert min(pixels.shape[:2]) > 300
+        assert pixels.std() > 0.05  # something is on it
+        assert f"]({name})" in text
+    report(pack_records(), tmp_path / "b")
+    assert not list((tmp_path / "b").glob("*.png"))
+
+
+def test_no_panel_cuts_another_panels_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: figures.append(figure))
+    # One type with 2:4 at 1.5x, three others at 0.15x, below the usual bottom of the axis.
+    slow = [replace(r, timing=replace(r.timing, median_us=80.0)) for r in square_records() if r.variant == "2:4"]
+    records = square_records()
+    for dtype in ("int8", "bf16", "fp16"):
+        others = [r for r in square_records() if r.variant != "2:4"] + slow
+        records += [replace(r, case=replace(r.case, dtype=dtype)) for r in others]
+    fast_copy = [replace(r, case=replace(r.case, in_features=99)) for r in kernel_records()]
+    fast_copy = [replace(r, n_bytes=r.n_bytes * (1 if r.variant == COPY else 3)) for r in fast_copy]
+    plots.draw_speedups(comparisons(records), "gemm", "t", tmp_path)
+    plots.draw_kernels(comparisons(fast_copy + kernel_records()), tmp_path / "k.png")
+    assert [figure.axes[0].get_subplotspec().get_gridspec().get_geometry() for figure in figures] == [(2, 2), (2, 1)]
+    for figure in figures:
+        drawn = 0
+        for axes in figure.axes:
+            bottom, top = axes.get_ylim()
+            for line in axes.get_lines():
+                if line.get_transform() == axes.transData:
+                    drawn += len(line.get_ydata())
+                    assert all(bottom <= float(y) <= top for y in line.get_ydata())
+        assert drawn
+
+
+def test_legends_name_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[list[str]] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: named.append([h.get_label() for h in handles]))
+    plots.draw_speedups(comparisons(square_records()), "gemm", "t", tmp_path)
+    plots.draw_speedups(comparisons(square_records() + kernel_records()), "gemm", "t", tmp_path)
+    plots.draw_kernels(comparisons([r for r in kernel_records() if r.variant != QUANTIZE]), tmp_path / "k.png")
+    assert not plots.draw_kernels(comparisons(kernel_records()[:1]), tmp_path / "k.png")  # a copy alone
+    assert named == [
+        ["2:4", "6:8", CONTROL, "ideal"],  # without a copy nobody knows the memory's limit
+        ["2:4", "6:8", CONTROL, "roofline", "ideal"],
+        ["quantise + lift 2:4", "quantise + lift 6:8"],
+    ]
+
+
+def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
+    records = []
+    for layer, chosen in (("qkv", 10.1), ("o", 11.0)):
+        of = case(layer)
+        records += [
+            record(of, DENSE_VARIANT, 9.0),
+            record(of, "6:8", 12.12, backend="cusparselt", ideal=4 / 3),
+            record(of, "cusparselt alone 6:8", chosen, backend="cusparselt", ideal=4 / 3),
+            record(of, "cusparselt alone 6:8", 10.0, backend="library", ideal=4 / 3),
+        ]
+    tables = report(records, tmp_path)
+    qkv, o = tables["library"]
+    assert [float(row["over it"]) for row in (qkv, o)] == pytest.approx([0.01, 0.1])
+    assert float(qkv["scales add"]) == pytest.approx(0.2)
+    assert qkv["library's best"] == "library kernel"
+    (summary,) = tables["library_summary"]
+    assert (summary["problems"], summary["within 2 %"]) == ("2", "1")
+    assert float(summary["worst"]) == pytest.approx(0.1)
+
+
+def test_every_record_is_in_the_flat_table(tmp_path: Path) -> None:
+    rows = report(model_records() + kernel_records(), tmp_path)["records"]
+    assert len(rows) == len(model_records() + kernel_records())
+    row = next(row for row in rows if (row["layer"], row["variant"], row["backend"]) == ("qkv", "2:4", "cusparselt"))
+    assert (row["median us"], row["p20 us"], row["p80 us"], row["speedup"]) == ("5.0", "4.5", "5.5", "2.0")
+    assert (row["SM MHz"], row["W"], row["host us"]) == ("1500.0", "690.0", "7.5")
+
+
+def test_conditions_stand_at_the_top(tmp_path: Path) -> None:
+    write_report(model_records() + kernel_records(), tmp_path)
+    top = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## ")[0]
+    for words in (
+        "Test GPU",
+        "driver 580.1",
+        "cuSPARSELt 0.8.0",
+        "commit abc123",
+        "2026-11-20",
+        "1500 to 1500 MHz",
+        "4 GB/s",
+    ):
+        assert words in top
+    assert "vLLM" not in top  # it was not installed
+
+
+def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+    write_report(square_records(), tmp_path)
+    assert report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
+
+
+def test_one_gpu_a_report(tmp_path: Path) -> None:
+    others = [*square_records(), replace(square_records()[0], machine=replace(MACHINE, gpu="Other"))]
+    with pytest.raises(InputError, match="records of one GPU"):
+        write_report(others, tmp_path)
+    with pytest.raises(InputError, match="there are no records in these files; needed files that slidesparse bench"):
+        write_report([], tmp_path)
+
+
+def test_markdown_aligns_numbers_to_the_right() -> None:
+    table = Table("n", "t", ("name", "x", "y"), (("a", 1.234, None), ("b", None, 7)), {"x": ".1f"})
+    assert table.markdown() == "| name | x | y |\n|---|---:|---:|\n| a | 1.2 | - |\n| b | - | 7 |"
+    assert table.csv() == "name,x,y\r\na,1.234,\r\nb,,7\r\n"
+
+
+def test_the_command_writes_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, records in (("a", model_records()), ("b", kernel_records())):
+        (tmp_path / f"{name}.jsonl").write_text("".join(r.to_line() + "\n" for r in records))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert main(["report", *files, "--out", str(tmp_path / "out")]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0] == str(tmp_path / "out" / "report.md")
+    assert all(Path(line).is_file() for line in listed)
+    assert {"gemm_model_int8_speedup.csv", "kernels_int8.csv"} <= {Path(line).name for line in listed}
+
+
+def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    line = square_records()[0].to_line()
+    (tmp_path / "good.jsonl").write_text(line + "\n")
+    (tmp_path / "cut.jsonl").write_text(f"{line}\n{line[:-9]}")
+    (tmp_path / "plan.json").write_text("{}")  # whole, but nothing that bench wrote
+    for arguments, words in (
+        (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1: format of a benchmark record; got None; needed 1; give"),
+        (["cut.jsonl", "--out", "o"], "; its writer was stopped in the middle of it: delete that line"),
+        (["plan.json", "--out", "o"], "plan.json, line 1: format of a benchmark record; got None; needed 1; give"),
+        (["none.jsonl", "--out", "o"], "none.jsonl is missing; needed a file that slidesparse bench wrote"),
+        (["none.jsonl.gz", "--out", "o"], "none.jsonl.gz is missing"),
+        (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report; got File exists: "),
+    ):
+        paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
+        assert main(["report", *paths]) == 1
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert words in captured.err
+        assert "Errno" not in captured.err

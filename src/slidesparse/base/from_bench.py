@@ -1,0 +1,31 @@
+"""What the distribution ``slidesparse-bench`` brings, where it is installed: found by entry points, never imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from slidesparse.errors import UnsupportedError, first_line
+
+GROUP = "slidesparse.bench"
+
+
+def from_bench(part: str, needed_by: str) -> Any:
+    """Return a part of slidesparse-bench.
+
+    Args:
+        part: The name of its entry point.
+        needed_by: What the user asked for: ``slidesparse bench``.
+
+    Raises:
+        UnsupportedError: slidesparse-bench is not installed, or cannot be imported.
+    """
+    got = "none installed"
+    for point in entry_points(group=GROUP, name=part):
+        try:
+            return point.load()
+        except ImportError as error:
+            got = first_line(error)
+    raise UnsupportedError(
+        f"{needed_by} needs slidesparse-bench", got=got, remedy="run pip install ./bench in a checkout of slidesparse"
+    )

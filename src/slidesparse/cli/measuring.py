@@ -1,0 +1,118 @@
+"""The commands that measure GPUs: ``tune``, and ``bench`` and ``report``, which slidesparse-bench brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from slidesparse.base.from_bench import from_bench
+from slidesparse.cli.arguments import Commands, add_command, named_path
+from slidesparse.errors import InputError, UnsupportedError
+
+TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
+"""Numbers of tokens that tune measures, unless the user names others."""
+
+OF_BENCH = {
+    "bench": "Measure this GPU: GEMMs, kernels, whole layers, packing, served models.",
+    "report": "Draw tables and plots from benchmark records.",
+}
+"""The commands of slidesparse-bench, and their help."""
+
+NO_PREFIX = "\0"
+"""A prefix of options that no word has, so that a parser takes all words as they are."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add tune, bench and report."""
+    _add_tune(commands)
+    for name, text in OF_BENCH.items():
+        try:
+            from_bench(name, f"slidesparse {name}")(commands, text)
+        except UnsupportedError:
+            _add_missing(commands, name, text)
+
+
+def _add_missing(commands: Commands, name: str, text: str) -> None:
+    """Add a command that takes any words, and says how to install what it needs."""
+    missing = commands.add_parser(name, help=text, description=text, prefix_chars=NO_PREFIX, add_help=False)
+    missing.add_argument("words", nargs="*")
+    missing.set_defaults(
+        command=lambda _: from_bench(name, f"slidesparse {name}"), verbose=False, quiet=False, json=False
+    )
+
+
+def _add_tune(commands: Commands) -> None:
+    tune = add_command(
+        commands, "tune", _tune, "Find the fastest algorithms and backends at a model's shapes, once for each GPU."
+    )
+    tune.add_argument(
+        "models", nargs="*", metavar="MODEL", help="a checkpoint's folder, or Qwen2.5-7B, ... (default: all names)"
+    )
+    tune.add_argument("--models", nargs="+", dest="more_models", default=[], metavar="MODEL", help="the same")
+    tune.add_argument(
+        "--pattern", action="append", metavar="PATTERN", help="(default: the checkpoint's, or 2:4, 4:6, 6:8, 8:10)"
+    )
+    tune.add_argument(
+        "--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: the checkpoint's, or int8, fp8)"
+    )
+    usual = " ".join(map(str, TUNED_TOKENS))
+    tune.add_argument("--tokens", type=int, nargs="+", metavar="M", help=f"(default: {usual})")
+    tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
+    what = tune.add_mutually_exclusive_group()
+    what.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    what.add_argument(
+        "--share",
+        type=named_path,
+        metavar="FILE",
+        help="measure nothing: write the times measured here, to send them in",
+    )
+    what.add_argument(
+        "--from",
+        dest="records",
+        type=named_path,
+        nargs="+",
+        metavar="RECORDS",
+        help="measure nothing: take the layer times of files that bench wrote on this GPU",
+    )
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from slidesparse.gemm.cusparselt.table import AlgorithmRecord
+    from slidesparse.gemm.speed import LayerSpeed, WrongForm
+    from slidesparse.offline import share, tune
+    from slidesparse.offline.tune_job import make_job
+
+    models = [*options.models, *options.more_models]
+    _refuse_measuring(options, models)
+    if options.share is not None:
+        table = share.write(options.share)
+        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        return 0
+    algorithms, path, layers, wrong = list[AlgorithmRecord](), None, list[LayerSpeed](), list[WrongForm]()
+    if options.records:
+        layers, wrong, driver = from_bench("layer-times", "slidesparse tune --from")(options.records)
+        path = tune.store_layers(layers, wrong, driver)
+    else:
+        tokens = TUNED_TOKENS if options.tokens is None else options.tokens
+        job = make_job(models, options.pattern, options.dtype, tokens, options.backends)
+        algorithms = tune.search_algorithms(job)
+        for found, faulty in () if options.algorithms_only else tune.measure_layers(job):
+            path = tune.store_layers(found, faulty)  # whatever becomes of the rest
+            layers, wrong = layers + found, wrong + faulty
+    if options.json:
+        print(json.dumps(tune.to_json(algorithms, layers, wrong)))
+    else:
+        print(tune.describe(algorithms, layers, wrong, path))
+    return 1 if wrong else 0
+
+
+def _refuse_measuring(options: argparse.Namespace, models: list[str]) -> None:
+    """Refuse options that say what to measure where nothing is measured."""
+    instead = "--share" if options.share is not None else "--from" if options.records else None
+    said = {"MODEL": models} | {
+        f"--{name}": getattr(options, name) for name in ("pattern", "dtype", "tokens", "backends")
+    }
+    given = [name for name, value in said.items() if value]
+    if instead is not None and given:
+        remedy = f"leave out {instead} to measure, or leave out the rest"
+        raise InputError(instead, got=", ".join(given), needed="none of these: it measures nothing", remedy=remedy)

@@ -1,0 +1,189 @@
+"""``slidesparse tune``: measure once for each GPU its fastest algorithms, and which backend is fastest when.
+
+A layer is measured as a start measures it (:mod:`slidesparse.tuning.measure`), with more time for each form and a
+weight of random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.cache_folder import lasting_cache_folder
+from slidesparse.base.device import require_cuda
+from slidesparse.base.file_lock import file_lock
+from slidesparse.base.log import LOG
+from slidesparse.base.progress import progress_bar, table
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
+from slidesparse.gemm.cusparselt.tune import tune_shapes
+from slidesparse.gemm.expert_times import as_linear
+from slidesparse.gemm.select import installation, wrong_form
+from slidesparse.gemm.speed import DENSE, LayerSpeed, WrongForm
+from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
+from slidesparse.layer.linear import pack_weight
+from slidesparse.offline.tune_job import Kind, TuneJob
+from slidesparse.prune import prune_mask
+from slidesparse.tuning.at_load import usable_times
+from slidesparse.tuning.checking import WRONG
+from slidesparse.tuning.measure import THOROUGH, LayerMeasurement, gaussian
+from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import DTYPES, QUANTISED, parse_dtype, rounded_bits
+
+SEARCHED = "cusparselt"
+
+LOCK_S = 60.0
+"""Seconds to wait for a process that measures while it loads a model."""
+
+
+def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
+    """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
+
+    Raises:
+        UnsupportedError: There is no CUDA device, no library, too little memory, or no folder to keep the results in.
+    """
+    require_cuda("slidesparse tune")
+    lasting_cache_folder()
+    if not any(name.startswith(SEARCHED) for name in job.backends):
+        return []
+    shapes, records = job.packed_shapes(), list[AlgorithmRecord]()
+    with progress_bar("algorithms", len(shapes) * len(job.tokens), unit="searches") as advance:
+        for dtype, of_type in groupby(shapes, key=lambda shape: shape[0]):
+            sizes = [(out, columns) for _, out, columns in of_type]
+            records += tune_shapes(sizes, job.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
+    return records
+
+
+def measure_layers(
+    job: TuneJob, device: torch.device | None = None, stopwatch: Stopwatch | None = None
+) -> Iterator[tuple[list[LayerSpeed], list[WrongForm]]]:
+    """Measure whole layers on every backend that ``auto`` may take.
+
+    Args:
+        job: What to measure.
+        device: Where; the current CUDA device for None.
+        stopwatch: Times passes; a new one of CUDA's for None.
+
+    Yields:
+        The times of a kind of layer, if there are any that can be believed, and the forms of it that were wrong.
+    """
+    kinds = job.kinds()
+    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    stopwatch = CudaStopwatch() if stopwatch is None else stopwatch
+    with torch.no_grad(), progress_bar("layers", len(kinds), unit="layers") as advance:
+        for kind in kinds:
+            yield _measure(kind, job.backends_of(kind), job.tokens, device, stopwatch)
+            advance(1)
+
+
+def _measure(
+    kind: Kind, backends: Sequence[str], tokens: Sequence[int], device: torch.device, stopwatch: Stopwatch
+) -> tuple[list[LayerSpeed], list[WrongForm]]:
+    dtype = parse_dtype(kind.dtype)
+    bits = rounded_bits(kind.recipe, dtype)
+    problem = Problem(Pattern.parse(kind.pattern), dtype, kind.out, kind.columns, device, bits=bits)
+    able = [name for name in backends if get_backend(name).why_not(problem) is None]
+    if not able:
+        return [], []
+    source = DTYPES["bf16"] if dtype in QUANTISED else dtype
+    measurement = LayerMeasurement(_packed(kind, source, device), [DENSE, *able], source, stopwatch, THOROUGH)
+    found = measurement.measure(tokens, (), lambda: False)
+    layer = usable_times(found, str(kind), LOG)
+    return [] if layer is None else [layer], [wrong_form(problem, name) for name in sorted(found.wrong)]
+
+
+def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeight:
+    """Return a random weight of a kind: of deviation ``K**-0.5``, pruned by magnitude."""
+    pattern = Pattern.parse(kind.pattern)
+    weight = gaussian(kind.out, kind.columns, dtype=source, device=device, seed=1) * kind.columns**-0.5
+    weight = torch.where(prune_mask(weight, pattern), weight, 0)
+    return pack_weight(weight, pattern, parse_dtype(kind.dtype), kind.recipe)
+
+
+def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
+    """Put layer times into the user's table, from which ``auto`` chooses from now on.
+
+    Args:
+        layers: The times.
+        wrong: Forms that were wrong, which ``auto`` does not take.
+        driver: The driver with which they were taken; None for the one here.
+
+    Raises:
+        UnsupportedError: The table cannot be written.
+    """
+    here = installation()
+    there = here if driver is None else replace(here, driver=driver)
+    with file_lock(lock_path(there), LOCK_S) as held:
+        path = add_layers(there, layers, wrong) if held else None
+    if path is None:
+        raise UnsupportedError(
+            f"the times cannot be kept in {tuned_path(there)}",
+            got="a folder that cannot be written, or a process that has measured for long",
+            remedy="try again, or let XDG_CACHE_HOME name another folder",
+        )
+    return path
+
+
+def to_json(
+    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm]
+) -> dict[str, Any]:
+    """All that was found."""
+    return {
+        "algorithms": [asdict(record) for record in algorithms],
+        "layers": [asdict(layer) for layer in layers],
+        "wrong": [asdict(form) for form in wrong],
+    }
+
+
+def describe(
+    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm], path: Path | None
+) -> str:
+    """What was found, for people."""
+    rows = [
+        (
+            f"{r.key.out}x{r.key.columns}",
+            r.rows,
+            r.key.dtype,
+            f"{r.default_us:.1f}",
+            f"{r.time_us:.1f}",
+            str(r.best) if r.best else "the default",
+        )
+        for r in algorithms
+    ]
+    found = [table(("weight, packed", "tokens", "type", "default us", "best us", "algorithm"), rows)] if rows else []
+    found += [f"stored in {table_path()}"] if rows else []
+    if path is not None:
+        found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(layers)))
+        found.append(f"stored in {path}")
+    return "\n".join([*found, *describe_wrong(wrong)])
+
+
+def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
+    """Return rows of text: layer, type, and for each pattern and backend its times over dense."""
+    return [
+        (
+            f"{layer.out}x{layer.columns}",
+            layer.dtype,
+            f"{experts}{name}",
+            "  ".join(
+                f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
+                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
+            ),
+        )
+        for experts, layer in map(as_linear, layers)
+        for name, times in layer.us.items()
+        if name != DENSE
+    ]
+
+
+def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
+    """Return a line for each form that was wrong."""
+    return [f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here" for one in wrong]

@@ -1,0 +1,150 @@
+"""What ``slidesparse tune`` measures: the layers of models, their patterns and types, numbers of tokens, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from slidesparse.errors import InputError
+from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.offline.known_models import MODELS, TYPES
+from slidesparse.offline.model_shapes import ModelShapes, shapes_of
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import QUANT_NAMES, Rounding
+
+PATTERNS = ("2:4", "4:6", "6:8", "8:10")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer, which is measured once.
+
+    Attributes:
+        dtype: Type of the weight.
+        out: Its rows.
+        columns: Its columns.
+        pattern: Its pattern.
+        recipe: How it is rounded: backends for weights of six bits want such.
+    """
+
+    dtype: str
+    out: int
+    columns: int
+    pattern: str
+    recipe: Rounding = "absmax"
+
+    def __str__(self) -> str:
+        """Return ``int8 4608x3584 6:8``."""
+        return f"{self.dtype} {self.out}x{self.columns} {self.pattern}"
+
+
+@dataclass(frozen=True)
+class TuneJob:
+    """The shapes, types and backends to tune.
+
+    Attributes:
+        models: The models, with the patterns and types to tune for each.
+        tokens: M's, ascending.
+        backends: Names; the search for algorithms is made only if cuSPARSELt is among them.
+    """
+
+    models: tuple[ModelShapes, ...]
+    tokens: tuple[int, ...]
+    backends: tuple[str, ...]
+
+    def kinds(self) -> list[Kind]:
+        """Return the kinds of layers, each once, those of a model one after another."""
+        recipes = dict.fromkeys(map(recipe_for, self.backends))
+        found = (
+            Kind(dtype, out, columns, pattern, recipe)
+            for model in self.models
+            for dtype in model.dtypes
+            for _, out, columns in model.sizes
+            for pattern in model.patterns
+            for recipe in recipes
+            if recipe == "absmax" or dtype == "int8"
+        )
+        return list(dict.fromkeys(found))
+
+    def backends_of(self, kind: Kind) -> list[str]:
+        """Return the backends that read such weights."""
+        return [name for name in self.backends if recipe_for(name) == kind.recipe]
+
+    def packed_shapes(self) -> list[tuple[str, int, int]]:
+        """Return (type, out, K') of the 2:4 segments of all weights, each once."""
+        return sorted(
+            {
+                (dtype, out, p.following(p.groups(columns)) * p.slid_group)
+                for model in self.models
+                for _, out, columns in model.sizes
+                for p in map(Pattern.parse, model.patterns)
+                for dtype in model.dtypes
+            }
+        )
+
+
+def make_job(
+    models: Sequence[str] | None,
+    patterns: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    tokens: Sequence[int],
+    backends: Sequence[str] | None = None,
+) -> TuneJob:
+    """Return a job with a user's choices; None takes all models that have a name, and all accelerated backends.
+
+    Without patterns or types a pruned checkpoint's own are tuned, 2:4 to 8:10, INT8 and FP8 for any other model.
+
+    Raises:
+        InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
+        CheckpointError: A checkpoint that cannot be read.
+    """
+    chosen = select_patterns(patterns, ())
+    if not tokens or min(tokens) < 1:
+        raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
+    types = select(dtypes, TYPES, (), "dtype")
+    found = {shapes.name: shapes for shapes in map(shapes_of, models or MODELS)}
+    return TuneJob(
+        tuple(
+            replace(
+                shapes, patterns=chosen or shapes.patterns or PATTERNS, dtypes=types or shapes.dtypes or QUANT_NAMES
+            )
+            for shapes in found.values()
+        ),
+        tuple(sorted(set(tokens))),
+        select(backends, accelerated(), accelerated(), "backend"),
+    )
+
+
+def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return the names that a user picked, each once, or those that are usual.
+
+    Raises:
+        InputError: An unknown name.
+    """
+    known = tuple(known)
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"unknown {what}", got=repr(name), needed=", ".join(known))
+    return tuple(dict.fromkeys(names or default))
+
+
+def select_patterns(texts: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns that a user picked, each once, or those that are usual.
+
+    Raises:
+        InputError: One that is none, or slides nothing: its times would pass for those of the dense baseline.
+    """
+    chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in texts or ()))
+    if str(DENSE) in chosen:
+        raise InputError("a pattern to measure", got=str(DENSE), needed="one that slides something")
+    return chosen or tuple(default)
+
+
+def accelerated() -> tuple[str, ...]:
+    """Return the backends that ``auto`` may take besides the dense one."""
+    return tuple(name for name in BACKENDS if get_backend(name).accelerated)
+
+
+def recipe_for(backend: str) -> Rounding:
+    """Return how INT8 weights are rounded that a backend is measured with."""
+    return "6bit" if get_backend(backend).bits == 6 else "absmax"

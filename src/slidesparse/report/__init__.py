@@ -1,5 +1,0 @@
-"""Tables and plots from benchmark records, and from nothing else: no GPU, no torch, no measuring."""
-
-from slidesparse.report.page import write_report
-
-__all__ = ["write_report"]

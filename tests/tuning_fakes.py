@@ -1,0 +1,117 @@
+"""A GPU as far as measuring sees one: a clock of the test's own, and backends that take the times they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slidesparse.base import log
+from slidesparse.gemm import BACKENDS, select, speed_files
+from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.reference import Reference
+
+Us = Callable[[str, int], float]
+"""(backend, tokens) -> microseconds of a call."""
+
+
+class Quick(Reference):
+    """A backend that ``auto`` may take."""
+
+    name = "quick"
+    accelerated = True
+
+    def library(self) -> str:
+        return "Quick 1.0"
+
+
+class Wrong(Quick):
+    """A backend whose products are wrong."""
+
+    name = "wrong"
+
+    def library(self) -> str:
+        return "Wrong 1.0"
+
+    def matmul(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().matmul(*args, **kwargs) * 2
+
+
+@dataclass
+class FakeClock:
+    """Seconds that pass only where somebody says so."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass
+class _Pass:
+    backend: str
+    us: float
+    copies: int
+    method: str
+    stopwatch: FakeStopwatch
+
+    def launch(self) -> Callable[[], float]:
+        us = self.us * self.stopwatch.disturbance ** len(self.stopwatch.launches)
+        self.stopwatch.clock.seconds += us * self.copies * 1e-6
+        self.stopwatch.launches.append(self.backend)
+        return lambda: us
+
+
+@dataclass
+class FakeStopwatch:
+    """Runs and checks the calls once, and takes as long as ``us`` says."""
+
+    us: Us
+    clock: FakeClock = field(default_factory=FakeClock)
+    memory: int = 1 << 40
+    l2_bytes: int = 1000
+    disturbance: float = 1.0
+    prepared: list[tuple[str, int, bool, int]] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+
+    def free_bytes(self) -> int:
+        return self.memory
+
+    def begin(self) -> None:
+        """Nothing to free."""
+
+    def wait(self) -> None:
+        """It works."""
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> _Pass:
+        results = [call() for call in calls]
+        check(results[-1])
+        backend, tokens = calls[0].func.__self__.backend, len(results[-1])  # type: ignore[attr-defined]
+        self.prepared.append((backend, tokens, capture, len(calls)))
+        return _Pass(backend, self.us(backend, tokens), len(calls), "graph" if capture else "events", self)
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        return 0.0
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let the CPU pass for a GPU with one accelerated backend, :class:`Quick`, and no times yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "cache"))
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    log.log_once.cache_clear()
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for backend in (Reference, Dense, Quick):
+        monkeypatch.setitem(BACKENDS, backend.name, backend)
+    monkeypatch.setattr(select, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
