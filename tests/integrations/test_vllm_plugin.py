@@ -139,9 +139,8 @@ def test_a_version_that_was_not_tried_is_a_line_in_the_log(
     from slidesparse.integrations.vllm import config
 
     monkeypatch.setattr(config.metadata, "version", lambda name: version)
-    config._say_once.cache_clear()
     assert configured(checkpoints("6:8")).quantization == "slidesparse"
-    told = f"slidesparse was tried with vLLM {describe_tested()}; this is {version}"
+    told = f"slidesparse was tested with vLLM {describe_tested()}; this is {version}"
     assert caplog.messages.count(told) == warned
 
 

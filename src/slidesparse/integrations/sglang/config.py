@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 )
 from sglang.srt.runtime_context import get_server_args
 
+from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
@@ -89,7 +89,7 @@ class SGLangConfig(CompressedTensorsConfig):
             reason = NOT_INVARIANT
         named = find_layer(self.marker, layer_name, self.packed_modules_mapping) if reason is None else None
         if named is None or named.pattern is None:
-            _say_once(f"slidesparse: left to SGLang: {reason or 'left alone when the checkpoint was pruned'}")
+            log_once(f"slidesparse: left to SGLang: {reason or 'left alone when the checkpoint was pruned'}", log=log)
             return scheme
         if self.warmup is None:
             self.warmup = WarmUp(self.most, layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
@@ -105,8 +105,3 @@ def why_not(scheme: CompressedTensorsLinearScheme) -> str | None:
     if not getattr(scheme, "input_symmetric", True):
         return "asymmetric activations"
     return None
-
-
-@lru_cache(maxsize=64)
-def _say_once(text: str) -> None:
-    log.info(text)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
 from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.integrations.sglang import LOGGER
@@ -147,7 +147,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
 
     def _say(self, text: str) -> None:
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.name)
-        _say_once(f"slidesparse: {kind}: {text}")
+        log_once(f"slidesparse: {kind}: {text}", log=log)
 
 
 def _place(layer: Any) -> tuple[int, int]:
@@ -160,8 +160,3 @@ def _place(layer: Any) -> tuple[int, int]:
 
 def _describe(choice: Choice) -> str:
     return f"{choice.describe()}; {choice.reason}"
-
-
-@lru_cache(maxsize=1024)
-def _say_once(text: str) -> None:
-    log.info(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME
@@ -213,7 +213,7 @@ def require_platform(serve_dense: str = SERVE_DENSE) -> None:
             "slidesparse with this vLLM", got=text, needed=describe_tested(), remedy='pip install -U "vllm"'
         )
     if is_newer(text):
-        _say_once(f"slidesparse was tried with vLLM {describe_tested()}; this is {text}")
+        log_once(f"slidesparse was tested with vLLM {describe_tested()}; this is {text}", logging.WARNING, log)
     capability = current_platform.get_device_capability()
     if capability is None:
         return
@@ -224,8 +224,3 @@ def require_platform(serve_dense: str = SERVE_DENSE) -> None:
             needed="an NVIDIA GPU with Sparse Tensor Cores, compute capability 8.0 or newer",
             remedy=serve_dense,
         )
-
-
-@lru_cache(maxsize=16)
-def _say_once(text: str) -> None:
-    log.warning(text)
