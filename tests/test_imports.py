@@ -28,7 +28,7 @@ LAYERS = [
     {"kernels"},
     {"expert_sum", "lifting"},
     {"expert_lift", "gemm", "packing"},
-    {"dense_weight", "ops", "read_back", "weight_form"},
+    {"dense_weight", "ops", "read_back", "settle", "weight_form"},
     {"experts", "linear", "tuning"},
     {"models"},
     {"files", "recovery"},

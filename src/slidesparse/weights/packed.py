@@ -258,6 +258,7 @@ def pack_segments(
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
     groups: torch.Tensor | None = None,
+    checked: bool = False,
     name: str = "weight",
     packer: Packer = TORCH,
 ) -> PackedWeight:
@@ -271,6 +272,7 @@ def pack_segments(
         groups: The column groups to slide, ascending; the others stay dense. None: all groups for a uniform pattern;
             for a partial one those that follow it by their zeros, which must be at least its share. A shard of a
             partial weight has a share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
+        checked: :func:`slid_groups` gave these groups for this weight: its values are not checked again.
         name: The weight's name in error messages.
         packer: Reads the weight's bits: :func:`slidesparse.weights.packing.pack` chooses it.
 
@@ -290,31 +292,19 @@ def pack_segments(
     check_k_offset(pattern, k_offset)
     out, columns = weight.shape
     total = pattern.groups(columns, k_offset)
-    if not pattern.is_uniform and groups is None and k_offset and pattern != DENSE:
+    if groups is not None:
+        slid = _given(groups, total, name)
+        if not checked:  # compressing finds NaN and Inf in the slid groups alone
+            packer.following(weight, pattern, k_offset, name)
+    elif pattern.is_uniform:
+        slid = torch.arange(total, device="cpu")  # others set a default device
+    elif k_offset and pattern != DENSE:
         raise InputError(
             f"a shard of {pattern} has a share of its own",
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
-    if groups is not None:
-        require_dense(groups, f"column groups of {name}")
-        if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
-            got = f"{list(groups.shape)} {groups.dtype}"
-            raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
-        groups = groups.to("cpu", torch.int64)
-        check_ascending(groups, total, name)
-    found = False
-    if pattern == DENSE:
-        check_weight(weight, name)
-        slid = torch.arange(0, device="cpu") if groups is None else groups
-    elif groups is None and pattern.is_uniform:
-        slid = torch.arange(total, device="cpu")  # others set a default device
-    else:  # which also finds NaN and Inf in the groups that stay dense
-        slid = packer.following(weight, pattern, k_offset, name)
-        found = groups is None
-        if groups is None:
-            check_share(slid.numel(), total, pattern, name)
-        else:
-            slid = groups
+    else:
+        slid, checked = slid_groups(weight, pattern, k_offset=k_offset, whole=True, name=name, packer=packer), True
     slid_there, segments = slid.to(weight.device, non_blocking=True), []
     if slid.numel() < total:
         # On the CPU, as slid is: every answer from a GPU would be one more to wait for.
@@ -323,9 +313,58 @@ def pack_segments(
         segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
     if slid.numel():
         chosen = slid_there if segments else None
-        kept = packer.compress(weight, pattern, chosen, k_offset, name, checked=found)
+        kept = packer.compress(weight, pattern, chosen, k_offset, name, checked=checked)
         segments.append(Segment("2:4", slid_there, *kept))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
+
+
+def slid_groups(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    *,
+    k_offset: int = 0,
+    whole: bool = False,
+    name: str = "weight",
+    packer: Packer = TORCH,
+) -> torch.Tensor:
+    """Check a weight or a shard of one, and return the column groups to slide, ascending: int64 [n], on the CPU.
+
+    They are all groups of a uniform pattern, those that follow a partial one by their zeros, and none of ``DENSE``.
+
+    Args:
+        weight: [out, in], as :func:`pack_segments` takes it.
+        pattern: The pattern that it claims to follow.
+        k_offset: Position inside its group of column 0.
+        whole: The weight is no shard, so that at least the pattern's share of its groups must follow.
+        name: The weight's name in error messages.
+        packer: Reads the weight's bits.
+
+    Raises:
+        PatternViolation: A uniform pattern is violated.
+        InputError: The weight is malformed, holds NaN or Inf, or too few groups of a whole one follow.
+    """
+    check_form(weight, name)
+    check_k_offset(pattern, k_offset)
+    if pattern == DENSE:
+        check_weight(weight, name)
+        return torch.arange(0, device="cpu")
+    total, following = pattern.groups(weight.shape[1], k_offset), packer.following(weight, pattern, k_offset, name)
+    if pattern.is_uniform and len(following) < total:
+        check_groups(weight, pattern, k_offset=k_offset, name=name)  # names the row and the group
+    if whole:
+        check_share(len(following), total, pattern, name)
+    return following
+
+
+def _given(groups: torch.Tensor, total: int, name: str) -> torch.Tensor:
+    """Return column groups that a caller named as int64 [n] on the CPU, checked to be ascending and below ``total``."""
+    require_dense(groups, f"column groups of {name}")
+    if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
+        got = f"{list(groups.shape)} {groups.dtype}"
+        raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
+    groups = groups.to("cpu", torch.int64)
+    check_ascending(groups, total, name)
+    return groups
 
 
 def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ def pack(
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
     groups: torch.Tensor | None = None,
+    checked: bool = False,
     name: str = "weight",
 ) -> PackedWeight:
     """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_segments`, which explains the arguments.
@@ -27,10 +28,42 @@ def pack(
     The kernels give the same bits and raise the same errors as the definition.
     """
     require_dense(weight, name)
-    packer = _packer(weight.device)
     return packed.pack_segments(
-        weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer
+        weight,
+        pattern,
+        scale=scale,
+        k_offset=k_offset,
+        groups=groups,
+        checked=checked,
+        name=name,
+        packer=_packer(weight.device),
     )
+
+
+def groups_to_slide(
+    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, whole: bool = False, name: str = "weight"
+) -> torch.Tensor:
+    """Check a weight, and return its groups to slide: :func:`slidesparse.weights.packed.slid_groups`."""
+    packer = _packer(weight.device)
+    return packed.slid_groups(weight, pattern, k_offset=k_offset, whole=whole, name=name, packer=packer)
+
+
+def pack_shard(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    *,
+    scale: torch.Tensor | None = None,
+    k_offset: int = 0,
+    name: str = "weight",
+) -> PackedWeight:
+    """Pack a shard, of whose groups any number may follow a partial pattern; arguments as of :func:`pack`.
+
+    Raises:
+        PatternViolation: A uniform pattern is violated.
+        InputError: The weight is malformed, or holds NaN or Inf.
+    """
+    groups = groups_to_slide(weight, pattern, k_offset=k_offset, name=name)
+    return pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
 
 
 @lru_cache(maxsize=64)

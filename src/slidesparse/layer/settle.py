@@ -1,0 +1,184 @@
+"""Settle what becomes of a loaded weight: it runs sparse on some backends, or dense for a reason.
+
+A server loads and shards a weight by its own code, and hands it to :func:`settle`. The weight is checked once, the
+backends are chosen once, and only what runs sparse is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from slidesparse.gemm import Choice, Problem, choose
+from slidesparse.gemm.select import Fallback
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import groups_to_slide, pack
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import UNIFORM_PATTERNS, check_weight, satisfies, value_bits
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A weight that runs sparse.
+
+    Attributes:
+        packed: The packed weight.
+        choice: Its backends, for :class:`slidesparse.layer.linear.SlideLinear`.
+    """
+
+    packed: PackedWeight
+    choice: Choice
+
+    @property
+    def reason(self) -> str:
+        """Pattern, backends, and why these, in one line."""
+        offset = f", from position {self.packed.k_offset} of a group" if self.packed.k_offset else ""
+        return f"{self.packed.pattern}: {self.choice.describe()}{offset}; {self.choice.reason}"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A weight that runs dense. It is not packed.
+
+    Attributes:
+        reason: Why, in one line.
+        pattern: The pattern that it has; None where it satisfies none.
+        choice: The choice of backends by which it is dense; None where it has no group that could run sparse.
+    """
+
+    reason: str
+    pattern: Pattern | None
+    choice: Choice | None = None
+
+
+class Tuner(Protocol):
+    """Measures a kind of layer before its backends are chosen: :class:`slidesparse.tuning.at_load.LoadTuner`."""
+
+    def wants(self, problem: Problem, backend: str, fallback: Fallback) -> bool:
+        """Return whether a layer is the first one of a kind that is to be measured now."""
+        ...
+
+    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback) -> None:
+        """Measure a layer that :meth:`wants` named."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the backends of a model's layers.
+
+    Attributes:
+        backend: ``auto`` or a backend's name.
+        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        tuner: Measures a layer first where this machine has no times of its kind; None: a prior decides.
+    """
+
+    backend: str = "auto"
+    fallback: Fallback = "dense"
+    tuner: Tuner | None = None
+
+    def choose(self, packed: PackedWeight) -> Choice:
+        """Choose the backends of a weight that is packed already.
+
+        Raises:
+            UnsupportedError: The backend that was named cannot run it.
+        """
+        return self.choose_before(packed_problem(packed), lambda: packed)[0]
+
+    def choose_before(self, problem: Problem, pack: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
+        """Choose the backends of a weight before it is packed, and return it packed where measuring needed that."""
+        packed = None
+        if self.tuner is not None and self.tuner.wants(problem, self.backend, self.fallback):
+            packed = pack()
+            self.tuner.measure(problem, packed, self.fallback)
+        return choose(problem, self.backend, self.fallback), packed
+
+
+def settle(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    pattern: Pattern | None,
+    chooser: Chooser,
+    *,
+    start: int = 0,
+    whole: bool = False,
+    name: str = "weight",
+) -> Sparse | Dense:
+    """Check a loaded weight, choose its backends, and pack it where it is to run sparse.
+
+    Args:
+        weight: [out, columns of this rank], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
+        scale: Weight scale [out] or [out, 1] of an 8-bit weight, or None.
+        pattern: The pattern that the checkpoint claims; None: the tightest uniform one that the weight satisfies.
+        chooser: Chooses the backends.
+        start: Column of the whole weight at which this rank's columns begin.
+        whole: The weight is no shard, so that at least its pattern's share of column groups must follow.
+        name: The weight's name in error messages.
+
+    Raises:
+        PatternViolation: The weight does not satisfy the uniform pattern that the checkpoint claims.
+        InputError: It is malformed, holds NaN or Inf, or fewer groups of a whole one follow than its pattern claims.
+        UnsupportedError: The backend that was named cannot run it.
+    """
+    pattern = find_pattern(weight, start) if pattern is None else pattern
+    if pattern is None:
+        return Dense("its weight satisfies no pattern", None)
+    if pattern == DENSE:
+        return Dense("as the checkpoint says", pattern)
+    k_offset = start % pattern.group
+    groups = groups_to_slide(weight, pattern, k_offset=k_offset, whole=whole, name=name)
+    if not len(groups):
+        return Dense(f"no column group of this shard follows {pattern}", pattern)
+    pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
+    choice, packed = chooser.choose_before(_problem(weight, pattern, groups, k_offset), pack_it)
+    if choice.backends == ("dense",):
+        return Dense(f"{pattern}; {choice.reason}", pattern, choice)
+    return Sparse(pack_it() if packed is None else packed, choice)
+
+
+def packed_problem(packed: PackedWeight) -> Problem:
+    """Return a packed weight as the problem by which its backends are chosen."""
+    slid = any(segment.kind == "2:4" for segment in packed.segments)
+    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid, packed.bits)
+
+
+def pack_dense(
+    weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern = DENSE, *, name: str = "weight"
+) -> PackedWeight:
+    """Return a weight that runs dense in the form that SlideLinear takes: one dense segment, no group slid.
+
+    Args:
+        weight: [out, in].
+        scale: [out] or [out, 1], or None.
+        pattern: The pattern that the layer keeps, and by which it checks a weight that is loaded later.
+        name: The weight's name in error messages.
+    """
+    checked = pattern != DENSE  # by settle, which takes a dense weight as it is
+    return pack(weight, pattern, scale=scale, groups=torch.arange(0, device="cpu"), checked=checked, name=name)
+
+
+def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
+    """Return the candidate of smallest density that a shard satisfies, or None.
+
+    Args:
+        weight: [out, columns of this rank].
+        start: Column of the whole weight at which this rank's begin: where groups begin depends on their size.
+        candidates: The patterns to try; every weight satisfies ``DENSE``.
+    """
+    check_weight(weight)
+    by_density = sorted(candidates, key=lambda pattern: pattern.density)
+    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
+
+
+def _problem(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> Problem:
+    """Return what :func:`packed_problem` will say of a weight once these groups are slid."""
+    out, columns = weight.shape
+    slid = weight
+    if weight.dtype == torch.int8 and not pattern.is_uniform:  # only the bits of slid groups count
+        group_of = (torch.arange(columns, device="cpu") + k_offset) // pattern.group
+        slid = weight[:, torch.isin(group_of, groups).to(weight.device)]
+    return Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(slid))
