@@ -540,7 +540,7 @@ def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_ask
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(experts, "check_groups", full)
+    monkeypatch.setattr(experts, "groups_to_slide", full)
     path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert "mlp.experts: dense, experts: memory does not suffice to pack them (2 layers)" in caplog.text
@@ -552,9 +552,9 @@ def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_ask
 def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
+    from slidesparse.integrations.names import NamedExperts
     from slidesparse.integrations.vllm import experts
     from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.names import NamedExperts
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
     method = experts._Packing()
@@ -606,8 +606,8 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
 ) -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
+    from slidesparse.integrations.names import NamedExperts
     from slidesparse.integrations.vllm.experts import find_experts, is_alone, why_tokens_stay
-    from slidesparse.integrations.vllm.names import NamedExperts
 
     usual = {"all2all_backend": "allgather_reducescatter"}
     parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})

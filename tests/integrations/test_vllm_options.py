@@ -19,7 +19,7 @@ from slidesparse.integrations.vllm.options import Options
 def test_options_are_read_strictly() -> None:
     assert Options.parse({}) == Options() == Options.parse(None)
     given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 50}
-    assert Options.parse({"slidesparse": given}) == Options("cusparselt", "none", False, 50.0)
+    assert Options.parse({"slidesparse": given}) == Options("cusparselt", "none", fuse=False, host_us=50.0)
     assert Options.parse({"slidesparse": {"host_us": 0}}).host_us == 0
     assert Options.parse({"slidesparse": {"tune": "off"}}) == Options(tune="off")
     assert Options.parse({"slidesparse": {"graphs": "vllm"}}) == Options(graphs="vllm")
@@ -75,7 +75,7 @@ def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCa
     assert model.warmup is not None
     assert (model.warmup.most, model.warmup.dtype) == (2048, torch.bfloat16)
     assert caplog.messages == [
-        'slidesparse options: {"backend": "auto", "fallback": "dense", "fuse": true, "host_us": 60.0, "tune": "auto", '
+        'slidesparse options: {"backend": "auto", "fallback": "dense", "tune": "auto", "fuse": true, "host_us": 60.0, '
         '"graphs": "auto", "experts": "auto"}'
     ]
 

@@ -84,7 +84,8 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     from vllm.compilation.passes import inductor_pass
     from vllm.model_executor.layers import quantization
 
-    from slidesparse.integrations.vllm import NAME, register
+    from slidesparse.integrations import NAME
+    from slidesparse.integrations.vllm import register
 
     monkeypatch.delattr(inductor_pass, "InductorPass")
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])

@@ -50,7 +50,7 @@ def test_pages_name_the_tested_releases() -> None:
     assert f"Releases before vLLM {oldest} are refused" in serving
     assert f"a vLLM before {oldest}" in serving
     troubles = (ROOT / "docs/troubleshooting.md").read_text()
-    assert f"slidesparse was tried with vLLM {describe_tested()}; this is" in troubles
+    assert f"slidesparse was tested with vLLM {describe_tested()}; this is" in troubles
     assert f"vLLM is older than {oldest}" in troubles
 
 

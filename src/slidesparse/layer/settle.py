@@ -87,13 +87,13 @@ class Chooser:
         Raises:
             UnsupportedError: The backend that was named cannot run it.
         """
-        return self.choose_before(packed_problem(packed), lambda: packed)[0]
+        return self.choose_first(packed_problem(packed), lambda: packed)[0]
 
-    def choose_before(self, problem: Problem, pack: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
-        """Choose the backends of a weight before it is packed, and return it packed where measuring needed that."""
+    def choose_first(self, problem: Problem, pack_it: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
+        """Choose the backends of a weight that is not packed yet; return it, too, if it was packed to be measured."""
         packed = None
         if self.tuner is not None and self.tuner.wants(problem, self.backend, self.fallback):
-            packed = pack()
+            packed = pack_it()
             self.tuner.measure(problem, packed, self.fallback)
         return choose(problem, self.backend, self.fallback), packed
 
@@ -134,7 +134,7 @@ def settle(
     if not len(groups):
         return Dense(f"no column group of this shard follows {pattern}", pattern)
     pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
-    choice, packed = chooser.choose_before(_problem(weight, pattern, groups, k_offset), pack_it)
+    choice, packed = chooser.choose_first(_problem(weight, pattern, groups, k_offset), pack_it)
     if choice.backends == ("dense",):
         return Dense(f"{pattern}; {choice.reason}", pattern, choice)
     return Sparse(pack_it() if packed is None else packed, choice)

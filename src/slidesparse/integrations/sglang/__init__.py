@@ -9,7 +9,7 @@ without its compiled parts.
 
 ================ ================================================================================================
 ``config.py``    SGLang's compressed-tensors configuration, with our linears where the marker names them
-``refusals.py``  what cannot work with sparse layers, asked before anything is loaded; the user's options
+``refusals.py``  what cannot work with sparse layers, asked before anything is loaded
 ``scheme.py``    a loaded and sharded layer becomes a SlideLinear, or stays as SGLang made it, and says why
 ================ ================================================================================================
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import torch
@@ -11,15 +10,14 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm import Choice, Problem, choose
+from slidesparse.integrations import SPARSE_TENSOR_CORES
+from slidesparse.integrations.names import shard_start
 from slidesparse.integrations.sglang import LOGGER
-from slidesparse.integrations.sglang.refusals import SGLangOptions
-from slidesparse.integrations.vllm.names import shard_start
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_groups, following_groups, value_bits
+from slidesparse.layer.settle import Chooser, Sparse, settle
+from slidesparse.models.layer_kinds import kind_of
+from slidesparse.weights.pattern import Pattern
 
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
@@ -38,21 +36,21 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         inner: SGLang's scheme.
         name: The layer's name in SGLang.
         pattern: The pattern that the marker names.
-        options: The user's options.
+        chooser: Chooses the backends.
         warmup: Runs a layer of each kind.
     """
 
     def __init__(
-        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, options: SGLangOptions, warmup: WarmUp
+        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, chooser: Chooser, warmup: WarmUp
     ) -> None:
-        self.inner, self.name, self.pattern, self.options, self.warmup = inner, name, pattern, options, warmup
+        self.inner, self.name, self.pattern, self.chooser, self.warmup = inner, name, pattern, chooser, warmup
         self.in_features = 0
         self.converted = False
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the least compute capability, times ten: Ampere, the first Sparse Tensor Cores."""
-        return 80
+        """Return the least compute capability, times ten."""
+        return SPARSE_TENSOR_CORES
 
     def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
         """Create SGLang's parameters; ``input_size`` is that of the whole weight."""
@@ -85,25 +83,13 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         Args:
             layer: With ``weight`` [out, in of this rank] and ``weight_scale`` [out, 1].
         """
-        weight, pattern = layer.weight.data, self.pattern
-        out, columns = weight.shape
-        k_offset = shard_start(columns, self.in_features, self._rank(layer, columns)) % pattern.group
-        if pattern == DENSE:
-            self._say("dense, as the checkpoint says")
-            return None
-        groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=self.name)
-        if groups is not None and not len(groups):
-            self._say(f"dense, no column group of this shard follows {pattern}")
-            return None
-        problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
-        choice = choose(problem, self.options.backend, self.options.fallback)
-        if choice.backends == ("dense",):
-            self._say(f"dense, {pattern}; {choice.reason}")
-            return None
-        packed = pack(weight, pattern, scale=layer.weight_scale.data, k_offset=k_offset, groups=groups, name=self.name)
-        self._say(f"sparse, {pattern}: {_describe(choice)}")
-        return SlideLinear(packed, backend=self.options.backend, fallback=self.options.fallback)
+        weight, scale = layer.weight.data, layer.weight_scale.data
+        start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
+        settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
+        slide = SlideLinear(settled.packed, choice=settled.choice) if isinstance(settled, Sparse) else None
+        how = "dense" if slide is None else "sparse"
+        log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
+        return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out].
@@ -145,10 +131,6 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             )
         return int(rank)
 
-    def _say(self, text: str) -> None:
-        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.name)
-        log_once(f"slidesparse: {kind}: {text}", log=log)
-
 
 def _place(layer: Any) -> tuple[int, int]:
     """Return a layer's rank, and the ranks of its group: SGLang 0.5.23 gives a layer its group, 0.5.16 numbers."""
@@ -156,7 +138,3 @@ def _place(layer: Any) -> tuple[int, int]:
     if group is not None:
         return group.rank_in_group, group.world_size
     return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
-
-
-def _describe(choice: Choice) -> str:
-    return f"{choice.describe()}; {choice.reason}"

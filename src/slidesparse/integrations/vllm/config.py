@@ -23,12 +23,9 @@ from vllm.platforms import current_platform
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
-from slidesparse.integrations.vllm import LOGGER, NAME
-from slidesparse.integrations.vllm.engine import prepare_engine
-from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
-from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.names import (
-    DRAFT,
+from slidesparse.integrations import NAME, SPARSE_TENSOR_CORES
+from slidesparse.integrations.names import (
+    LEFT_ALONE,
     NamedLayer,
     find_experts,
     find_layer,
@@ -36,16 +33,16 @@ from slidesparse.integrations.vllm.names import (
     list_parts,
     rename_layers,
     require_marker,
-    why_left_to_vllm,
+    why_left,
+    why_not_w8a8,
 )
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.engine import prepare_engine
+from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
+from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
-from slidesparse.integrations.vllm.scheme import (
-    LEAST_CAPABILITY,
-    SlideScheme,
-    SlideUnquantizedMethod,
-    tell_when_loaded,
-)
+from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, tell_when_loaded
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY
 
@@ -54,7 +51,11 @@ log = logging.getLogger(LOGGER)
 UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
-LEFT_ALONE = "left alone when the checkpoint was pruned"
+DRAFT = "draft_model."
+"""How the names of all layers of a draft model begin in vLLM, and none in its checkpoint."""
+
+W8A8 = CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8
+"""vLLM's schemes of which ours can take the place."""
 
 FLOAT_HEAD = "left to vLLM, since an output embedding runs sparse in INT8 and FP8 only"
 
@@ -77,7 +78,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     @classmethod
     def get_min_capability(cls) -> int:
         """Return the least compute capability, times ten."""
-        return LEAST_CAPABILITY
+        return SPARSE_TENSOR_CORES
 
     @classmethod
     def override_quantization_method(
@@ -103,9 +104,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Rename the layers and experts that the marker names, as vLLM renames its own."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         if self.marker is not None:
-            names = [*self.marker.ignore, *self.marker.layers, *self.marker.experts]
-            mapped = {name: new for name in names for new in hf_to_vllm_mapper.apply_list([name])}
-            self.marker = rename_layers(self.marker, mapped)
+            self.marker = rename_layers(self.marker, hf_to_vllm_mapper.apply_list)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
@@ -128,7 +127,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         scheme = super().get_scheme(layer, layer_name, **kwargs)
         if scheme is None or layer_name is None:
             return scheme
-        model, refusal = self.prepare_model(), why_not(scheme)
+        model, refusal = self.prepare_model(), why_not_w8a8(scheme, W8A8)
         if refusal is not None:
             tell_when_loaded(scheme, layer, NamedLayer(layer_name, None), refusal, model)
             return scheme
@@ -143,9 +142,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
-        why_left = why_experts_left(method, self, model.options.experts)
-        if why_left is not None:
-            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {why_left}", experts=True)
+        reason = why_experts_left(method, self, model.options.experts)
+        if reason is not None:
+            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {reason}", experts=True)
             return method
         named = find_experts(self.marker, prefix)
         if named is None:
@@ -178,24 +177,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _find_layer(self, layer: torch.nn.Module, name: str, model: ModelState) -> NamedLayer | None:
         for part in list_parts(name, self.packed_modules_mapping):
             model.unplaced.pop(part, None)
-        why_left = why_left_to_vllm(name)
-        named = None if why_left else find_layer(self.marker, name, self.packed_modules_mapping)
+        reason = why_left(name)
+        named = None if reason else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:
-            model.status.outcomes[name] = Outcome(False, False, why_left or LEFT_ALONE)
+            model.status.outcomes[name] = Outcome(False, False, reason or LEFT_ALONE)
             return None
         model.status.expect_layer(name, layer)
         return named
-
-
-def why_not(scheme: CompressedTensorsScheme) -> str | None:
-    """Return why we cannot run a scheme of vLLM's, or None."""
-    if not isinstance(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)):
-        return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
-    if scheme.strategy != "channel" or scheme.is_static_input_scheme:
-        return "weights need one scale a channel and activations one a token"
-    if not getattr(scheme, "input_symmetric", True):
-        return "asymmetric activations"
-    return None
 
 
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
@@ -217,7 +205,7 @@ def require_platform(serve_dense: str = SERVE_DENSE) -> None:
     capability = current_platform.get_device_capability()
     if capability is None:
         return
-    if not current_platform.is_cuda() or capability.to_int() < LEAST_CAPABILITY:
+    if not current_platform.is_cuda() or capability.to_int() < SPARSE_TENSOR_CORES:
         raise UnsupportedError(
             "slidesparse on this GPU",
             got=f"{current_platform.get_device_name()}, compute capability {capability.as_version_str()}",

@@ -20,18 +20,18 @@ from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, cho
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
+from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.names import NamedExperts
 from slidesparse.integrations.vllm.options import Experts
 from slidesparse.integrations.vllm.private import given_back_workspace
-from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.weights.packing import pack
-from slidesparse.weights.support import check_groups, value_bits
+from slidesparse.layer.settle import find_pattern
+from slidesparse.weights.packing import groups_to_slide, pack
+from slidesparse.weights.support import value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -301,8 +301,7 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
         pattern = marked or find_pattern(rows, start)
         if pattern is None:
             return NO_PATTERN
-        if marked is not None:
-            check_groups(rows, marked, k_offset=start % marked.group, name=f"{named.name}.{name}_weight")
+        groups_to_slide(rows, pattern, k_offset=start % pattern.group, name=f"{named.name}.{name}_weight")
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data
@@ -340,7 +339,7 @@ def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> S
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
-        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
+        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, checked=True, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
     if warmup is not None:

@@ -17,7 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.private import vllm_config_class
 from slidesparse.integrations.vllm.unasked import tell_if_unasked

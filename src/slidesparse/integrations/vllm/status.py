@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.speed import MEASURED_HERE
-from slidesparse.integrations.vllm.options import OPTIONS
+from slidesparse.integrations import NAME
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed%s"
@@ -144,7 +144,7 @@ def _hint(outcome: Outcome) -> str:
 def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
     """Return what may run layers sparse, as the end of a sentence and another one; nothing where nothing does."""
     options = _forcing(eligible)
-    return f". {_hint(most)}{FORCE % json.dumps({OPTIONS: options})}" if options else ""
+    return f". {_hint(most)}{FORCE % json.dumps({NAME: options})}" if options else ""
 
 
 def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:

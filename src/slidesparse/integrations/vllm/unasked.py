@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 from slidesparse.base.log import log_once
-from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import LOGGER
 from slidesparse.models.config_keys import MARKER_KEY
 
 UNASKED = (
