@@ -114,7 +114,7 @@ def test_a_pruned_model_that_vllm_serves_dense_unasked_is_a_warning(
     for _ in range(2):  # a multimodal model is configured once for each of its parts
         sizes(floats)
     (line,) = [line for line in caplog.messages if "served dense" in line]
-    assert line.startswith(f"slidesparse: {floats} is pruned, and served dense")
+    assert line.startswith(f"slidesparse: {floats} is pruned, but served dense")
     assert "--quantization slidesparse" in line
     caplog.clear()
     log_once.cache_clear()

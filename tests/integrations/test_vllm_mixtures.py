@@ -443,7 +443,7 @@ def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
-    assert "mlp.experts: dense, 4 experts, 6:8: memory does not suffice to pack them (2 layers)" in caplog.text
+    assert "mlp.experts: dense, 4 experts, 6:8: not enough memory to pack them (2 layers)" in caplog.text
     assert "4 experts 128x128 6:8 stay dense: out of memory while they were packed" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         loaded(configured(path, quantization="slidesparse"), SPARSE)
@@ -543,7 +543,7 @@ def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_ask
     monkeypatch.setattr(experts, "groups_to_slide", full)
     path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     loaded(configured(path, quantization="slidesparse"), REFERENCE)
-    assert "mlp.experts: dense, experts: memory does not suffice to pack them (2 layers)" in caplog.text
+    assert "mlp.experts: dense, experts: not enough memory to pack them (2 layers)" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         loaded(configured(path, quantization="slidesparse"), SPARSE)
 

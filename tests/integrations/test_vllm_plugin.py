@@ -394,7 +394,7 @@ def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
     for name in ("down_proj", "o_proj"):  # attention is before the second
         (line,) = (line for line in caplog.messages if f"{name}: dense, 6:8; hopper: it needs" in line)
-        assert line.endswith("; joined with the norm or activation before it, if there is one")
+        assert line.endswith("; fused with the norm or activation before it, if there is one")
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -409,7 +409,7 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     assert layer.mlp.gate_up_proj.slide.choice.backends == ("dense",)
     assert layer.mlp.down_proj.slide.choice.backends == ("reference",)
     assert "slidesparse: 3 of 4 layers run sparse" in caplog.text
-    told = "mlp.gate_up_proj: dense, as the checkpoint says; joined with the norm or activation before it"
+    told = "mlp.gate_up_proj: dense, as the checkpoint says; fused with the norm or activation before it"
     assert any(told in line for line in caplog.messages)
     parts = [stored.tensor(f"model.layers.0.mlp.{name}_proj.{kind}") for kind in KINDS for name in ("gate", "up")]
     x = torch.randn(5, parts[0].shape[1]).bfloat16()

@@ -124,7 +124,7 @@ class WarmUp:
         layout = get_backend(backend).layout
         zeros = partial(torch.zeros, dtype=self.dtype, device=device)
         read = order.in_features * (2 if prologue == "silu_mul" else 1)
-        written = order.in_features * self.dtype.itemsize + order.width * weight.weight_dtype.itemsize
+        written = order.in_features * self.dtype.itemsize + order.k_packed * weight.weight_dtype.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
         for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
             if weight.pick(tokens)[0].backend != backend:
@@ -135,7 +135,7 @@ class WarmUp:
                 order,
                 weight.weight_dtype,
                 cast("Prologue", prologue),
-                pairs=torch.zeros(order.width // 2, dtype=order.index_dtype, device=device),
+                pairs=torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device),
                 gain=zeros(order.in_features) if prologue in NORMS else None,
                 residual=x if prologue in ADDING else None,
                 slabs=layout.slabs,

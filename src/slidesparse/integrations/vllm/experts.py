@@ -44,7 +44,7 @@ GATHERED = "allgather_reducescatter"
 
 ASKED_FOR = "grouped products for any number of tokens; asked for"
 
-NO_MEMORY = "memory does not suffice to pack them"
+NO_MEMORY = "not enough memory to pack them"
 
 NO_PATTERN = "their weights satisfy no pattern"
 
@@ -75,12 +75,12 @@ def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | No
     if method.moe.moe_parallel_config.enable_eplb:
         option, does = "--enable-eplb", "moves them between GPUs"
     elif online is not None and online.args.moe is not None:
-        option, does = "moe of --quantization-config", "quantises them anew"
+        option, does = "moe of --quantization-config", "requantises them"
     else:
         return None
     if asked == "sparse":
         raise UnsupportedError(
-            'experts of which --additional-config says "experts": "sparse"',
+            '"experts": "sparse" in --additional-config',
             got=f"{option}, which {does}",
             needed="experts that stay as they were loaded",
             remedy="leave one of the two out",
@@ -157,7 +157,7 @@ class _Packing:
         return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
-        """Pack experts that can be packed, where the user or their times say so; the other form is freed."""
+        """Pack experts where the user asked for it or measured times favour it, and free the other form."""
         tuner = self.slide_model.tuner
         timed = not self._asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
         choice = None if timed else self._choose(layer, experts.kind)
@@ -194,7 +194,7 @@ class _Packing:
         return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
     def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
-        """Return packed experts next to the dense ones; None, and a line, where nobody asked and memory ends."""
+        """Return packed experts beside the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
         try:
             return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:
@@ -216,7 +216,7 @@ class _Packing:
         return _multiply(layer, self.slide, x, topk_weights, topk_ids)
 
     def maybe_make_prepare_finalize(self, *given: Any, **named: Any) -> Any:
-        """Return None for packed experts: nothing of vLLM's stands around them (vLLM up to 0.26 asks)."""
+        """Return None for packed experts, which vLLM is to wrap in nothing (vLLM up to 0.26 asks)."""
         if self.slide is not None:
             return None
         return super().maybe_make_prepare_finalize(*given, **named)  # type: ignore[misc]

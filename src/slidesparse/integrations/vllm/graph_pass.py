@@ -97,7 +97,7 @@ def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> No
         found.graphed = graphed
     else:
         log.warning(
-            "slidesparse: norms and activations are not joined with linears, since %s is taken", private.POST_PASS
+            "slidesparse: norms and activations are not fused with linears: another pass has %s", private.POST_PASS
         )
 
 

@@ -34,7 +34,7 @@ STOCK_COMPILE = 1
 COMPARED = ("dflash", "dspark", "eagle", "eagle3")
 """vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
 
-MISPLACED = "slidesparse: nothing reads %s outside of our key in --additional-config: say '%s'"
+MISPLACED = "slidesparse: %s is ignored outside of the key slidesparse in --additional-config: write '%s'"
 
 DENSE_ELSEWHERE = "slidesparse: %s does not satisfy %s: it is taken for %s, which the checkpoint leaves dense"
 
@@ -85,7 +85,7 @@ class ModelState:
             log.warning(MISPLACED, ", ".join(misplaced), json.dumps({NAME: misplaced}, default=str))
         why_not = why_not_joined(vllm_config)
         if options.fuse and why_not is not None:
-            log.info("slidesparse: no norm or activation is joined with a linear: %s", why_not)
+            log.info("slidesparse: no norm or activation is fused with a linear: %s", why_not)
             options = replace(options, fuse=False)
         model = vllm_config.model_config
         if model is None:
@@ -193,7 +193,7 @@ def why_not_joined(vllm_config: Any) -> str | None:
     if vllm_config.compilation_config.mode == STOCK_COMPILE:
         return "vLLM compiles it without passes over its graphs (mode of --compilation-config)"
     if is_batch_invariant():
-        return "VLLM_BATCH_INVARIANT is set, and a joined norm sums in another order where tokens are few"
+        return "VLLM_BATCH_INVARIANT is set, and a fused norm sums in another order where tokens are few"
     if not can_match_graphs():
         return "this torch has another interface for patterns in graphs"
     return None

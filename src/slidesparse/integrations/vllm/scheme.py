@@ -37,7 +37,7 @@ READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
 
-JOINED = "joined with the norm or activation before it, if there is one"
+JOINED = "fused with the norm or activation before it, if there is one"
 """What the pass over graphs does to a linear: nothing yet says what is before it, and before an o_proj is attention."""
 
 log = logging.getLogger(LOGGER)

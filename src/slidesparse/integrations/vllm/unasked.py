@@ -14,8 +14,8 @@ from slidesparse.integrations.vllm import LOGGER
 from slidesparse.models.config_keys import MARKER_KEY
 
 UNASKED = (
-    f"slidesparse: %s is pruned, and served dense. In BF16 and FP16 vLLM asks no plugin by itself:"
-    f' say --quantization {NAME}; of a draft, "quantization": "{NAME}" in --speculative-config'
+    f"slidesparse: %s is pruned, but served dense. For BF16 and FP16 vLLM asks no plugin by itself:"
+    f' add --quantization {NAME}, or for a draft "quantization": "{NAME}" in --speculative-config'
 )
 
 log = logging.getLogger(LOGGER)
