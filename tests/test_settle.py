@@ -13,11 +13,11 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import linear as linear_module
 from slidesparse.layer import settle as module
-from slidesparse.layer.settle import Chooser, Dense, Sparse, find_pattern, pack_dense, packed_problem, settle
+from slidesparse.layer.settle import Chooser, Dense, Sparse, pack_dense, packed_problem, settle
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
-from slidesparse.weights.support import following_groups
+from slidesparse.weights.support import find_pattern, following_groups
 
 REFERENCE = Chooser("reference")
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}

@@ -6,7 +6,7 @@ backends are chosen once, and only what runs sparse is packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,7 +18,7 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import groups_to_slide, pack
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import UNIFORM_PATTERNS, check_weight, satisfies, value_bits
+from slidesparse.weights.support import find_pattern, value_bits
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,6 @@ def pack_dense(
     """
     checked = pattern != DENSE  # by settle, which takes a dense weight as it is
     return pack(weight, pattern, scale=scale, groups=torch.arange(0, device="cpu"), checked=checked, name=name)
-
-
-def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
-    """Return the candidate of smallest density that a shard satisfies, or None.
-
-    Args:
-        weight: [out, columns of this rank].
-        start: Column of the whole weight at which this rank's begin: where groups begin depends on their size.
-        candidates: The patterns to try; every weight satisfies ``DENSE``.
-    """
-    check_weight(weight)
-    by_density = sorted(candidates, key=lambda pattern: pattern.density)
-    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
 
 
 def _problem(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> Problem:

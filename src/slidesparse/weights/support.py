@@ -259,15 +259,31 @@ def tightest_pattern(
 
     A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
     since a group of one straddles groups of the other. So each is tried.
+
+    Raises:
+        InputError: The weight is malformed or holds NaN or Inf, or ``k_offset`` is no position in a candidate's group.
     """
     check_weight(weight)
     if isinstance(candidates, str | torch.Tensor) or not isinstance(candidates, Iterable):
         raise InputError("candidates", got=shown(candidates), needed="a list of patterns")
-    for pattern in sorted(map(Pattern.parse, candidates), key=lambda p: (p.density, p.group)):
+    patterns = list(map(Pattern.parse, candidates))
+    for pattern in patterns:
         check_k_offset(pattern, k_offset)
-        if satisfies(weight, pattern, k_offset):
-            return pattern
-    return None
+    return find_pattern(weight, k_offset, patterns)
+
+
+def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
+    """Return :func:`tightest_pattern` of a shard.
+
+    Args:
+        weight: [out, columns of this rank].
+        start: Column of the whole weight at which this rank's columns begin; where in a group that is depends on its
+            size.
+        candidates: The patterns to try; every weight satisfies ``DENSE``.
+    """
+    check_weight(weight)
+    by_density = sorted(candidates, key=lambda pattern: (pattern.density, pattern.group))
+    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
 
 
 def satisfies(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> bool:

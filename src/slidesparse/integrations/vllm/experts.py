@@ -29,9 +29,8 @@ from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.layer.settle import find_pattern
 from slidesparse.weights.packing import groups_to_slide, pack
-from slidesparse.weights.support import value_bits
+from slidesparse.weights.support import find_pattern, value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""

@@ -19,9 +19,10 @@ from slidesparse.integrations.vllm.options import Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Chooser, find_pattern
+from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
 from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.support import find_pattern
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The environment variable by which vLLM computes a request alike in whatever batch it runs."""
