@@ -13,7 +13,7 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import linear as linear_module
 from slidesparse.layer import settle as module
-from slidesparse.layer.settle import Chooser, Dense, Sparse, pack_dense, packed_problem, settle
+from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, packed_problem, settle
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
@@ -37,7 +37,7 @@ def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str
     weight, scale = pruned(pattern, dtype)
     shard, parsed = weight[:, start : start + 40], Pattern.parse(pattern)
     settled = settle(shard, scale, parsed, REFERENCE, start=start)
-    assert isinstance(settled, Sparse)
+    assert isinstance(settled, RunsSparse)
     k_offset = start % parsed.group
     groups = following_groups(shard, parsed, k_offset)
     defined = pack_segments(shard, pattern, scale=scale, k_offset=k_offset, groups=groups)
@@ -54,18 +54,18 @@ def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str
 
 
 def test_a_weight_that_satisfies_nothing_is_dense() -> None:
-    assert settle(torch.ones(4, 64), None, None, REFERENCE) == Dense("its weight satisfies no pattern", None)
+    assert settle(torch.ones(4, 64), None, None, REFERENCE) == RunsDense("its weight satisfies no pattern", None)
 
 
 def test_a_weight_that_the_checkpoint_leaves_dense_is_not_read() -> None:
     nothing = torch.empty(4, 64, device="meta")
-    assert settle(nothing, None, DENSE, REFERENCE) == Dense("as the checkpoint says", DENSE)
+    assert settle(nothing, None, DENSE, REFERENCE) == RunsDense("as the checkpoint says", DENSE)
 
 
 def test_a_shard_without_a_group_to_slide_is_dense() -> None:
     partial = Pattern.parse("6:8@50%")
     told = "no column group of this shard follows 6:8@50%"
-    assert settle(torch.ones(4, 64), None, partial, REFERENCE, start=64) == Dense(told, partial)
+    assert settle(torch.ones(4, 64), None, partial, REFERENCE, start=64) == RunsDense(told, partial)
 
 
 @pytest.mark.parametrize(("backend", "told"), [("auto", "6:8; hopper: it needs a CUDA"), ("dense", "6:8; asked for")])
@@ -74,7 +74,7 @@ def test_a_weight_that_runs_dense_by_choice_is_not_packed(
 ) -> None:
     monkeypatch.setattr(module, "pack", lambda *_, **__: pytest.fail("it was packed"))
     settled = settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser(backend))
-    assert isinstance(settled, Dense)
+    assert isinstance(settled, RunsDense)
     assert settled.reason.startswith(told)
     assert settled.choice is not None
     assert settled.choice.backends == ("dense",)
@@ -84,7 +84,7 @@ def test_without_a_claim_the_tightest_pattern_is_found_where_the_shard_begins() 
     weight, _ = pruned("4:6", torch.bfloat16)
     for start in (0, 2, 9):
         settled = settle(weight[:, start:], None, None, REFERENCE, start=start)
-        assert isinstance(settled, Sparse)
+        assert isinstance(settled, RunsSparse)
         assert settled.packed.pattern == Pattern(4, 6)
     assert find_pattern(weight, 0, [Pattern(6, 8), DENSE]) == DENSE
     assert find_pattern(weight, 0, [Pattern(2, 4)]) is None
@@ -108,7 +108,7 @@ def test_values_that_are_no_numbers_are_refused(pattern: str) -> None:
 def test_only_a_whole_weight_must_have_the_share_of_its_pattern() -> None:
     weight, _ = pruned("4:6@50%", torch.bfloat16)
     claimed = Pattern.parse("4:6@75%")
-    assert isinstance(settle(weight, None, claimed, REFERENCE), Sparse)
+    assert isinstance(settle(weight, None, claimed, REFERENCE), RunsSparse)
     with pytest.raises(InputError, match=r"violates 4:6@75%; got 8 of 16 column groups"):
         settle(weight, None, claimed, REFERENCE, whole=True)
 
@@ -142,7 +142,7 @@ def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, na
     slid = torch.isin(groups, following_groups(weight, parsed, 5 % parsed.group))
     weight[:, torch.ones_like(slid) if narrow == "all" else slid & (narrow == "slid")] &= ~3
     settled = settle(weight, torch.ones(16), parsed, replace(REFERENCE, tuner=tuner), start=5)
-    assert isinstance(settled, Sparse)
+    assert isinstance(settled, RunsSparse)
     ((problem, packed),) = tuner.measured
     assert problem == packed_problem(packed)
     assert problem.bits == (8 if narrow == "none" else 6)
@@ -152,7 +152,7 @@ def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, na
 def test_a_layer_takes_its_choice_and_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale = pruned("6:8", torch.int8)
     settled = settle(weight, scale, Pattern(6, 8), REFERENCE)
-    assert isinstance(settled, Sparse)
+    assert isinstance(settled, RunsSparse)
     monkeypatch.setattr(linear_module, "choose", None)
     layer = SlideLinear(settled.packed, choice=settled.choice)
     assert layer.choice is settled.choice

@@ -24,11 +24,13 @@ from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
-from slidesparse.gemm.select import Fallback
+from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Chooser, Sparse, pack_dense, settle
+from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
+from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS
 
 _LOADING = threading.Lock()
@@ -94,10 +96,7 @@ def _filled(
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
         pattern, stored = marker.pattern_of(name), f"{prefix}.weight"
         if packed_file is None:
-            weight = checkpoint.tensor(stored, device)
-            settled = settle(weight, scale, pattern, chooser, whole=True, name=stored)
-            choice = settled.choice
-            packed = settled.packed if isinstance(settled, Sparse) else pack_dense(weight, scale, pattern, name=stored)
+            packed, choice = _settled(checkpoint.tensor(stored, device), scale, pattern, chooser, stored)
         else:
             packed = packed_file.read(name, pattern, checkpoint.stored(stored), scale, device)
             choice = chooser.choose(packed)
@@ -111,6 +110,16 @@ def _filled(
     _load_rest(meta, checkpoint, filled, device)
     loaded: nn.Module = model.to(device).eval()
     return loaded
+
+
+def _settled(
+    weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, chooser: Chooser, name: str
+) -> tuple[PackedWeight, Choice | None]:
+    """Return a weight as SlideLinear takes it, and its backends; None: SlideLinear chooses them."""
+    settled = settle(weight, scale, pattern, chooser, whole=True, name=name)
+    if isinstance(settled, RunsSparse):
+        return settled.packed, settled.choice
+    return pack_dense(weight, scale, pattern, name=name), settled.choice
 
 
 def _float_type(model: Any) -> torch.dtype:

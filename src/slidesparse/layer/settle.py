@@ -22,7 +22,7 @@ from slidesparse.weights.support import find_pattern, value_bits
 
 
 @dataclass(frozen=True)
-class Sparse:
+class RunsSparse:
     """A weight that runs sparse.
 
     Attributes:
@@ -41,7 +41,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Dense:
+class RunsDense:
     """A weight that runs dense. It is not packed.
 
     Attributes:
@@ -107,7 +107,7 @@ def settle(
     start: int = 0,
     whole: bool = False,
     name: str = "weight",
-) -> Sparse | Dense:
+) -> RunsSparse | RunsDense:
     """Check a loaded weight, choose its backends, and pack it where it is to run sparse.
 
     Args:
@@ -126,18 +126,18 @@ def settle(
     """
     pattern = find_pattern(weight, start) if pattern is None else pattern
     if pattern is None:
-        return Dense("its weight satisfies no pattern", None)
+        return RunsDense("its weight satisfies no pattern", None)
     if pattern == DENSE:
-        return Dense("as the checkpoint says", pattern)
+        return RunsDense("as the checkpoint says", pattern)
     k_offset = start % pattern.group
     groups = groups_to_slide(weight, pattern, k_offset=k_offset, whole=whole, name=name)
     if not len(groups):
-        return Dense(f"no column group of this shard follows {pattern}", pattern)
+        return RunsDense(f"no column group of this shard follows {pattern}", pattern)
     pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
     choice, packed = chooser.choose_first(_problem(weight, pattern, groups, k_offset), pack_it)
     if choice.backends == ("dense",):
-        return Dense(f"{pattern}; {choice.reason}", pattern, choice)
-    return Sparse(pack_it() if packed is None else packed, choice)
+        return RunsDense(f"{pattern}; {choice.reason}", pattern, choice)
+    return RunsSparse(pack_it() if packed is None else packed, choice)
 
 
 def packed_problem(packed: PackedWeight) -> Problem:

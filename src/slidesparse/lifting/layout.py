@@ -1,10 +1,10 @@
-"""The contract between lifting and multiplying: in which order, and where, activations lie in memory.
+"""The contract between lifting and multiplying: the order of activations in memory.
 
-A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
+A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
 
 :meth:`slidesparse.weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
-would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
-plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
+would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
+equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
 
 A layout may ask for *bundles*: the windows of 32 groups are stored slab by slab, window 0 of all, then window 1
 (:func:`in_bundles`).
@@ -93,7 +93,7 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order that moves no column, for a dense GEMM: that of 2:4. The number of columns must be even."""
+        """Return the order that moves no column, for a dense GEMM. The number of columns must be even."""
         _check_multiple(multiple)
         k_packed = _padded(columns, multiple)
         if k_packed % 2:
@@ -107,7 +107,7 @@ class ColumnOrder:
 
     @cached_property
     def without_pairs(self) -> ColumnOrder:
-        """The same numbers without the tensor: a key for caches."""
+        """The order without its tensor: a key for caches."""
         return self if self.pairs is None else replace(self, pairs=None)
 
     @property
@@ -191,8 +191,8 @@ def one_group(packed: PackedWeight) -> int:
 class Layout:
     """The layout in which a backend reads activations.
 
-    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it. So
-    their shapes, and all code that reasons about shapes, stay those of the product.
+    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it, so
+    that code which reasons about shapes needs to know no layout.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.

@@ -42,7 +42,7 @@ INDEX_TYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a packed weight's columns.
+    """Consecutive columns of a packed weight, all of one kind.
 
     Attributes:
         kind: ``"dense"`` or ``"2:4"``.
@@ -175,12 +175,12 @@ class PackedWeight:
 
 
 def common_bits(weights: Iterable[PackedWeight]) -> int:
-    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 at the first that needs them."""
+    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 if any weight needs them."""
     return 6 if all(packed.bits == 6 for packed in weights) else 8
 
 
 class Packer(Protocol):
-    """The part of packing that reads a weight's bits. All packers give the same bits and raise the same errors.
+    """The part of packing that reads a weight's bits. All packers return the same bits and raise the same errors.
 
     Weights are [out, in] tensors that passed ``support.check_form``, with any row stride.
     """
@@ -194,7 +194,7 @@ class Packer(Protocol):
         ...
 
     def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
-        """Copy some groups, side by side, -0.0 as +0.0, with zeros past the weight's end: [out, n * 2N]."""
+        """Copy groups, side by side, -0.0 as +0.0, with zeros where the weight ends inside one: [out, n * 2N]."""
         ...
 
     def compress(
@@ -266,15 +266,15 @@ def pack_segments(
 
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
-        pattern: The pattern that it claims to follow.
-        scale: Weight scale [out] or [out, 1], carried along as float32 [out].
+        pattern: The pattern that it is to follow.
+        scale: Weight scale [out] or [out, 1], kept as float32 [out].
         k_offset: Position inside its group of column 0: ``shard_start % group`` for a shard.
         groups: The column groups to slide, ascending; the others stay dense. None: all groups for a uniform pattern;
             for a partial one those that follow it by their zeros, which must be at least its share. A shard of a
             partial weight has a share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
         checked: :func:`slid_groups` gave these groups for this weight: its values are not checked again.
         name: The weight's name in error messages.
-        packer: Reads the weight's bits: :func:`slidesparse.weights.packing.pack` chooses it.
+        packer: Reads the weight's bits; :func:`slidesparse.weights.packing.pack` chooses one by the device.
 
     Raises:
         PatternViolation: When a group that should follow the pattern does not. Nothing is ever dropped.
@@ -333,7 +333,7 @@ def slid_groups(
 
     Args:
         weight: [out, in], as :func:`pack_segments` takes it.
-        pattern: The pattern that it claims to follow.
+        pattern: The pattern that it is to follow.
         k_offset: Position inside its group of column 0.
         whole: The weight is no shard, so that at least the pattern's share of its groups must follow.
         name: The weight's name in error messages.

@@ -15,7 +15,7 @@ from slidesparse.integrations.names import shard_start
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Chooser, Sparse, settle
+from slidesparse.layer.settle import Chooser, RunsSparse, settle
 from slidesparse.models.layer_kinds import kind_of
 from slidesparse.weights.pattern import Pattern
 
@@ -86,7 +86,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
-        slide = SlideLinear(settled.packed, choice=settled.choice) if isinstance(settled, Sparse) else None
+        slide = SlideLinear(settled.packed, choice=settled.choice) if isinstance(settled, RunsSparse) else None
         how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         return slide

@@ -193,7 +193,7 @@ class _Packing:
         return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
     def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
-        """Return packed experts beside the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
+        """Return packed experts next to the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
         try:
             return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:

@@ -28,7 +28,7 @@ from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Sparse, pack_dense, settle
+from slidesparse.layer.settle import RunsSparse, pack_dense, settle
 from slidesparse.weights.quant import QUANTISED
 
 READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
@@ -206,7 +206,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     pattern = model.pattern_of(named, weight, start)
     settled = settle(weight, scale, pattern, model.chooser, start=start, name=named.name)
     give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
-    if isinstance(settled, Sparse):
+    if isinstance(settled, RunsSparse):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
         return slide, Outcome(True, True, settled.reason, eligible=True, **sizes)

@@ -37,7 +37,7 @@ class Outcome:
 
     Attributes:
         sparse: It runs on packed weights.
-        qualified: Its weight satisfies a pattern, is claimed to, or was not examined, being dense for another reason.
+        qualified: Its weight satisfies a pattern, or should, or was not examined, being dense for another reason.
         text: Pattern and backend, or why it stays dense.
         eligible: It has groups that could run sparse, and the user did not ask for dense.
         experts: It is the experts of a mixture, for which users have another option.
