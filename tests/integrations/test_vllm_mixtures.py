@@ -540,7 +540,7 @@ def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_ask
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(experts, "groups_to_slide", full)
+    monkeypatch.setattr(experts, "slid_groups", full)
     path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert "mlp.experts: dense, experts: not enough memory to pack them (2 layers)" in caplog.text

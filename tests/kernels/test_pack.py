@@ -12,7 +12,7 @@ from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
 from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
-from slidesparse.weights.packed import pack_segments, slid_groups
+from slidesparse.weights.packed import Shard, pack_segments
 from slidesparse.weights.packing import KernelPacker
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import metadata
@@ -182,17 +182,14 @@ def test_chosen_groups_of_a_shard(device: str) -> None:
 def test_a_shard_is_checked_first_and_then_packed(device: str, pattern: str) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 91, torch.int8, 3) if parsed.is_uniform else partial(100, torch.int8)[:, 9:].contiguous()
-    there, how = weight.to(device), {"k_offset": 3, "packer": KernelPacker()}
-    groups = slid_groups(there, parsed, **how)
-    assert torch.equal(groups, slid_groups(weight, parsed, k_offset=3))
+    there, packer = weight.to(device), KernelPacker()
+    groups = packer.following(Shard(there, parsed, 3, "weight"))
+    assert torch.equal(groups, defined_following_groups(weight, parsed, 3))
     wanted = pack_segments(weight, pattern, k_offset=3, groups=groups)
-    got = pack_segments(there, pattern, groups=groups, checked=True, **how)
+    got = pack_segments(there, pattern, k_offset=3, groups=groups, checked=True, packer=packer)
     for ours, theirs in zip(got.segments, wanted.segments, strict=True):
         assert torch.equal(ours.groups.cpu(), theirs.groups)
         assert torch.equal(ours.values.cpu(), theirs.values)
-    for refused in (slid_groups, pack_segments):
-        with pytest.raises(PatternViolation, match="q_proj violates 2:4 at row 0"):
-            refused(there, Pattern(2, 4), name="q_proj", packer=KernelPacker())
 
 
 def faulty() -> dict[str, tuple[torch.Tensor, str, dict[str, object]]]:

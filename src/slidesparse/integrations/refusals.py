@@ -15,11 +15,8 @@ def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_de
 
     Args:
         load_format: The user's.
-        brought: Format -> what it brings instead of a checkpoint's weights.
+        brought: Refused format -> what it brings instead of a checkpoint's weights.
         serve_dense: How the user goes on without sparse layers.
-
-    Raises:
-        UnsupportedError: One of these formats.
     """
     if str(load_format) in brought:
         raise UnsupportedError(
@@ -31,15 +28,7 @@ def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_de
 
 
 def refuse_offloading(sizes: Mapping[str, float], serve_dense: str) -> None:
-    """Refuse to keep weights in host memory.
-
-    Args:
-        sizes: The server's options for that -> their values; 0 or less is off.
-        serve_dense: How the user goes on without sparse layers.
-
-    Raises:
-        UnsupportedError: One of them is on.
-    """
+    """Refuse to keep weights in host memory: the server's options for that -> their values, 0 or less where off."""
     for option, size in sizes.items():
         if size > 0:
             raise UnsupportedError(

@@ -21,8 +21,8 @@ from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack, pack_shard
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.packing import pack
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     FLOATS,
     QUANTISED,
@@ -277,12 +277,11 @@ class SlideLinear(nn.Module):
         Raises:
             PatternViolation: It does not satisfy the pattern.
         """
-        weight, k_offset = weight.to(self.device), self.k_offset
-        scale = None if scale is None else scale.to(self.device)
-        if not (self.pattern.is_uniform and self._mixed):
-            return pack_shard(weight, self.pattern, scale=scale, k_offset=k_offset, name=name)
-        groups = following_groups(weight, self.pattern, k_offset)  # some groups of a uniform pattern stay dense
-        return pack(weight, self.pattern, scale=scale, k_offset=k_offset, groups=groups, name=name)
+        weight, scale = weight.to(self.device), None if scale is None else scale.to(self.device)
+        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
+        whole = self.pattern == DENSE or (self.pattern.is_uniform and not self._mixed)
+        groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
+        return pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
 
     def holds_bits(self, packed: PackedWeight) -> bool:
         """Return whether the backends of this layer can hold the values of another weight."""

@@ -16,7 +16,7 @@ import torch
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import groups_to_slide, pack
+from slidesparse.weights.packing import pack, slid_groups
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import find_pattern, value_bits
 
@@ -58,13 +58,9 @@ class RunsDense:
 class Tuner(Protocol):
     """Measures a kind of layer before its backends are chosen: :class:`slidesparse.tuning.at_load.LoadTuner`."""
 
-    def wants(self, problem: Problem, backend: str, fallback: Fallback) -> bool:
-        """Return whether a layer is the first one of a kind that is to be measured now."""
-        ...
+    def wants(self, problem: Problem, backend: str, fallback: Fallback) -> bool: ...  # noqa: D102
 
-    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback) -> None:
-        """Measure a layer that :meth:`wants` named."""
-        ...
+    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ def settle(
     if pattern == DENSE:
         return RunsDense("as the checkpoint says", pattern)
     k_offset = start % pattern.group
-    groups = groups_to_slide(weight, pattern, k_offset=k_offset, whole=whole, name=name)
+    groups = slid_groups(weight, pattern, k_offset=k_offset, whole=whole, name=name)
     if not len(groups):
         return RunsDense(f"no column group of this shard follows {pattern}", pattern)
     pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
@@ -149,15 +145,8 @@ def packed_problem(packed: PackedWeight) -> Problem:
 def pack_dense(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern = DENSE, *, name: str = "weight"
 ) -> PackedWeight:
-    """Return a weight that runs dense in the form that SlideLinear takes: one dense segment, no group slid.
-
-    Args:
-        weight: [out, in].
-        scale: [out] or [out, 1], or None.
-        pattern: The pattern that the layer keeps, and by which it checks a weight that is loaded later.
-        name: The weight's name in error messages.
-    """
-    checked = pattern != DENSE  # by settle, which takes a dense weight as it is
+    """Return a weight that runs dense as SlideLinear takes it: no group is slid, and the layer keeps the pattern."""
+    checked = pattern != DENSE  # settle has read the weight
     return pack(weight, pattern, scale=scale, groups=torch.arange(0, device="cpu"), checked=checked, name=name)
 
 

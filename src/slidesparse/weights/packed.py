@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -179,39 +179,47 @@ def common_bits(weights: Iterable[PackedWeight]) -> int:
     return 6 if all(packed.bits == 6 for packed in weights) else 8
 
 
-class Packer(Protocol):
-    """The part of packing that reads a weight's bits. All packers return the same bits and raise the same errors.
+class Shard(NamedTuple):
+    """A weight that is to be packed, or a shard of one.
 
-    Weights are [out, in] tensors that passed ``support.check_form``, with any row stride.
+    Attributes:
+        weight: [out, in], with any row stride; :func:`slidesparse.weights.support.check_form` has accepted it.
+        pattern: The pattern that it is to follow.
+        k_offset: Position inside its group of column 0.
+        name: The weight's name in error messages.
     """
 
-    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
-        """Return ``support.following_groups`` of a weight, int64 [n], on the CPU, where their number is needed.
+    weight: torch.Tensor
+    pattern: Pattern
+    k_offset: int
+    name: str
+
+
+ValuesAndCode: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The kept values [out, n * (2N - 2)], and the group codes [out, n]."""
+
+
+class Packer(Protocol):
+    """The part of packing that reads a weight's bits. All packers return the same bits and raise the same errors."""
+
+    def following(self, shard: Shard) -> torch.Tensor:
+        """Return ``support.following_groups`` of a shard, int64 [n], on the CPU, where their number is needed.
 
         Raises:
-            InputError: When the weight holds NaN or Inf.
+            InputError: The weight holds NaN or Inf.
         """
         ...
 
-    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
         """Copy groups, side by side, -0.0 as +0.0, with zeros where the weight ends inside one: [out, n * 2N]."""
         ...
 
-    def compress(
-        self,
-        weight: torch.Tensor,
-        pattern: Pattern,
-        groups: torch.Tensor | None,
-        k_offset: int,
-        name: str,
-        *,
-        checked: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
         """Return ``slide.compress`` of ascending groups (None: all); ``checked``: :meth:`following` found these.
 
         Raises:
-            PatternViolation: When one of them violates the pattern.
-            InputError: When one of them holds NaN or Inf.
+            PatternViolation: One of them violates the pattern.
+            InputError: One of them holds NaN or Inf.
         """
         ...
 
@@ -219,33 +227,29 @@ class Packer(Protocol):
 class TorchPacker:
     """A :class:`Packer` in torch, the definition, for any device."""
 
-    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+    def following(self, shard: Shard) -> torch.Tensor:
         """See :class:`Packer`."""
-        check_weight(weight, name)
-        return following_groups(weight, pattern, k_offset).cpu()
+        check_weight(shard.weight, shard.name)
+        return following_groups(shard.weight, shard.pattern, shard.k_offset).cpu()
 
-    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
         """See :class:`Packer`."""
-        kept = grouped(as_bits(weight), pattern, k_offset)[:, groups].view(weight.dtype)
-        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
+        kept = _by_group(shard)[:, groups].view(shard.weight.dtype)
+        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(shard.weight.dtype)
 
-    def compress(
-        self,
-        weight: torch.Tensor,
-        pattern: Pattern,
-        groups: torch.Tensor | None,
-        k_offset: int,
-        name: str,
-        *,
-        checked: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
         """See :class:`Packer`."""
         if not checked:
-            check_weight(weight, name)
-            check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-        by_group = grouped(as_bits(weight), pattern, k_offset)
+            check_weight(shard.weight, shard.name)
+            check_groups(shard.weight, shard.pattern, groups, k_offset=shard.k_offset, name=shard.name)
+        by_group = _by_group(shard)
         chosen = by_group if groups is None else by_group[:, groups]
-        return compress(chosen.view(weight.dtype), pattern)
+        return compress(chosen.view(shard.weight.dtype), shard.pattern)
+
+
+def _by_group(shard: Shard) -> torch.Tensor:
+    """Return the bits of a shard by column groups: [out, groups, 2N]."""
+    return grouped(as_bits(shard.weight), shard.pattern, shard.k_offset)
 
 
 TORCH = TorchPacker()
@@ -272,7 +276,7 @@ def pack_segments(
         groups: The column groups to slide, ascending; the others stay dense. None: all groups for a uniform pattern;
             for a partial one those that follow it by their zeros, which must be at least its share. A shard of a
             partial weight has a share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
-        checked: :func:`slid_groups` gave these groups for this weight: its values are not checked again.
+        checked: :func:`slidesparse.weights.packing.slid_groups` returned these groups: the weight is not checked again.
         name: The weight's name in error messages.
         packer: Reads the weight's bits; :func:`slidesparse.weights.packing.pack` chooses one by the device.
 
@@ -291,80 +295,40 @@ def pack_segments(
     check_form(weight, name)
     check_k_offset(pattern, k_offset)
     out, columns = weight.shape
-    total = pattern.groups(columns, k_offset)
+    total, shard = pattern.groups(columns, k_offset), Shard(weight, pattern, k_offset, name)
     if groups is not None:
-        slid = _given(groups, total, name)
+        require_dense(groups, f"column groups of {name}")
+        if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
+            got = f"{list(groups.shape)} {groups.dtype}"
+            raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
+        slid = groups.to("cpu", torch.int64)
+        check_ascending(slid, total, name)
         if not checked:  # compressing finds NaN and Inf in the slid groups alone
-            packer.following(weight, pattern, k_offset, name)
+            packer.following(shard)
+    elif pattern == DENSE:
+        check_weight(weight, name)
+        slid = torch.arange(0, device="cpu")  # others set a default device
     elif pattern.is_uniform:
-        slid = torch.arange(total, device="cpu")  # others set a default device
-    elif k_offset and pattern != DENSE:
+        slid = torch.arange(total, device="cpu")
+    elif k_offset:
         raise InputError(
             f"a shard of {pattern} has a share of its own",
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
     else:
-        slid, checked = slid_groups(weight, pattern, k_offset=k_offset, whole=True, name=name, packer=packer), True
+        slid, checked = packer.following(shard), True
+        check_share(slid.numel(), total, pattern, name)
     slid_there, segments = slid.to(weight.device, non_blocking=True), []
     if slid.numel() < total:
         # On the CPU, as slid is: every answer from a GPU would be one more to wait for.
         stays = torch.ones(total, dtype=torch.bool, device="cpu").index_fill_(0, slid, False)
         dense = stays.nonzero().flatten().to(weight.device, non_blocking=True)
-        segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
+        segments.append(Segment("dense", dense, packer.copy(shard, dense)))
     if slid.numel():
         chosen = slid_there if segments else None
-        kept = packer.compress(weight, pattern, chosen, k_offset, name, checked=checked)
+        kept = packer.compress(shard, chosen, checked=checked)
         segments.append(Segment("2:4", slid_there, *kept))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
-
-
-def slid_groups(
-    weight: torch.Tensor,
-    pattern: Pattern,
-    *,
-    k_offset: int = 0,
-    whole: bool = False,
-    name: str = "weight",
-    packer: Packer = TORCH,
-) -> torch.Tensor:
-    """Check a weight or a shard of one, and return the column groups to slide, ascending: int64 [n], on the CPU.
-
-    They are all groups of a uniform pattern, those that follow a partial one by their zeros, and none of ``DENSE``.
-
-    Args:
-        weight: [out, in], as :func:`pack_segments` takes it.
-        pattern: The pattern that it is to follow.
-        k_offset: Position inside its group of column 0.
-        whole: The weight is no shard, so that at least the pattern's share of its groups must follow.
-        name: The weight's name in error messages.
-        packer: Reads the weight's bits.
-
-    Raises:
-        PatternViolation: A uniform pattern is violated.
-        InputError: The weight is malformed, holds NaN or Inf, or too few groups of a whole one follow.
-    """
-    check_form(weight, name)
-    check_k_offset(pattern, k_offset)
-    if pattern == DENSE:
-        check_weight(weight, name)
-        return torch.arange(0, device="cpu")
-    total, following = pattern.groups(weight.shape[1], k_offset), packer.following(weight, pattern, k_offset, name)
-    if pattern.is_uniform and len(following) < total:
-        check_groups(weight, pattern, k_offset=k_offset, name=name)  # names the row and the group
-    if whole:
-        check_share(len(following), total, pattern, name)
-    return following
-
-
-def _given(groups: torch.Tensor, total: int, name: str) -> torch.Tensor:
-    """Return column groups that a caller named as int64 [n] on the CPU, checked to be ascending and below ``total``."""
-    require_dense(groups, f"column groups of {name}")
-    if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
-        got = f"{list(groups.shape)} {groups.dtype}"
-        raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
-    groups = groups.to("cpu", torch.int64)
-    check_ascending(groups, total, name)
-    return groups
 
 
 def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Tensor | None:

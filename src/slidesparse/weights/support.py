@@ -273,14 +273,7 @@ def tightest_pattern(
 
 
 def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
-    """Return :func:`tightest_pattern` of a shard.
-
-    Args:
-        weight: [out, columns of this rank].
-        start: Column of the whole weight at which this rank's columns begin; where in a group that is depends on its
-            size.
-        candidates: The patterns to try; every weight satisfies ``DENSE``.
-    """
+    """Return :func:`tightest_pattern` of a shard whose columns begin at column ``start`` of the whole weight."""
     check_weight(weight)
     by_density = sorted(candidates, key=lambda pattern: (pattern.density, pattern.group))
     return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)

@@ -72,7 +72,9 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             return
         del layer.weight, layer.weight_scale
         layer.add_module(SUBMODULE, slide)
-        setattr(layer, NEVER_UPDATED, str(self._refusal()))
+        got, remedy = f"{self.name}, whose dense weight is gone", "start SGLang again"
+        refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
+        setattr(layer, NEVER_UPDATED, str(refusal))
         self.converted = True
         if slide.forms[0].tensors[0].is_cuda:
             self.warmup.layer(slide)
@@ -109,13 +111,6 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             )
         y = layer.slide(x, bias)
         return y
-
-    def _refusal(self) -> UnsupportedError:
-        return UnsupportedError(
-            "weights for a running engine with sparse layers",
-            got=f"{self.name}, whose dense weight is gone",
-            remedy="start SGLang again",
-        )
 
     def _rank(self, layer: Any, columns: int) -> int:
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""

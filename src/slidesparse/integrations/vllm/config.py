@@ -129,7 +129,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return scheme
         model, refusal = self.prepare_model(), why_not_w8a8(scheme, W8A8)
         if refusal is not None:
-            tell_when_loaded(scheme, layer, NamedLayer(layer_name, None), refusal, model)
+            tell_when_loaded(scheme, layer, layer_name, refusal, model)
             return scheme
         named = self._find_layer(layer, layer_name, model)
         return scheme if named is None else SlideScheme(scheme, named, model)
@@ -143,12 +143,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return method
         model = self.prepare_model()
         reason = why_experts_left(method, self, model.options.experts)
-        if reason is not None:
-            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {reason}", experts=True)
-            return method
-        named = find_experts(self.marker, prefix)
+        named = None if reason else find_experts(self.marker, prefix)
         if named is None:
-            model.status.outcomes[prefix] = Outcome(False, False, f"experts: {LEFT_ALONE}", experts=True)
+            text = f"experts: {reason or LEFT_ALONE}"
+            model.status.outcomes[prefix] = Outcome(False, reason is not None, text, experts=True)
             return method
         model.status.expect_layer(prefix, layer)
         return pack_experts_by(method, named, model)

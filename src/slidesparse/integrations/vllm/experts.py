@@ -29,7 +29,7 @@ from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.weights.packing import groups_to_slide, pack
+from slidesparse.weights.packing import pack, slid_groups
 from slidesparse.weights.support import find_pattern, value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
@@ -300,7 +300,7 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
         pattern = marked or find_pattern(rows, start)
         if pattern is None:
             return NO_PATTERN
-        groups_to_slide(rows, pattern, k_offset=start % pattern.group, name=f"{named.name}.{name}_weight")
+        slid_groups(rows, pattern, k_offset=start % pattern.group, name=f"{named.name}.{name}_weight")
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data

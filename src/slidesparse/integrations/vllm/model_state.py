@@ -93,18 +93,11 @@ class ModelState:
             return cls(options)
         most = vllm_config.scheduler_config.max_num_batched_tokens
         tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
-        adapters = vllm_config.lora_config is not None
-        invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype, log=log)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        return cls(
-            options,
-            status,
-            tuner,
-            warmup,
-            adapters=adapters,
-            batch_invariant=invariant,
-            heads_compared=compares_heads(vllm_config),
-        )
+        state = cls(options, status, tuner, WarmUp(most, model.dtype, log=log))
+        state.adapters, state.batch_invariant = vllm_config.lora_config is not None, is_batch_invariant()
+        state.heads_compared = compares_heads(vllm_config)
+        return state
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.

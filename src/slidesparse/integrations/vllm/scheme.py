@@ -104,14 +104,13 @@ class SlideUnquantizedMethod(Packing, LinearMethodBase):
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
+        *more: Any,
+        **named_more: Any,
     ) -> None:
         """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
         self.in_features = input_size
-        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        self.inner.create_weights(layer, *sizes, params_dtype, **attributes)
+        sizes = input_size_per_partition, output_partition_sizes, input_size
+        self.inner.create_weights(layer, *sizes, *more, **named_more)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
@@ -120,28 +119,21 @@ class SlideUnquantizedMethod(Packing, LinearMethodBase):
 
 
 def tell_when_loaded(
-    scheme: CompressedTensorsScheme, layer: torch.nn.Module, named: NamedLayer, reason: str, model: ModelState
+    scheme: CompressedTensorsScheme, layer: torch.nn.Module, name: str, reason: str, model: ModelState
 ) -> None:
-    """Leave a layer to vLLM's own scheme, and note why when it is loaded; the status would not wait for it otherwise.
+    """Leave a layer to vLLM's own scheme, whose class vLLM asks for, and note the reason when the layer is loaded.
 
     Where all layers are left so, nothing else would say that a pruned checkpoint is served dense.
-
-    Args:
-        scheme: Of this layer alone, as vLLM makes it. Its class stays: vLLM asks for it.
-        layer: The layer.
-        named: Its name.
-        reason: Why it is left to vLLM.
-        model: The state of its model.
     """
     load, status = scheme.process_weights_after_loading, model.status
 
     def load_and_tell(loaded: torch.nn.Module) -> None:
         load(loaded)
-        if named.name in status.waiting:  # not when it is loaded again
-            status.note_outcome(named.name, Outcome(False, True, reason), log)
+        if name in status.waiting:  # not when it is loaded again
+            status.note_outcome(name, Outcome(False, True, reason), log)
 
     scheme.process_weights_after_loading = load_and_tell
-    status.expect_layer(named.name, layer)
+    status.expect_layer(name, layer)
 
 
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
