@@ -23,8 +23,8 @@ def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
     Args:
         layer: The layer.
         slide: Its packed weight.
-        adapters: LoRA adapters will be put around the layer. They call its method, and ask for the device of a tensor
-            under one of three names, of which this one does not promise a matrix.
+        adapters: LoRA adapters will be put around the layer. They call its method, and read the device of a tensor
+            under one of three names; that of a packed weight need not be a matrix.
     """
     object.__setattr__(layer, ATTRIBUTE, slide)
     layer.requires_unquantized_input = True  # vLLM from 0.33 on may quantise before the layer is called
