@@ -12,7 +12,7 @@ from oracles import sparse_int8
 
 from slidesparse import Pattern, PatternViolation, pack, prune_mask
 from slidesparse.gemm.reference import product
-from slidesparse.weights.support import following_groups
+from slidesparse.layer.settle import Chooser, RunsSparse, settle
 
 ROW_PARALLEL_K = {
     # Model: inputs of o_proj (heads * head size) and of down_proj (intermediate size), from the models' config.json.
@@ -29,15 +29,17 @@ OUT = 4  # rows are independent; a few are enough
 
 
 def _sum_of_shards(weight: torch.Tensor, x: torch.Tensor, pattern: Pattern, bounds: list[int]) -> torch.Tensor:
-    """Pack every ``weight[:, bounds[i]:bounds[i + 1]]`` as a rank would, alone, and add up the int32 products."""
+    """Settle every ``weight[:, bounds[i]:bounds[i + 1]]`` as a rank would, alone, and add up the int32 products."""
     total = torch.zeros(len(x), len(weight), dtype=torch.int32)
     for start, end in itertools.pairwise(bounds):
         shard = weight[:, start:end]
-        k_offset = start % pattern.group
-        groups = None if pattern.is_uniform else following_groups(shard, pattern, k_offset)
-        packed = pack(shard, pattern, k_offset=k_offset, groups=groups)
-        assert torch.equal(packed.unpack(), shard)
-        total += product(packed.lift(x[:, start:end]), packed.columns())
+        settled = settle(shard, None, pattern, Chooser("reference"), start=start)
+        if isinstance(settled, RunsSparse):
+            assert torch.equal(settled.packed.unpack(), shard)
+            total += product(settled.packed.lift(x[:, start:end]), settled.packed.columns())
+        else:
+            assert "no column group of this shard follows" in settled.reason
+            total += product(x[:, start:end], shard)
     return total
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from slidesparse.base import cache_folder as module
 from slidesparse.base.cache_folder import cache_folder, lasting_cache_folder
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -21,7 +22,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files aw
 def forget() -> None:
     """Look at the folder anew, and warn anew."""
     module._refusal.cache_clear()
-    module._warn_once.cache_clear()
+    log_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from small_models import make
 
 import slidesparse
 from slidesparse.files.marker import Marker
-from slidesparse.integrations.vllm.names import find_layer
+from slidesparse.integrations.names import find_layer
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import expert_times
 from slidesparse.gemm.grouped import TorchExperts
-from slidesparse.layer.linear import SlideLinear
+from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -146,8 +145,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(load_experts, "grouped_product", lambda problem: Grouped())
-    linear = partial(SlideLinear, backend="auto")  # whatever is asked for: no linear is the matter here
-    monkeypatch.setattr("slidesparse.files.load.SlideLinear", lambda *of, backend, **more: linear(*of, **more))
+    # Linears choose by themselves, whatever is asked for: they are not what these tests are about.
+    monkeypatch.setattr("slidesparse.files.load.Chooser", lambda _, fallback, tuner: Chooser("auto", fallback, tuner))
 
 
 class Grouped(TorchExperts):

@@ -250,7 +250,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
     chosen = cheapest(70, OUT, 4) if tile is None else tile
@@ -271,7 +271,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *given: loaded.append(given) or told)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, BUNDLED.width)), torch.int8, *step_shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, BUNDLED.k_packed)), torch.int8, *step_shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
     for launch, tokens in ((find_launch(*sizes), 70), (find_launch(*sizes).for_tokens(900), 900)):
         assert launch.slab_bytes == -(-tokens // 8) * 8 * 128 * 6
         launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
@@ -285,13 +285,13 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
     dense, sparse = step_shapes(ORDER, 1, OUT)
-    x, rest = torch.Size((70, ORDER.width)), (OUT, torch.bfloat16, 0)
+    x, rest = torch.Size((70, ORDER.k_packed)), (OUT, torch.bfloat16, 0)
     for activations, operand, out in (
-        (torch.Size((70, ORDER.width - 128)), (dense, sparse), OUT),
+        (torch.Size((70, ORDER.k_packed - 128)), (dense, sparse), OUT),
         (x, (sparse, dense), OUT),  # the one for the other
         (x, (dense, sparse), 513),
-        (torch.Size((70, BUNDLED.width - 128)), step_shapes(BUNDLED, 1, OUT), OUT),
-        (torch.Size((70, BUNDLED.width + 128)), step_shapes(BUNDLED, 1, OUT), OUT),
+        (torch.Size((70, BUNDLED.k_packed - 128)), step_shapes(BUNDLED, 1, OUT), OUT),
+        (torch.Size((70, BUNDLED.k_packed + 128)), step_shapes(BUNDLED, 1, OUT), OUT),
     ):
         with pytest.raises(InputError, match="as the weight was prepared"):
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
@@ -301,8 +301,8 @@ def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch
 
 def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
-    x, types = torch.Size((70, ORDER.width)), (torch.bfloat16, 0)
-    no_tokens = find_launch(torch.Size((0, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, *types)
+    x, types = torch.Size((70, ORDER.k_packed)), (torch.bfloat16, 0)
+    no_tokens = find_launch(torch.Size((0, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, *types)
     no_outputs = find_launch(x, torch.int8, *step_shapes(ORDER, 1, 0), 0, *types)
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
         assert not nothing.bands
@@ -316,7 +316,7 @@ def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.Monk
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 109 + device)
     hopper_launch._launch.cache_clear()
     wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes
-    given = torch.Size((70, wide.width)), torch.bfloat16, *step_shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
+    given = torch.Size((70, wide.k_packed)), torch.bfloat16, *step_shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*given)
     launch.for_tokens(900)
     assert asked == [(70, OUT, 2, 1, 114), (900, OUT, 2, 1, 114)]

@@ -116,7 +116,7 @@ def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: t
         operand = backend().prepare(packed)
         assert step_shapes(order, dtype.itemsize, out) == (operand.dense.shape, operand.sparse.shape)
         assert SparseForm.of(operand.sparse.shape).shape(out, dtype.itemsize) == operand.sparse.shape
-        assert len(backend.layout.column_map(packed)) == order.width
+        assert len(backend.layout.column_map(packed)) == order.k_packed
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -24,7 +24,7 @@ from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
 ORDER = ColumnOrder(64, 8, 0, 8, 0, 128, 0)
-VALUES = 8 * ORDER.width
+VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 
 INPUTS = LiftInputs(16, None, None, None, 64, 0)
@@ -58,7 +58,7 @@ class Launches:
             device=torch.device("cpu"),
             index=0,
             tokens=TOKENS,
-            width=ORDER.width,
+            width=ORDER.k_packed,
             shape=(TOKENS, ORDER.in_features),
         )
 
@@ -155,7 +155,7 @@ def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.M
     tile = next(iter(TILES))
     for given in (None, tile):
         HopperLinear(launches.lift, by_parts, tile=given)
-    shapes = (torch.Size((TOKENS, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
+    shapes = (torch.Size((TOKENS, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
     assert asked == [(*shapes, None), (*shapes, tile)]
 
 

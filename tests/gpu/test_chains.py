@@ -16,7 +16,7 @@ from slidesparse.gemm.backend import OneByOne
 from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.spec import parse_chain
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting import kernel as lift
 from slidesparse.ops.resolve import _made_before, resolve_chain, resolve_lift, resolve_linear

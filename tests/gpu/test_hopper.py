@@ -24,7 +24,7 @@ from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import slab_view
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear

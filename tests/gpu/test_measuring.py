@@ -19,7 +19,8 @@ from slidesparse.gemm.select import backends_to_compare, installation
 from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.layer.experts import SlideExperts
-from slidesparse.layer.linear import SlideLinear, packed_problem
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.layer.settle import packed_problem
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import at_load

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from vllm_models import be_the_only_rank
 
+from slidesparse.base.log import log_once
+
 MISSING = "vLLM's Python is not installed here: python tests/integrations/fetch_vllm.py VERSION does that, as CI does"
 
 SMALL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4} | {
@@ -42,6 +44,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     logger = logging.getLogger("vllm")
     before, logger.propagate = logger.propagate, True
     caplog.set_level(logging.INFO, "vllm")
+    log_once.cache_clear()
     yield
     logger.propagate = before
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from test_vllm_graph_sizes import config_of
 
-from slidesparse.integrations.vllm import NAME, attention
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import attention
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 

@@ -86,8 +86,8 @@ def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
 
 
 def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() -> None:
+    from slidesparse.integrations.names import NamedLayer
     from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.names import NamedLayer
 
     weight = torch.ones(4, 16)
     common, named = NamedLayer("a", Pattern(2, 4)), NamedLayer("a", Pattern(2, 4), is_exception=True)
@@ -107,8 +107,8 @@ def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() 
 
 def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
     """A damaged weight ran dense, and was told to be so by the checkpoint, where a plan left a later layer dense."""
+    from slidesparse.integrations.names import NamedLayer
     from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.names import NamedLayer
     from slidesparse.integrations.vllm.status import ModelStatus
 
     weight, named = torch.ones(4, 16), NamedLayer("model.layers.3.qkv_proj", Pattern(6, 8))
@@ -119,13 +119,13 @@ def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> N
 
 
 def test_a_layer_that_is_dense_by_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from slidesparse.integrations.names import NamedLayer
     from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.names import NamedLayer
 
     state, named = ModelState(unplaced={"a": Pattern(2, 4), "b": DENSE}), NamedLayer("l", Pattern(6, 8))
     assert state.pattern_of(named, torch.ones(4, 16), 0) == DENSE
     (line,) = caplog.messages
-    assert line == "slidesparse: l breaks 6:8, and counts as a layer that was left dense by another name: b"
+    assert line == "slidesparse: l does not satisfy 6:8: it is taken for b, which the checkpoint leaves dense"
     caplog.clear()
     assert state.pattern_of(named, torch.zeros(4, 16), 0) == Pattern(2, 4)
     assert not caplog.messages

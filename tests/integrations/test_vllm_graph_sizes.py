@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm_models import configured
 
+from slidesparse.base.log import log_once
 from slidesparse.integrations.vllm.graph_sizes import MOST, graphed_tokens, layer_weights, sizes_beyond, wanted_sizes
 from slidesparse.models.config_keys import MARKER_KEY
 
@@ -109,17 +110,14 @@ def sizes(checkpoints: Any) -> Sizes:
 def test_a_pruned_model_that_vllm_serves_dense_unasked_is_a_warning(
     sizes: Sizes, checkpoints: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slidesparse.integrations.vllm import unasked
-
-    unasked._warn_once.cache_clear()
     floats = checkpoints("6:8", torch.bfloat16)
     for _ in range(2):  # a multimodal model is configured once for each of its parts
         sizes(floats)
     (line,) = [line for line in caplog.messages if "served dense" in line]
-    assert line.startswith(f"slidesparse: {floats} is pruned, and served dense")
+    assert line.startswith(f"slidesparse: {floats} is pruned, but served dense")
     assert "--quantization slidesparse" in line
     caplog.clear()
-    unasked._warn_once.cache_clear()
+    log_once.cache_clear()
     sizes(floats, quantization="slidesparse")
     sizes(checkpoints("6:8"), quantization="compressed-tensors")  # dense, as asked for
     assert not [line for line in caplog.messages if "served dense" in line]

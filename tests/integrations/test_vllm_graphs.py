@@ -167,10 +167,10 @@ def test_what_was_joined_is_told_once_for_graphs_that_are_alike(caplog: pytest.L
     x = torch.randn(9, 64).bfloat16()
     for _ in range(2):
         run_compiled(block, rewrite, x)
-    told = [line for line in caplog.messages if "joined" in line]
+    told = [line for line in caplog.messages if "fused" in line]
     assert told == [
-        "slidesparse: a graph of 4 linears, 4 of them in chains: joined 1 norm and 1 activation with linears; not"
-        " joined: 1 rms_norm whose result has other readers"
+        "slidesparse: a graph of 4 linears, 4 of them in chains: fused 1 norm and 1 activation with linears; not"
+        " fused: 1 rms_norm whose result has other readers"
     ]
 
 
@@ -292,7 +292,7 @@ def test_an_activation_of_symbolic_width_is_left_alone() -> None:
 
     linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
     found = lost(lambda x: linear(SiluAndMul.forward_native(x)), wide, dynamic=True)
-    assert found == (0, {"aten.mul of a width that is unknown when it is compiled": 1})
+    assert found == (0, {"aten.mul whose number of columns is unknown when it is compiled": 1})
 
 
 # -- several models ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker
-from slidesparse.integrations.vllm.names import (
+from slidesparse.integrations.names import (
     NamedExperts,
     NamedLayer,
     find_experts,
@@ -17,7 +17,7 @@ from slidesparse.integrations.vllm.names import (
     list_parts,
     rename_layers,
     shard_start,
-    why_left_to_vllm,
+    why_left,
 )
 from slidesparse.weights.pattern import DENSE, Pattern
 
@@ -94,17 +94,16 @@ def test_experts_left_alone_are_not_searched_and_without_a_marker_the_weights_de
     assert find_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
 
 
-def test_what_latent_attention_reads_as_a_matrix_is_left_to_vllm() -> None:
-    assert "reads its weight as a matrix" in str(why_left_to_vllm("model.layers.0.self_attn.kv_b_proj"))
+def test_what_latent_attention_reads_as_a_matrix_is_left_to_the_server() -> None:
+    assert "reads its weight as a matrix" in str(why_left("model.layers.0.self_attn.kv_b_proj"))
     for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa", "model.layers.0.self_attn.q_b_proj", "a.kv_b_proj.b"):
-        assert why_left_to_vllm(name) is None
+        assert why_left(name) is None
 
 
-def test_names_follow_vllm() -> None:
+def test_names_follow_the_server() -> None:
     experts = {"model.experts.*.w1": Pattern(6, 8)}
     marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)}, experts)
-    mapped = {name: f"language_{name}" for name in ("model.a", "model.b", "model.experts.*.w1")}
-    new = rename_layers(marker, {**mapped, "lm_head": None})
+    new = rename_layers(marker, lambda names: [f"language_{name}" for name in names if name != "lm_head"])
     assert new.experts == {"language_model.experts.*.w1": Pattern(6, 8)}
     assert new.ignore == ("lm_head", "language_model.a")
     assert new.layers == {"language_model.b": Pattern(4, 6)}

@@ -65,7 +65,7 @@ def test_without_a_silu_of_plain_torch_none_is_joined(
         assert fuse_norms._join_silu(graph, None, source, [], {}) is None
     fuse_norms._silu_pattern.cache_clear()
     (line,) = caplog.messages
-    assert f"has no {SILU}: no SiLU is joined" in line
+    assert f"has no {SILU}: no SiLU is fused" in line
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "fused_add_rms_norm"])
@@ -84,7 +84,8 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     from vllm.compilation.passes import inductor_pass
     from vllm.model_executor.layers import quantization
 
-    from slidesparse.integrations.vllm import NAME, register
+    from slidesparse.integrations import NAME
+    from slidesparse.integrations.vllm import register
 
     monkeypatch.delattr(inductor_pass, "InductorPass")
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])
@@ -115,7 +116,7 @@ def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
     assert joins()
     monkeypatch.setattr(model_state, "can_match_graphs", lambda: False)
     assert not joins()
-    assert "no norm or activation is joined with a linear: this torch has another interface" in caplog.messages[-1]
+    assert "no norm or activation is fused with a linear: this torch has another interface" in caplog.messages[-1]
 
 
 def test_the_memory_that_vllm_shares_between_layers_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

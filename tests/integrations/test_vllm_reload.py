@@ -15,7 +15,6 @@ import slidesparse as ss
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.integrations.vllm.names import NamedLayer
 from slidesparse.integrations.vllm.reload import pack_again
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
@@ -177,7 +176,7 @@ def test_values_of_eight_bits_are_not_loaded_into_a_layer_of_six(monkeypatch: py
     layer = SimpleNamespace(weight=torch.nn.Parameter(values, False), weight_scale=torch.nn.Parameter(scale[:, None]))
     told = "got values of more than six bits; needed six, as when the engine started; start vLLM again"
     with pytest.raises(UnsupportedError, match=told):
-        pack_again(layer, slide, NamedLayer("a", ss.Pattern(6, 8)), 64)
+        pack_again(layer, slide, "a")
     assert slide.choice.backends == ("hopper-6bit",)
 
 

@@ -11,7 +11,7 @@ from expert_weights import packed_experts
 
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.spec import parse_weight
-from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
+from slidesparse.integrations.warmup import WarmUp, list_batches
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder

@@ -17,6 +17,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from slidesparse.base import triton_launcher
+from slidesparse.base.log import log_once
 from slidesparse.base.triton_launcher import Launcher
 from slidesparse.lifting import kernel as lifts
 from slidesparse.lifting.addresses import LiftInputs
@@ -115,7 +116,7 @@ PASSED: list[tuple[object, ...]] = []
 @pytest.fixture(autouse=True)
 def _asked_again() -> Iterator[None]:
     """What Triton can do is found out in this test, and forgotten after it."""
-    caches = triton_launcher.refusal_of_order, triton_launcher._warn_once, triton_launcher.early_start
+    caches = triton_launcher.refusal_of_order, log_once, triton_launcher.early_start
     for cache in caches:
         cache.cache_clear()
     PASSED.clear()

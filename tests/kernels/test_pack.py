@@ -12,7 +12,7 @@ from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
 from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import Shard, pack_segments
 from slidesparse.weights.packing import KernelPacker
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import metadata
@@ -173,6 +173,20 @@ def test_chosen_groups_of_a_shard(device: str) -> None:
     groups = defined_following_groups(weight, Pattern(4, 6), 3)
     wanted = pack_segments(weight, "4:6@50%", k_offset=3, groups=groups)
     got = pack_segments(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
+    for ours, theirs in zip(got.segments, wanted.segments, strict=True):
+        assert torch.equal(ours.groups.cpu(), theirs.groups)
+        assert torch.equal(ours.values.cpu(), theirs.values)
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_a_shard_is_checked_first_and_then_packed(device: str, pattern: str) -> None:
+    parsed = Pattern.parse(pattern)
+    weight = sparse(pattern, 91, torch.int8, 3) if parsed.is_uniform else partial(100, torch.int8)[:, 9:].contiguous()
+    there, packer = weight.to(device), KernelPacker()
+    groups = packer.following(Shard(there, parsed, 3, "weight"))
+    assert torch.equal(groups, defined_following_groups(weight, parsed, 3))
+    wanted = pack_segments(weight, pattern, k_offset=3, groups=groups)
+    got = pack_segments(there, pattern, k_offset=3, groups=groups, checked=True, packer=packer)
     for ours, theirs in zip(got.segments, wanted.segments, strict=True):
         assert torch.equal(ours.groups.cpu(), theirs.groups)
         assert torch.equal(ours.values.cpu(), theirs.values)

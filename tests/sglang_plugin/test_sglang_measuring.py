@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from slidesparse.integrations.sglang.measuring import make_tuner, measure_first
 from tuning_fakes import FakeClock, FakeStopwatch, pretend_gpu
 
 from slidesparse.errors import InputError
 from slidesparse.gemm import choose
-from slidesparse.integrations.sglang.measuring import make_tuner, measure_first
 from slidesparse.integrations.sglang.refusals import SGLangOptions
 from slidesparse.layer.linear import packed_problem
 from slidesparse.prune import prune_mask

@@ -6,6 +6,7 @@ What lies in it is run (compiled kernels) or believed (measured times). So it is
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import stat
@@ -13,7 +14,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from slidesparse.base.log import LOG
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 
 REMEDY = "set XDG_CACHE_HOME to a folder that you own and nobody else can write"
@@ -29,7 +30,7 @@ def cache_folder() -> Path:
     refusal = _refusal(folder)
     if folder is not None and refusal is None:
         return folder
-    _warn_once(refusal)
+    log_once(f"nothing is kept for the next start, since {refusal}; {REMEDY}", logging.WARNING)
     return _temporary()
 
 
@@ -57,11 +58,6 @@ def _wanted() -> Path | None:
 def _refusal(folder: Path | None) -> str | None:
     """Return why a folder cannot be trusted; None where it can."""
     return "the user has no home" if folder is None else _why_not(folder)
-
-
-@lru_cache(maxsize=8)
-def _warn_once(refusal: str | None) -> None:
-    LOG.warning("nothing is kept for the next start, since %s; %s", refusal, REMEDY)
 
 
 def _why_not(folder: Path) -> str | None:

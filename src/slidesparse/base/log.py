@@ -1,4 +1,4 @@
-"""The package's logger, and messages that are worth saying once a process."""
+"""The package's logger, and messages that are worth logging once a process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ LOG = logging.getLogger("slidesparse")
 
 
 @lru_cache(maxsize=4096)
-def log_once(text: str, level: int = logging.INFO) -> None:
-    """Log a message unless it was logged before."""
-    LOG.log(level, text)
+def log_once(text: str, level: int = logging.INFO, log: logging.Logger = LOG) -> None:
+    """Log a message unless this process has logged it before; a plugin passes a logger that its server shows."""
+    log.log(level, text)

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from slidesparse.base.log import LOG
+from slidesparse.base.log import LOG, log_once
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import first_line
 
@@ -143,13 +144,11 @@ def can_launch_directly(compiled: object) -> bool:
     lacking = [name for name in ("run", "function", "packed_metadata") if getattr(compiled, name, None) is None]
     refusal = f"its compiled kernels have no {lacking[0]}" if lacking else refusal_of_order()
     if refusal is not None:
-        _warn_once(refusal)
+        log_once(
+            f"slidesparse: Triton itself launches all kernels, which takes 10 us longer each: {refusal}",
+            logging.WARNING,
+        )
     return refusal is None
-
-
-@cache
-def _warn_once(refusal: str) -> None:
-    LOG.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
 
 
 @lru_cache

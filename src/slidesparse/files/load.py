@@ -24,12 +24,12 @@ from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
-from slidesparse.gemm.select import Fallback
-from slidesparse.layer.linear import SlideLinear, packed_problem
+from slidesparse.gemm.select import Choice, Fallback
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS
 
@@ -89,21 +89,21 @@ def _filled(
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
     tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(model), LOG)
+    chooser = Chooser(backend, fallback, tuner)
     filled = set()
     for name, linear in linears.items():
         prefix = meta.prefix(name)
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
-        if packed_file is not None:
-            stored = checkpoint.stored(f"{prefix}.weight")
-            packed = packed_file.read(name, marker.pattern_of(name), stored, scale, device)
+        pattern, stored = marker.pattern_of(name), f"{prefix}.weight"
+        if packed_file is None:
+            packed, choice = _settled(checkpoint.tensor(stored, device), scale, pattern, chooser, stored)
         else:
-            packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
+            packed = packed_file.read(name, pattern, checkpoint.stored(stored), scale, device)
+            choice = chooser.choose(packed)
         bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
         if bias is not None:
             check_finite(bias, f"{prefix}.bias")
-        if tuner is not None:
-            _measure(tuner, packed, backend, fallback)
-        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=dtype)
+        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, choice=choice, dense_dtype=dtype)
         model.set_submodule(name, layer)
         filled |= {f"{name}.weight", f"{name}.bias"}
     filled |= ExpertLoader(meta, checkpoint, marker, device, backend, fallback).load()
@@ -112,22 +112,19 @@ def _filled(
     return loaded
 
 
+def _settled(
+    weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, chooser: Chooser, name: str
+) -> tuple[PackedWeight, Choice | None]:
+    """Return a weight as SlideLinear takes it, and its backends; None: SlideLinear chooses them."""
+    settled = settle(weight, scale, pattern, chooser, whole=True, name=name)
+    if isinstance(settled, RunsSparse):
+        return settled.packed, settled.choice
+    return pack_dense(weight, scale, pattern, name=name), settled.choice
+
+
 def _float_type(model: Any) -> torch.dtype:
     """Return the type of a model's activations."""
     return model.config.dtype if model.config.dtype in FLOATS else torch.bfloat16
-
-
-def _measure(tuner: LoadTuner, packed: PackedWeight, backend: str, fallback: Fallback) -> None:
-    problem = packed_problem(packed)
-    if tuner.wants(problem, backend, fallback):
-        tuner.measure(problem, packed, fallback)
-
-
-def _read_and_pack(
-    checkpoint: Checkpoint, prefix: str, pattern: Pattern, scale: torch.Tensor | None, device: str | torch.device
-) -> PackedWeight:
-    weight = checkpoint.tensor(f"{prefix}.weight", device)
-    return pack(weight, pattern, scale=scale, name=f"{prefix}.weight")
 
 
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:

@@ -96,9 +96,9 @@ class ExpertLoader:
         ]
         kind = replace(kind, bits=common_bits(chain(*packed)))
         if self.backend == "auto" and was_wrong(kind):  # asked here, since the values' bits are part of the kind
-            if self.fallback != "none":
-                return f"{GROUPED}: {WRONG_HERE}"
-            product = TorchExperts()
+            product = self._or_definition(f"{GROUPED}: {WRONG_HERE}")
+            if isinstance(product, str):
+                return product
         return self._why_not_bits(kind.bits) or SlideExperts(packed[0], packed[1], product)
 
     def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:
@@ -121,7 +121,12 @@ class ExpertLoader:
             return f"the backend {self.backend} does not multiply by experts"
         if kind.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"
-        found = grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
+        return self._or_definition(
+            grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
+        )
+
+    def _or_definition(self, found: GroupedProduct | str) -> GroupedProduct | str:
+        """Return a product, or the definition where there is none and experts are to run sparse all the same."""
         return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
 
     def _why_not_bits(self, bits: int) -> str | None:

@@ -1,7 +1,7 @@
-"""A weight that is computed when something computes with it, and that takes no memory until then.
+"""A lazy dense weight: it is computed when a torch function needs its values, and takes no memory until then.
 
-Some models look at ``linear.weight`` instead of calling the layer: T5 compares its type with that of the activations,
-Mamba multiplies by it. A packed layer answers with a :class:`DenseWeight`.
+Some models read ``linear.weight`` instead of calling the layer: T5 compares its type with that of the activations,
+Mamba multiplies by it. A packed layer returns a :class:`DenseWeight`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ _PROPERTIES = ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "layout", "ndi
 _METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "numel", "size")
 
 SAME = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr-defined]
-"""Functions whose result shares the weight's memory. They give the promise itself: writing into it is refused."""
+"""Functions whose result shares the weight's memory. They return the lazy weight itself, which refuses writes."""
 
 ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr(torch.Tensor, n) for n in _METHODS}
-"""Functions that ask about a tensor and need none of its values."""
+"""Functions that need no values of a tensor."""
 
 ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
 """Functions whose result is used after the call, by readers of memory such as safetensors."""
 
 
 class DenseWeight(torch.Tensor):
-    """A weight [out, in] that is made by a function, anew for every torch function that needs its values.
+    """A weight [out, in] that a function computes, once for every torch function that needs its values.
 
-    Shape, type and device are known before; strides are not, until it is made. Once its address
-    was asked for, it stays in memory as long as the promise. A view is of a weight that was made, and what is written
-    into it is lost: a view that refuses would be a promise of its own, and every product with ``weight.t()`` would make
-    the weight twice.
+    Shape, type and device are known without computing it; strides are not. Once its address was asked for, it stays in
+    memory as long as this object. A view is a view of a computed weight, and what is written into it is lost: a view
+    that refuses writes would have to be lazy too, and ``x @ weight.t()`` would compute the weight twice.
     """
 
     make: Callable[[], torch.Tensor]
@@ -43,24 +42,24 @@ class DenseWeight(torch.Tensor):
     def of(
         cls, make: Callable[[], torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> DenseWeight:
-        """Promise a weight.
+        """Return a lazy weight.
 
         Args:
-            make: Computes the weight, with this shape, type and device.
+            make: Computes the weight, in this shape, type and device.
             shape: [out, in].
             dtype: Its type.
             device: Its device.
         """
-        # One element of memory, and no number: code that torch tells us nothing of shall not compute with it unseen.
-        promised = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(cls)
-        promised.make = make
-        return promised
+        # One element of memory, NaN: code that bypasses __torch_function__ must not compute with it unnoticed.
+        lazy = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(cls)
+        lazy.make = make
+        return lazy
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer from what is known, or make the weight and call the function with it.
+        """Answer without values where that is possible, or compute the weight and call the function with it.
 
         Raises:
             UnsupportedError: The function would write into the weight.
@@ -73,14 +72,14 @@ class DenseWeight(torch.Tensor):
             return func(args[0]._addressable())
         name = getattr(func, "__name__", "")
         writes = name in ("__set__", "__setitem__") or re.fullmatch(r"_?[a-z].*_", name) is not None
-        if writes and args and _has_promise(args[0]):
+        if writes and args and _is_lazy(args[0]):
             cls.refuse(name)
         if isinstance((kwargs or {}).get("out"), cls):
             cls.refuse(f"{name} with out=")
         return func(*_made(args), **_made(dict(kwargs or {})))
 
     def _addressable(self) -> torch.Tensor:
-        """Return the weight in memory that stays as long as this promise, so that its address holds as long."""
+        """Return the computed weight, kept as long as this object, so that its address stays valid."""
         if self.addressed is None:
             self.addressed = self.make()
         return self.addressed
@@ -97,13 +96,13 @@ class DenseWeight(torch.Tensor):
         )
 
 
-def _has_promise(written: Any) -> bool:
-    """Return whether a promised weight is written into, alone or in a list, as ``torch._foreach_mul_`` takes."""
+def _is_lazy(written: Any) -> bool:
+    """Return whether a lazy weight is written into, alone or in a list, as ``torch._foreach_mul_`` takes."""
     return any(isinstance(one, DenseWeight) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
 def _made(value: Any) -> Any:
-    """Return arguments with every promised weight made."""
+    """Return arguments with every lazy weight computed."""
     if isinstance(value, DenseWeight):
         return value.make()
     if isinstance(value, dict):

@@ -12,11 +12,12 @@ from slidesparse import ops
 from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError
-from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm import Choice, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.dense_weight import DenseWeight
 from slidesparse.layer.read_back import read_back
+from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
@@ -52,6 +53,7 @@ class SlideLinear(nn.Module):
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
         fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        choice: The backends of this weight, where :func:`layer.settle.settle` has chosen them by the two above.
         dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's, or torch's default.
 
     Attributes:
@@ -70,6 +72,7 @@ class SlideLinear(nn.Module):
         *,
         backend: str = "auto",
         fallback: Fallback = "dense",
+        choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class SlideLinear(nn.Module):
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self._asked: tuple[str, Fallback] = backend, fallback
-        self.choice = choose(packed_problem(packed), backend, fallback)
+        self.choice = choose(packed_problem(packed), backend, fallback) if choice is None else choice
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
@@ -97,7 +100,7 @@ class SlideLinear(nn.Module):
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
-        self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
+        self._mixed = len(packed.segments) > 1
         specs = tuple(form.spec() for form in self.forms)
         self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes).text
 
@@ -260,18 +263,25 @@ class SlideLinear(nn.Module):
         if tuple(weight.shape) != (self.out_features, self.in_features) or weight.dtype != self.weight_dtype:
             needed = f"{self.weight_dtype} [{self.out_features}, {self.in_features}]"
             raise InputError(f"form of {name}", got=f"{weight.dtype} {list(weight.shape)}", needed=needed)
-        weight = weight.detach().to(self.device)
-        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
-        whole = self.pattern == DENSE or (self.pattern.is_uniform and self._all_slid)
-        groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
-        scale = None if scale is None else scale.detach().to(self.device)
-        packed = pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
+        packed = self.pack(weight.detach(), None if scale is None else scale.detach(), name=name)
         if not self.refill(packed):
             if not self.holds_bits(packed):
                 self.choice = choose(packed_problem(packed), *self._asked)
             self._set_forms(packed)
             if self.weight_scale is not None and packed.scale is not None:
                 self.weight_scale.copy_(packed.scale)
+
+    def pack(self, weight: torch.Tensor, scale: torch.Tensor | None = None, *, name: str = "weight") -> PackedWeight:
+        """Pack another weight [out, in] for :meth:`refill`, by the pattern and the ``k_offset`` of this layer.
+
+        Raises:
+            PatternViolation: It does not satisfy the pattern.
+        """
+        weight, scale = weight.to(self.device), None if scale is None else scale.to(self.device)
+        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
+        whole = self.pattern == DENSE or (self.pattern.is_uniform and not self._mixed)
+        groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
+        return pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
 
     def holds_bits(self, packed: PackedWeight) -> bool:
         """Return whether the backends of this layer can hold the values of another weight."""
@@ -320,12 +330,6 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
-
-
-def packed_problem(packed: PackedWeight) -> Problem:
-    """Return a packed weight as the problem by which its backends are chosen."""
-    slid = any(segment.kind == "2:4" for segment in packed.segments)
-    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid, packed.bits)
 
 
 def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from slidesparse.errors import SlideSparseError, UnsupportedError
 from slidesparse.weights.quant import QUANTISED
 
 AT_ONCE = 1024
-"""Columns of a weight that one product computes."""
+"""Columns of a weight that one product returns."""
 
 
 @torch.no_grad()
@@ -21,9 +21,9 @@ def read_back(
 ) -> torch.Tensor:
     """Return a weight on the CPU, zeros in place, bit for bit except for the sign of zeros.
 
-    The rows of an identity matrix are multiplied, and the products are the columns of the weight: every sum has one
-    non-zero term. A one is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products have an
-    error of a few float32 roundings, and the nearest value of the type is the weight.
+    Multiplying by the rows of an identity matrix gives the columns of the weight: every sum has one non-zero term. A 1
+    is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products are off by a few float32
+    roundings, and the nearest value of the type is the weight.
 
     Args:
         multiply: Activations [M, in] -> products [M, out], without scales of channels and without bias.

@@ -13,7 +13,7 @@ from slidesparse.weights.packed import PackedWeight
 
 
 class WeightForm(nn.Module):
-    """A packed weight as one backend keeps it: operand, column map and index of pairs, as buffers.
+    """A packed weight as one backend keeps it: operand, column map and column pairs, as buffers.
 
     Args:
         packed: The weight.

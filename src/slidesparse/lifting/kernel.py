@@ -136,10 +136,10 @@ class KernelLift:
         self.launcher = _launcher(self.variant, launch, source, device)
         self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.width
+        self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.k_packed
         self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
         if slabs is not None:
-            slabs.shape(tokens, order.width, target.itemsize)  # refuses columns that do not fill slabs
+            slabs.shape(tokens, order.k_packed, target.itemsize)  # refuses columns that do not fill slabs
         self._size(tokens, rows)
 
     def _size(self, tokens: int, rows: int | None) -> None:

@@ -1,12 +1,12 @@
-"""The contract between lifting and multiplying: in which order, and where, activations lie in memory.
+"""The contract between lifting and multiplying: the order of activations in memory.
 
-A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
+A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
 
 :meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
-would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
-plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
+would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
+equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
 
-A layout may ask for *bundles*: the windows of 32 groups stand slab by slab, window 0 of them all, then window 1
+A layout may ask for *bundles*: the windows of 32 groups are stored slab by slab, window 0 of all, then window 1
 (:func:`in_bundles`).
 """
 
@@ -29,10 +29,10 @@ SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory."""
 
 CHUNK_BYTES = 16
-"""Bytes that a swizzle moves together."""
+"""Bytes that a swizzle moves as one."""
 
 BUNDLE = 32
-"""Groups of a bundle: their windows of one number fill a slab of 8-bit types."""
+"""Groups of a bundle: their windows j fill one slab of 8-bit values."""
 
 BUNDLE_STRIDE = 8
 """In a slab of a bundle, neighbouring windows are of groups this far apart; see :func:`in_bundles`."""
@@ -50,8 +50,8 @@ class ColumnOrder:
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        bundle: Groups whose windows stand together, number by number: 1, or :data:`BUNDLE` (:func:`in_bundles`).
-        pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
+        bundle: Groups whose windows are stored together: 1, or :data:`BUNDLE` (:func:`in_bundles`).
+        pairs: [K' / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
 
@@ -93,12 +93,12 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order that moves no column, for a dense GEMM: that of 2:4. The number of columns must be even."""
+        """Return the order that moves no column, for a dense GEMM. The number of columns must be even."""
         _check_multiple(multiple)
-        width = _padded(columns, multiple)
-        if width % 2:
+        k_packed = _padded(columns, multiple)
+        if k_packed % 2:
             raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
-        return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
+        return cls(columns, 4, 0, 0, -(-columns // 4), 0, k_packed)
 
     @property
     def gathered(self) -> bool:
@@ -107,7 +107,7 @@ class ColumnOrder:
 
     @cached_property
     def without_pairs(self) -> ColumnOrder:
-        """The same numbers without the tensor: a key for caches."""
+        """The order without its tensor: a key for caches."""
         return self if self.pairs is None else replace(self, pairs=None)
 
     @property
@@ -130,8 +130,8 @@ class ColumnOrder:
         return index_dtype(self.in_features)
 
     @property
-    def width(self) -> int:
-        """Packed columns K'."""
+    def k_packed(self) -> int:
+        """Packed columns, K'."""
         return self.dense_columns + self.slid_columns
 
 
@@ -158,17 +158,17 @@ class Slabs:
         """Return M, padded to a multiple of ``rows``."""
         return tokens + -tokens % self.rows
 
-    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
-        """Return the shape of the output in elements."""
+    def shape(self, tokens: int, k_packed: int, itemsize: int) -> tuple[int, int, int]:
+        """Return the shape of the output in elements: [slabs, padded rows, elements of a slab's row]."""
         slab = SLAB_BYTES // itemsize
-        if width % slab:
-            raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
-        return width // slab, self.padded(tokens), slab
+        if k_packed % slab:
+            raise InputError("packed columns for slabs", got=k_packed, needed=f"a multiple of {slab}")
+        return k_packed // slab, self.padded(tokens), slab
 
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
         """Return row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
-        tokens, width = values.shape
-        slabs, rows, slab = self.shape(tokens, width, values.element_size())
+        tokens, k_packed = values.shape
+        slabs, rows, slab = self.shape(tokens, k_packed, values.element_size())
         chunk = CHUNK_BYTES // values.element_size()
         padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
         chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
@@ -191,8 +191,8 @@ def one_group(packed: PackedWeight) -> int:
 class Layout:
     """The layout in which a backend reads activations.
 
-    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it. So
-    their shapes, and all code that reasons about shapes, stay those of the product.
+    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it, so
+    that code which reasons about shapes needs to know no layout.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
@@ -329,8 +329,8 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     Raises:
         InputError: See :func:`check_slabs`.
     """
-    tokens, width = x.shape
-    shape = slabs.shape(tokens, width, x.element_size())
+    tokens, k_packed = x.shape
+    shape = slabs.shape(tokens, k_packed, x.element_size())
     check_slabs(x, math.prod(shape) * x.element_size())
     return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 

@@ -74,8 +74,8 @@ THOROUGH = Effort(LONG_S, LONG_S, 3, saves=False, n_bytes=1 << 62)
 
 
 SEED = 7_654_321
-"""Of the activations, and of nobody's weights: rows that equal a weight's own sum to products of one sign, of which FP8
-Tensor Cores lose a few percent, so that a right kernel looks wrong."""
+"""Of the activations. No weight may be drawn with it: where rows of the activations equal rows of the weight, products
+have one sign, and FP8 Tensor Cores lose a few percent of such a sum, so that a right kernel would look wrong."""
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -42,7 +42,7 @@ INDEX_TYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a packed weight's columns.
+    """Consecutive columns of a packed weight, all of one kind.
 
     Attributes:
         kind: ``"dense"`` or ``"2:4"``.
@@ -175,43 +175,51 @@ class PackedWeight:
 
 
 def common_bits(weights: Iterable[PackedWeight]) -> int:
-    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 at the first that needs them."""
+    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 if any weight needs them."""
     return 6 if all(packed.bits == 6 for packed in weights) else 8
 
 
-class Packer(Protocol):
-    """The part of packing that reads a weight's bits. All packers give the same bits and raise the same errors.
+class Shard(NamedTuple):
+    """A weight that is to be packed, or a shard of one.
 
-    Weights are [out, in] tensors that passed ``support.check_form``, with any row stride.
+    Attributes:
+        weight: [out, in], with any row stride; :func:`slidesparse.weights.support.check_form` has accepted it.
+        pattern: The pattern that it is to follow.
+        k_offset: Position inside its group of column 0.
+        name: The weight's name in error messages.
     """
 
-    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
-        """Return ``support.following_groups`` of a weight, int64 [n], on the CPU, where their number is needed.
+    weight: torch.Tensor
+    pattern: Pattern
+    k_offset: int
+    name: str
+
+
+ValuesAndCode: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The kept values [out, n * (2N - 2)], and the group codes [out, n]."""
+
+
+class Packer(Protocol):
+    """The part of packing that reads a weight's bits. All packers return the same bits and raise the same errors."""
+
+    def following(self, shard: Shard) -> torch.Tensor:
+        """Return ``support.following_groups`` of a shard, int64 [n], on the CPU, where their number is needed.
 
         Raises:
-            InputError: When the weight holds NaN or Inf.
+            InputError: The weight holds NaN or Inf.
         """
         ...
 
-    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
-        """Copy some groups, side by side, -0.0 as +0.0, with zeros past the weight's end: [out, n * 2N]."""
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
+        """Copy groups, side by side, -0.0 as +0.0, with zeros where the weight ends inside one: [out, n * 2N]."""
         ...
 
-    def compress(
-        self,
-        weight: torch.Tensor,
-        pattern: Pattern,
-        groups: torch.Tensor | None,
-        k_offset: int,
-        name: str,
-        *,
-        checked: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
         """Return ``slide.compress`` of ascending groups (None: all); ``checked``: :meth:`following` found these.
 
         Raises:
-            PatternViolation: When one of them violates the pattern.
-            InputError: When one of them holds NaN or Inf.
+            PatternViolation: One of them violates the pattern.
+            InputError: One of them holds NaN or Inf.
         """
         ...
 
@@ -219,33 +227,29 @@ class Packer(Protocol):
 class TorchPacker:
     """A :class:`Packer` in torch, the definition, for any device."""
 
-    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+    def following(self, shard: Shard) -> torch.Tensor:
         """See :class:`Packer`."""
-        check_weight(weight, name)
-        return following_groups(weight, pattern, k_offset).cpu()
+        check_weight(shard.weight, shard.name)
+        return following_groups(shard.weight, shard.pattern, shard.k_offset).cpu()
 
-    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
         """See :class:`Packer`."""
-        kept = grouped(as_bits(weight), pattern, k_offset)[:, groups].view(weight.dtype)
-        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
+        kept = _by_group(shard)[:, groups].view(shard.weight.dtype)
+        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(shard.weight.dtype)
 
-    def compress(
-        self,
-        weight: torch.Tensor,
-        pattern: Pattern,
-        groups: torch.Tensor | None,
-        k_offset: int,
-        name: str,
-        *,
-        checked: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
         """See :class:`Packer`."""
         if not checked:
-            check_weight(weight, name)
-            check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-        by_group = grouped(as_bits(weight), pattern, k_offset)
+            check_weight(shard.weight, shard.name)
+            check_groups(shard.weight, shard.pattern, groups, k_offset=shard.k_offset, name=shard.name)
+        by_group = _by_group(shard)
         chosen = by_group if groups is None else by_group[:, groups]
-        return compress(chosen.view(weight.dtype), pattern)
+        return compress(chosen.view(shard.weight.dtype), shard.pattern)
+
+
+def _by_group(shard: Shard) -> torch.Tensor:
+    """Return the bits of a shard by column groups: [out, groups, 2N]."""
+    return grouped(as_bits(shard.weight), shard.pattern, shard.k_offset)
 
 
 TORCH = TorchPacker()
@@ -258,6 +262,7 @@ def pack_segments(
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
     groups: torch.Tensor | None = None,
+    checked: bool = False,
     name: str = "weight",
     packer: Packer = TORCH,
 ) -> PackedWeight:
@@ -265,14 +270,15 @@ def pack_segments(
 
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
-        pattern: The pattern that it claims to follow.
-        scale: Weight scale [out] or [out, 1], carried along as float32 [out].
+        pattern: The pattern that it is to follow.
+        scale: Weight scale [out] or [out, 1], kept as float32 [out].
         k_offset: Position inside its group of column 0: ``shard_start % group`` for a shard.
         groups: The column groups to slide, ascending; the others stay dense. None: all groups for a uniform pattern;
             for a partial one those that follow it by their zeros, which must be at least its share. A shard of a
             partial weight has a share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
+        checked: :func:`slidesparse.weights.packing.slid_groups` returned these groups: the weight is not checked again.
         name: The weight's name in error messages.
-        packer: Reads the weight's bits: :func:`slidesparse.weights.packing.pack` chooses it.
+        packer: Reads the weight's bits; :func:`slidesparse.weights.packing.pack` chooses one by the device.
 
     Raises:
         PatternViolation: When a group that should follow the pattern does not. Nothing is ever dropped.
@@ -289,41 +295,38 @@ def pack_segments(
     check_form(weight, name)
     check_k_offset(pattern, k_offset)
     out, columns = weight.shape
-    total = pattern.groups(columns, k_offset)
-    if not pattern.is_uniform and groups is None and k_offset and pattern != DENSE:
-        raise InputError(
-            f"a shard of {pattern} has a share of its own",
-            remedy="pass groups=following_groups(shard, pattern, k_offset)",
-        )
+    total, shard = pattern.groups(columns, k_offset), Shard(weight, pattern, k_offset, name)
     if groups is not None:
         require_dense(groups, f"column groups of {name}")
         if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
             got = f"{list(groups.shape)} {groups.dtype}"
             raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
-        groups = groups.to("cpu", torch.int64)
-        check_ascending(groups, total, name)
-    found = False
-    if pattern == DENSE:
+        slid = groups.to("cpu", torch.int64)
+        check_ascending(slid, total, name)
+        if not checked:  # compressing finds NaN and Inf in the slid groups alone
+            packer.following(shard)
+    elif pattern == DENSE:
         check_weight(weight, name)
-        slid = torch.arange(0, device="cpu") if groups is None else groups
-    elif groups is None and pattern.is_uniform:
-        slid = torch.arange(total, device="cpu")  # others set a default device
-    else:  # which also finds NaN and Inf in the groups that stay dense
-        slid = packer.following(weight, pattern, k_offset, name)
-        found = groups is None
-        if groups is None:
-            check_share(slid.numel(), total, pattern, name)
-        else:
-            slid = groups
+        slid = torch.arange(0, device="cpu")  # others set a default device
+    elif pattern.is_uniform:
+        slid = torch.arange(total, device="cpu")
+    elif k_offset:
+        raise InputError(
+            f"a shard of {pattern} has a share of its own",
+            remedy="pass groups=following_groups(shard, pattern, k_offset)",
+        )
+    else:
+        slid, checked = packer.following(shard), True
+        check_share(slid.numel(), total, pattern, name)
     slid_there, segments = slid.to(weight.device, non_blocking=True), []
     if slid.numel() < total:
         # On the CPU, as slid is: every answer from a GPU would be one more to wait for.
         stays = torch.ones(total, dtype=torch.bool, device="cpu").index_fill_(0, slid, False)
         dense = stays.nonzero().flatten().to(weight.device, non_blocking=True)
-        segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
+        segments.append(Segment("dense", dense, packer.copy(shard, dense)))
     if slid.numel():
         chosen = slid_there if segments else None
-        kept = packer.compress(weight, pattern, chosen, k_offset, name, checked=found)
+        kept = packer.compress(shard, chosen, checked=checked)
         segments.append(Segment("2:4", slid_there, *kept))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
 

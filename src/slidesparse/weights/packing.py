@@ -8,9 +8,9 @@ import torch
 
 from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
-from slidesparse.weights.packed import PackedWeight, Packer
+from slidesparse.weights.packed import PackedWeight, Packer, Shard, ValuesAndCode
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import require_dense, with_contiguous_columns
+from slidesparse.weights.support import check_form, check_groups, check_share, require_dense, with_contiguous_columns
 
 
 def pack(
@@ -20,6 +20,7 @@ def pack(
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
     groups: torch.Tensor | None = None,
+    checked: bool = False,
     name: str = "weight",
 ) -> PackedWeight:
     """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_segments`, which explains the arguments.
@@ -27,10 +28,38 @@ def pack(
     The kernels give the same bits and raise the same errors as the definition.
     """
     require_dense(weight, name)
-    packer = _packer(weight.device)
     return packed.pack_segments(
-        weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer
+        weight,
+        pattern,
+        scale=scale,
+        k_offset=k_offset,
+        groups=groups,
+        checked=checked,
+        name=name,
+        packer=_packer(weight.device),
     )
+
+
+def slid_groups(
+    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, whole: bool = False, name: str = "weight"
+) -> torch.Tensor:
+    """Check a weight, and return the groups to slide: all of a uniform pattern, of a partial one those that follow.
+
+    Arguments as of :func:`pack`, with a pattern that is not ``DENSE``. A whole weight is no shard: at least its
+    pattern's share of groups must follow. Returns int64 [n], ascending, on the CPU.
+
+    Raises:
+        PatternViolation: A uniform pattern is violated.
+        InputError: The weight is malformed, holds NaN or Inf, or too few groups of a whole one follow.
+    """
+    check_form(weight, name)
+    total = pattern.groups(weight.shape[1], k_offset)
+    following = _packer(weight.device).following(Shard(weight, pattern, k_offset, name))
+    if pattern.is_uniform and len(following) < total:
+        check_groups(weight, pattern, k_offset=k_offset, name=name)  # names the row and the group
+    if whole:
+        check_share(len(following), total, pattern, name)
+    return following
 
 
 @lru_cache(maxsize=64)
@@ -42,34 +71,29 @@ def _packer(device: torch.device) -> Packer:
 class KernelPacker:
     """A :class:`slidesparse.weights.packed.Packer` that runs Triton kernels."""
 
-    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+    def following(self, shard: Shard) -> torch.Tensor:
         """See :class:`slidesparse.weights.packed.Packer`."""
         from slidesparse.weights.pack_kernel import find_following_groups
 
-        with torch.cuda.device_of(weight):  # Triton launches on the current device
-            return find_following_groups(with_contiguous_columns(weight), pattern, k_offset=k_offset, name=name)
+        with torch.cuda.device_of(shard.weight):  # Triton launches on the current device
+            return find_following_groups(_rows(shard), shard.pattern, k_offset=shard.k_offset, name=shard.name)
 
-    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
         """See :class:`slidesparse.weights.packed.Packer`."""
         from slidesparse.weights.pack_kernel import copy_groups
 
-        with torch.cuda.device_of(weight):
-            return copy_groups(with_contiguous_columns(weight), pattern, groups, k_offset=k_offset)
+        with torch.cuda.device_of(shard.weight):
+            return copy_groups(_rows(shard), shard.pattern, groups, k_offset=shard.k_offset)
 
-    def compress(
-        self,
-        weight: torch.Tensor,
-        pattern: Pattern,
-        groups: torch.Tensor | None,
-        k_offset: int,
-        name: str,
-        *,
-        checked: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
         """See :class:`slidesparse.weights.packed.Packer`."""
         from slidesparse.weights.pack_kernel import compress_groups
 
+        weight, pattern, k_offset, name = shard
         with torch.cuda.device_of(weight):
-            rows = with_contiguous_columns(weight)
-            values, code, _ = compress_groups(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
-        return values, code
+            found = compress_groups(_rows(shard), pattern, groups, k_offset=k_offset, checked=checked, name=name)
+        return found.values, found.code
+
+
+def _rows(shard: Shard) -> torch.Tensor:
+    return with_contiguous_columns(shard.weight)

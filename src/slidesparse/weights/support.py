@@ -35,7 +35,7 @@ def as_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose columns are contiguous, as kernels read it: itself, or a copy; rows may lie anywhere."""
+    """Return a matrix whose columns are contiguous, as kernels read it: itself, or a copy. Rows may have any stride."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
@@ -56,7 +56,7 @@ def value_bits(weight: torch.Tensor) -> int:
 
 
 def require_dense(tensor: object, name: str) -> None:
-    """Refuse what is no tensor in strided memory: lists, arrays of NumPy, torch's sparse tensors.
+    """Refuse everything but a strided tensor: lists, NumPy's arrays, torch's sparse tensors.
 
     Raises:
         InputError: Naming ``name``.
@@ -67,7 +67,7 @@ def require_dense(tensor: object, name: str) -> None:
 
 
 def check_form(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight, whatever its values: by its rank, its type or K = 0.
+    """Refuse a tensor that cannot be a weight, whatever its values: of another rank or type, or with K = 0.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
@@ -83,7 +83,7 @@ def check_form(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight: by :func:`check_form`, or for NaN or Inf.
+    """Refuse a tensor that cannot be a weight: what :func:`check_form` refuses, the meta device, NaN and Inf.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
@@ -99,8 +99,8 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of any type holds neither NaN nor Inf.
 
-    No temporary: NaN is the smallest and the largest of the numbers that it is among. ``isfinite`` takes 40 times as
-    long on a CPU. Of e4m3fn, which has no Inf, NaN is 0x7F or 0xFF: the largest of all bits with a sign, or without.
+    Without a temporary: minimum and maximum of numbers with a NaN among them are NaN. ``isfinite`` takes 40 times as
+    long on a CPU. e4m3fn has no Inf, and its NaNs are 0x7F and 0xFF: the largest signed and the largest unsigned byte.
     """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
@@ -116,7 +116,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def is_vector(
     vector: torch.Tensor, length: int, device: torch.device, types: Container[torch.dtype] | None = None
 ) -> bool:
-    """Whether a kernel can read ``length`` numbers here by address: place, strides and type (None: any) are right."""
+    """Return whether a kernel can read ``length`` numbers by address: its device, strides and type are right."""
     right = vector.numel() == length and vector.is_contiguous() and vector.device == device
     return right and (types is None or vector.dtype in types)
 
@@ -128,7 +128,7 @@ def check_vector(
     device: torch.device,
     types: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Refuse a vector that a kernel cannot read by address: it would read out of bounds, or another type's numbers.
+    """Refuse a vector that a kernel cannot read by address: out of bounds, or as another type.
 
     Args:
         name: The vector's name and its reader: ``token scales for accumulators``.
@@ -178,7 +178,7 @@ def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> t
 def following_groups(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
     """Return the column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
 
-    They are found by the zeros alone, so they are a superset of the groups that pruning chose.
+    They are found by their zeros, so they are a superset of the groups that pruning chose.
     """
     if weight.shape[0] == 0:
         return torch.arange(pattern.groups(weight.shape[1], k_offset), device=weight.device)
@@ -194,7 +194,7 @@ def check_groups(
     k_offset: int = 0,
     name: str = "weight",
 ) -> None:
-    """Make sure that ``groups`` (all of them when None) obey ``keep:group`` in every row.
+    """Make sure that ``groups`` (all of them when None) satisfy ``keep:group`` in every row.
 
     Raises:
         PatternViolation: Naming the first row and group that do not, and how many there are.
@@ -221,7 +221,7 @@ def check_ascending(groups: torch.Tensor, total: int, name: str = "weight") -> N
 
 
 def check_share(following: int, total: int, pattern: Pattern, name: str = "weight") -> None:
-    """Refuse a weight in which only ``following`` of ``total`` column groups follow, when its pattern claims more."""
+    """Refuse a weight of which fewer column groups follow, ``following`` of ``total``, than its pattern's share."""
     if following < pattern.following(total):
         raise InputError(
             f"{name} violates {pattern}",
@@ -259,18 +259,27 @@ def tightest_pattern(
 
     A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
     since a group of one straddles groups of the other. So each is tried.
+
+    Raises:
+        InputError: The weight is malformed or holds NaN or Inf, or ``k_offset`` is no position in a candidate's group.
     """
     check_weight(weight)
     if isinstance(candidates, str | torch.Tensor) or not isinstance(candidates, Iterable):
         raise InputError("candidates", got=shown(candidates), needed="a list of patterns")
-    for pattern in sorted(map(Pattern.parse, candidates), key=lambda p: (p.density, p.group)):
+    patterns = list(map(Pattern.parse, candidates))
+    for pattern in patterns:
         check_k_offset(pattern, k_offset)
-        if satisfies(weight, pattern, k_offset):
-            return pattern
-    return None
+    return find_pattern(weight, k_offset, patterns)
+
+
+def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
+    """Return :func:`tightest_pattern` of a shard whose columns begin at column ``start`` of the whole weight."""
+    check_weight(weight)
+    by_density = sorted(candidates, key=lambda pattern: (pattern.density, pattern.group))
+    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
 
 
 def satisfies(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> bool:
-    """Return whether as many column groups of a weight [out, in] follow a pattern as it claims."""
+    """Return whether at least a pattern's share of the column groups of a weight [out, in] follows it."""
     total = pattern.groups(weight.shape[1], k_offset)
     return len(following_groups(weight, pattern, k_offset)) >= pattern.following(total)

@@ -9,8 +9,7 @@ without its compiled parts.
 
 ================ ================================================================================================
 ``config.py``    SGLang's compressed-tensors configuration, with our linears where the marker names them
-``measuring.py`` a layer of each kind is measured when it is loaded, where this machine has no times of it
-``refusals.py``  what cannot work with sparse layers, asked before anything is loaded; the user's options
+``refusals.py``  what cannot work with sparse layers, asked before anything is loaded
 ``scheme.py``    a loaded and sharded layer becomes a SlideLinear, or stays as SGLang made it, and says why
 ================ ================================================================================================
 """
@@ -34,6 +33,7 @@ def register() -> None:
     """Make SGLang see our marker; a second call changes nothing. A release that lacks what we need serves dense."""
     try:
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
         from slidesparse.integrations.sglang.config import SGLangConfig
     except ImportError as error:
         line = "slidesparse: pruned checkpoints run dense in SGLang %s: %s; tested are %s"

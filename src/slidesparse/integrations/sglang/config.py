@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 from typing import Any
 
 import torch
-
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsLinearScheme,
@@ -15,16 +13,21 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Int8,
 )
 from sglang.srt.runtime_context import get_server_args
+
+from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
+from slidesparse.integrations import NAME
+from slidesparse.integrations.names import LEFT_ALONE, find_layer, rename_layers, require_marker, why_left, why_not_w8a8
+from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import LOGGER
-from slidesparse.integrations.sglang.measuring import make_tuner
-from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
+from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
-from slidesparse.integrations.vllm.names import find_layer, rename_layers
-from slidesparse.integrations.vllm.warmup import WarmUp
-from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.targets import read_as_matrix
+from slidesparse.integrations.warmup import WarmUp
+from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
+
+OPTION = "--json-model-override-args"
+"""The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
 
@@ -39,16 +42,13 @@ class SGLangConfig(CompressedTensorsConfig):
         options: The user's options.
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
-        warmup: Runs a layer of each kind when it is loaded: before SGLang captures CUDA graphs.
-        tuner: Measures a layer of each kind before that; None where the user wants none.
     """
 
     marker: Marker
-    options: SGLangOptions
+    options: ServerOptions
     most: int
     batch_invariant: bool = False
-    warmup: WarmUp | None = None
-    tuner: LoadTuner | None = None
+    _shared: tuple[Chooser, WarmUp] | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -60,13 +60,13 @@ class SGLangConfig(CompressedTensorsConfig):
             UnsupportedError: Arguments of the server that sparse layers do not support.
         """
         hf_config = config.get("hf_config")
-        marker = Marker.from_config({MARKER_KEY: getattr(hf_config, MARKER_KEY, None)})
+        marker = require_marker(hf_config)
         if marker is None:
             return CompressedTensorsConfig.from_config(config)
         arguments = get_server_args()
         refuse_what_cannot_work(arguments)
         made: SGLangConfig = super().from_config(config)
-        made.marker, made.options = marker, SGLangOptions.parse(getattr(hf_config, OPTIONS, None))
+        made.marker, made.options = marker, ServerOptions.read(getattr(hf_config, NAME, None), OPTION)
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
@@ -75,9 +75,7 @@ class SGLangConfig(CompressedTensorsConfig):
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
         """Rename the layers that the marker names, as SGLang renames its own."""
         super().apply_weight_name_mapper(hf_to_sglang_mapper)
-        names = [*self.marker.ignore, *self.marker.layers]
-        mapped = {name: new for name in names for new in hf_to_sglang_mapper.apply_list([name])}
-        self.marker = rename_layers(self.marker, mapped)
+        self.marker = rename_layers(self.marker, hf_to_sglang_mapper.apply_list)
 
     def get_linear_scheme(
         self, layer: torch.nn.Module, layer_name: str | None = None, *more: Any, **named_more: Any
@@ -86,32 +84,18 @@ class SGLangConfig(CompressedTensorsConfig):
         scheme = super().get_linear_scheme(layer, layer_name, *more, **named_more)
         if scheme is None or layer_name is None:
             return scheme
-        reason = why_not(scheme)
-        if read_as_matrix(layer_name):
-            reason = "latent attention reads its weight as a matrix"
+        reason = why_left(layer_name) or why_not_w8a8(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8))
         if self.batch_invariant and isinstance(scheme, CompressedTensorsW8A8Fp8):
             reason = NOT_INVARIANT
         named = find_layer(self.marker, layer_name, self.packed_modules_mapping) if reason is None else None
         if named is None or named.pattern is None:
-            _say_once(f"slidesparse: left to SGLang: {reason or 'left alone when the checkpoint was pruned'}")
+            log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        if self.warmup is None:
-            source: Any = layer.params_dtype  # of every linear of SGLang's
-            self.warmup, self.tuner = WarmUp(self.most, source), make_tuner(self.options, self.most, source)
-        return SGLangScheme(scheme, named.name, named.pattern, self.options, self.warmup, self.tuner)
+        if self._shared is None:  # the first layer tells the type of activations
+            self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
+        return SGLangScheme(scheme, named.name, named.pattern, *self._shared)
 
-
-def why_not(scheme: CompressedTensorsLinearScheme) -> str | None:
-    """Return why we cannot run a scheme of SGLang's, or None."""
-    if not isinstance(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)):
-        return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
-    if scheme.strategy != "channel" or scheme.is_static_input_scheme:
-        return "weights need one scale a channel and activations one a token"
-    if not getattr(scheme, "input_symmetric", True):
-        return "asymmetric activations"
-    return None
-
-
-@lru_cache(maxsize=64)
-def _say_once(text: str) -> None:
-    log.info(text)
+    def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
+        """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
+        tuner = None if self.options.tune == "off" else LoadTuner(self.most, dtype, log)
+        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log=log)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-import re
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
-
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
+
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm import Choice, Problem, choose
+from slidesparse.integrations import SPARSE_TENSOR_CORES
+from slidesparse.integrations.names import shard_start
 from slidesparse.integrations.sglang import LOGGER
-from slidesparse.integrations.sglang.measuring import measure_first
-from slidesparse.integrations.sglang.refusals import SGLangOptions
-from slidesparse.integrations.vllm.names import shard_start
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.tuning.at_load import LoadTuner
-from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_groups, following_groups, value_bits
+from slidesparse.layer.settle import Chooser, RunsSparse, settle
+from slidesparse.models.layer_kinds import kind_of
+from slidesparse.weights.pattern import Pattern
 
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
@@ -40,29 +36,21 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         inner: SGLang's scheme.
         name: The layer's name in SGLang.
         pattern: The pattern that the marker names.
-        options: The user's options.
+        chooser: Chooses the backends.
         warmup: Runs a layer of each kind.
-        tuner: Measures a layer of each kind first; None where the user wants none.
     """
 
     def __init__(
-        self,
-        inner: CompressedTensorsLinearScheme,
-        name: str,
-        pattern: Pattern,
-        options: SGLangOptions,
-        warmup: WarmUp,
-        tuner: LoadTuner | None = None,
+        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, chooser: Chooser, warmup: WarmUp
     ) -> None:
-        self.inner, self.name, self.pattern, self.options, self.warmup = inner, name, pattern, options, warmup
-        self.tuner = tuner
+        self.inner, self.name, self.pattern, self.chooser, self.warmup = inner, name, pattern, chooser, warmup
         self.in_features = 0
         self.converted = False
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the least compute capability, times ten: Ampere, the first Sparse Tensor Cores."""
-        return 80
+        """Return the least compute capability, times ten."""
+        return SPARSE_TENSOR_CORES
 
     def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
         """Create SGLang's parameters; ``input_size`` is that of the whole weight."""
@@ -84,7 +72,9 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             return
         del layer.weight, layer.weight_scale
         layer.add_module(SUBMODULE, slide)
-        setattr(layer, NEVER_UPDATED, str(self._refusal()))
+        got, remedy = f"{self.name}, whose dense weight is gone", "start SGLang again"
+        refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
+        setattr(layer, NEVER_UPDATED, str(refusal))
         self.converted = True
         if slide.forms[0].tensors[0].is_cuda:
             self.warmup.layer(slide)
@@ -95,28 +85,13 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         Args:
             layer: With ``weight`` [out, in of this rank] and ``weight_scale`` [out, 1].
         """
-        weight, pattern = layer.weight.data, self.pattern
-        out, columns = weight.shape
-        k_offset = shard_start(columns, self.in_features, self._rank(layer, columns)) % pattern.group
-        if pattern == DENSE:
-            self._say("dense, as the checkpoint says")
-            return None
-        groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=self.name)
-        if groups is not None and not len(groups):
-            self._say(f"dense, no column group of this shard follows {pattern}")
-            return None
-        problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
-        pack_it = partial(
-            pack, weight, pattern, scale=layer.weight_scale.data, k_offset=k_offset, groups=groups, name=self.name
-        )
-        measure_first(self.tuner, problem, self.options, pack_it)
-        choice = choose(problem, self.options.backend, self.options.fallback)
-        if choice.backends == ("dense",):
-            self._say(f"dense, {pattern}; {choice.reason}")
-            return None
-        self._say(f"sparse, {pattern}: {_describe(choice)}")
-        return SlideLinear(pack_it(), backend=self.options.backend, fallback=self.options.fallback)
+        weight, scale = layer.weight.data, layer.weight_scale.data
+        start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
+        settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
+        slide = SlideLinear(settled.packed, choice=settled.choice) if isinstance(settled, RunsSparse) else None
+        how = "dense" if slide is None else "sparse"
+        log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
+        return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out].
@@ -137,13 +112,6 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         y = layer.slide(x, bias)
         return y
 
-    def _refusal(self) -> UnsupportedError:
-        return UnsupportedError(
-            "weights for a running engine with sparse layers",
-            got=f"{self.name}, whose dense weight is gone",
-            remedy="start SGLang again",
-        )
-
     def _rank(self, layer: Any, columns: int) -> int:
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
         if columns == self.in_features:
@@ -158,10 +126,6 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             )
         return int(rank)
 
-    def _say(self, text: str) -> None:
-        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.name)
-        _say_once(f"slidesparse: {kind}: {text}")
-
 
 def _place(layer: Any) -> tuple[int, int]:
     """Return a layer's rank, and the ranks of its group: SGLang 0.5.23 gives a layer its group, 0.5.16 numbers."""
@@ -169,12 +133,3 @@ def _place(layer: Any) -> tuple[int, int]:
     if group is not None:
         return group.rank_in_group, group.world_size
     return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
-
-
-def _describe(choice: Choice) -> str:
-    return f"{choice.describe()}; {choice.reason}"
-
-
-@lru_cache(maxsize=1024)
-def _say_once(text: str) -> None:
-    log.info(text)

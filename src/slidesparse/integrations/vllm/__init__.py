@@ -1,23 +1,22 @@
 """The vLLM plugin: with slidesparse installed, ``vllm serve DIR`` serves pruned checkpoints.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. The rest of the plugin, in the order of its use:
+and must not touch CUDA, since workers may fork afterwards. The rest of the plugin, besides what
+:mod:`slidesparse.integrations` has for every server, in the order of its use:
 
 ================== ==============================================================================================
 ``releases.py``    the releases of vLLM that are tested
 ``options.py``     what a user may say in ``--additional-config``
-``names.py``       which checkpoints and which of their layers belong to us, in plain Python
 ``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
 ``refused.py``     options of vLLM that sparse layers cannot follow
 ``engine.py``      what is prepared once for each model: its state, the graph pass, stack room
 ``model_state.py`` what the layers of a model share: options, status, warm-up, specs, measured speeds
 ``scheme.py``      a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
-``status.py``      what became of every layer, logged once
-``warmup.py``      a layer of each kind runs batches of many sizes before vLLM serves
+``status.py``      what every layer runs as, logged once
 ``graph_pass.py``  the pass over every graph that vLLM compiles, for all models of a process
 ``graph_sizes.py`` CUDA graphs beyond vLLM's own, where the host would be the slower one
-``unasked.py``     a line about a pruned checkpoint in floats for which vLLM was not told to ask us
-``attention.py``   attention between such graphs is not cut for their sake
+``unasked.py``     a warning about a pruned checkpoint in floats, for which vLLM asks no plugin by itself
+``attention.py``   attention between such graphs is not split for their sake
 ``fuse_norms.py``  in such a graph, norms and SiLU are joined with the linear after them
 ``fuse_chains.py`` in such a graph, linears that follow one another are joined into one operator
 ``host_bound.py``  a chain of linears stays on one backend while the host limits the speed
@@ -33,10 +32,8 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
+from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm.releases import describe_tested
-
-NAME = "slidesparse"
-"""The quantisation method: ``vllm serve DIR --quantization slidesparse``."""
 
 LOGGER = "vllm.plugins.slidesparse"
 """A child of vLLM's logger, so that its level and format hold."""

@@ -1,6 +1,6 @@
-"""Let attention between CUDA graphs cut its work as it would without them.
+"""Let attention between CUDA graphs split its work as it would without them.
 
-A captured grid cannot follow the batch. So for every batch up to the largest graph vLLM lets FlashAttention 3 cut the
+A captured grid cannot follow the batch. So for every batch up to the largest graph vLLM lets FlashAttention 3 split the
 keys of a request into as many as 32 parts (``v1/attention/backends/flash_attn.py``). The sums of all parts lie in
 memory, 32 float32 numbers for each of the queries, and one more kernel adds them. Graphs that hold attention need that:
 those of decoding steps, with as many tokens as there are sequences. Attention of prompts runs between graphs and does
@@ -19,7 +19,7 @@ from slidesparse.integrations.vllm.private import attention_builder
 
 @functools.lru_cache  # once a process
 def cut_less_between_graphs() -> None:
-    """Bound the batches whose attention is cut for a graph's sake, in engines of our models."""
+    """Limit the batches whose attention is split for a graph's sake, in engines of our models."""
     owner = attention_builder()
     if owner is not None:
         owner.__init__ = _bounded(owner.__init__)

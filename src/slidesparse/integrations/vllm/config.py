@@ -4,39 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 import torch
-
-from slidesparse.errors import UnsupportedError
-from slidesparse.files.marker import Marker
-from slidesparse.integrations.vllm import LOGGER, NAME
-from slidesparse.integrations.vllm.engine import prepare_engine
-from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
-from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.names import (
-    DRAFT,
-    NamedLayer,
-    find_experts,
-    find_layer,
-    is_our_checkpoint,
-    list_parts,
-    rename_layers,
-    require_marker,
-    why_left_to_vllm,
-)
-from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
-from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
-from slidesparse.integrations.vllm.scheme import (
-    LEAST_CAPABILITY,
-    SlideScheme,
-    SlideUnquantizedMethod,
-    tell_when_loaded,
-)
-from slidesparse.integrations.vllm.status import Outcome
-from slidesparse.models.config_keys import MARKER_KEY
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -49,12 +20,42 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from slidesparse.base.log import log_once
+from slidesparse.errors import UnsupportedError
+from slidesparse.files.marker import Marker
+from slidesparse.integrations import NAME, SPARSE_TENSOR_CORES
+from slidesparse.integrations.names import (
+    LEFT_ALONE,
+    NamedLayer,
+    find_experts,
+    find_layer,
+    is_our_checkpoint,
+    list_parts,
+    rename_layers,
+    require_marker,
+    why_left,
+    why_not_w8a8,
+)
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.engine import prepare_engine
+from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
+from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
+from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, tell_when_loaded
+from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.models.config_keys import MARKER_KEY
+
 log = logging.getLogger(LOGGER)
 
 UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
-LEFT_ALONE = "left alone when the checkpoint was pruned"
+DRAFT = "draft_model."
+"""How the names of all layers of a draft model begin in vLLM, and none in its checkpoint."""
+
+W8A8 = CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8
+"""vLLM's schemes of which ours can take the place."""
 
 FLOAT_HEAD = "left to vLLM, since an output embedding runs sparse in INT8 and FP8 only"
 
@@ -77,7 +78,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     @classmethod
     def get_min_capability(cls) -> int:
         """Return the least compute capability, times ten."""
-        return LEAST_CAPABILITY
+        return SPARSE_TENSOR_CORES
 
     @classmethod
     def override_quantization_method(
@@ -103,9 +104,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Rename the layers and experts that the marker names, as vLLM renames its own."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         if self.marker is not None:
-            names = [*self.marker.ignore, *self.marker.layers, *self.marker.experts]
-            mapped = {name: new for name in names for new in hf_to_vllm_mapper.apply_list([name])}
-            self.marker = rename_layers(self.marker, mapped)
+            self.marker = rename_layers(self.marker, hf_to_vllm_mapper.apply_list)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
@@ -128,9 +127,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
         scheme = super().get_scheme(layer, layer_name, **kwargs)
         if scheme is None or layer_name is None:
             return scheme
-        model, refusal = self.prepare_model(), why_not(scheme)
+        model, refusal = self.prepare_model(), why_not_w8a8(scheme, W8A8)
         if refusal is not None:
-            tell_when_loaded(scheme, layer, NamedLayer(layer_name, None), refusal, model)
+            tell_when_loaded(scheme, layer, layer_name, refusal, model)
             return scheme
         named = self._find_layer(layer, layer_name, model)
         return scheme if named is None else SlideScheme(scheme, named, model)
@@ -143,13 +142,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
-        why_left = why_experts_left(method, self, model.options.experts)
-        if why_left is not None:
-            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {why_left}", experts=True)
-            return method
-        named = find_experts(self.marker, prefix)
+        reason = why_experts_left(method, self, model.options.experts)
+        named = None if reason else find_experts(self.marker, prefix)
         if named is None:
-            model.status.outcomes[prefix] = Outcome(False, False, f"experts: {LEFT_ALONE}", experts=True)
+            text = f"experts: {reason or LEFT_ALONE}"
+            model.status.outcomes[prefix] = Outcome(False, reason is not None, text, experts=True)
             return method
         model.status.expect_layer(prefix, layer)
         return pack_experts_by(method, named, model)
@@ -178,24 +175,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _find_layer(self, layer: torch.nn.Module, name: str, model: ModelState) -> NamedLayer | None:
         for part in list_parts(name, self.packed_modules_mapping):
             model.unplaced.pop(part, None)
-        why_left = why_left_to_vllm(name)
-        named = None if why_left else find_layer(self.marker, name, self.packed_modules_mapping)
+        reason = why_left(name)
+        named = None if reason else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:
-            model.status.outcomes[name] = Outcome(False, False, why_left or LEFT_ALONE)
+            model.status.outcomes[name] = Outcome(False, False, reason or LEFT_ALONE)
             return None
         model.status.expect_layer(name, layer)
         return named
-
-
-def why_not(scheme: CompressedTensorsScheme) -> str | None:
-    """Return why we cannot run a scheme of vLLM's, or None."""
-    if not isinstance(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)):
-        return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
-    if scheme.strategy != "channel" or scheme.is_static_input_scheme:
-        return "weights need one scale a channel and activations one a token"
-    if not getattr(scheme, "input_symmetric", True):
-        return "asymmetric activations"
-    return None
 
 
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
@@ -213,19 +199,14 @@ def require_platform(serve_dense: str = SERVE_DENSE) -> None:
             "slidesparse with this vLLM", got=text, needed=describe_tested(), remedy='pip install -U "vllm"'
         )
     if is_newer(text):
-        _say_once(f"slidesparse was tried with vLLM {describe_tested()}; this is {text}")
+        log_once(f"slidesparse was tested with vLLM {describe_tested()}; this is {text}", logging.WARNING, log)
     capability = current_platform.get_device_capability()
     if capability is None:
         return
-    if not current_platform.is_cuda() or capability.to_int() < LEAST_CAPABILITY:
+    if not current_platform.is_cuda() or capability.to_int() < SPARSE_TENSOR_CORES:
         raise UnsupportedError(
             "slidesparse on this GPU",
             got=f"{current_platform.get_device_name()}, compute capability {capability.as_version_str()}",
             needed="an NVIDIA GPU with Sparse Tensor Cores, compute capability 8.0 or newer",
             remedy=serve_dense,
         )
-
-
-@lru_cache(maxsize=16)
-def _say_once(text: str) -> None:
-    log.warning(text)

@@ -15,8 +15,8 @@ from slidesparse.integrations.vllm.stack_room import add_stack_room
 def prepare_engine(vllm_config: Any, serve_dense: str) -> ModelState:
     """Create a model's state, and change what its process does with the model.
 
-    The changes: vLLM's compilation gets our graph pass, attention between larger graphs is not cut for their sake, and
-    busy loops get room on Python's stack, once a process however many models it holds.
+    The changes: vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake,
+    and busy loops get room on Python's stack, once a process however many models it holds.
 
     Args:
         vllm_config: vLLM's configuration.

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Problem
@@ -19,19 +20,17 @@ from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, cho
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
+from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.names import NamedExperts
 from slidesparse.integrations.vllm.options import Experts
 from slidesparse.integrations.vllm.private import given_back_workspace
-from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.weights.packing import pack
-from slidesparse.weights.support import check_groups, value_bits
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from slidesparse.weights.packing import pack, slid_groups
+from slidesparse.weights.support import find_pattern, value_bits
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -44,7 +43,7 @@ GATHERED = "allgather_reducescatter"
 
 ASKED_FOR = "grouped products for any number of tokens; asked for"
 
-NO_MEMORY = "memory does not suffice to pack them"
+NO_MEMORY = "not enough memory to pack them"
 
 NO_PATTERN = "their weights satisfy no pattern"
 
@@ -75,12 +74,12 @@ def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | No
     if method.moe.moe_parallel_config.enable_eplb:
         option, does = "--enable-eplb", "moves them between GPUs"
     elif online is not None and online.args.moe is not None:
-        option, does = "moe of --quantization-config", "quantises them anew"
+        option, does = "moe of --quantization-config", "requantises them"
     else:
         return None
     if asked == "sparse":
         raise UnsupportedError(
-            'experts of which --additional-config says "experts": "sparse"',
+            '"experts": "sparse" in --additional-config',
             got=f"{option}, which {does}",
             needed="experts that stay as they were loaded",
             remedy="leave one of the two out",
@@ -157,7 +156,7 @@ class _Packing:
         return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
-        """Pack experts that can be packed, where the user or their times say so; the other form is freed."""
+        """Pack experts where the user asked for it or measured times favour it, and free the other form."""
         tuner = self.slide_model.tuner
         timed = not self._asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
         choice = None if timed else self._choose(layer, experts.kind)
@@ -194,7 +193,7 @@ class _Packing:
         return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
     def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
-        """Return packed experts next to the dense ones; None, and a line, where nobody asked and memory ends."""
+        """Return packed experts next to the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
         try:
             return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:
@@ -216,7 +215,7 @@ class _Packing:
         return _multiply(layer, self.slide, x, topk_weights, topk_ids)
 
     def maybe_make_prepare_finalize(self, *given: Any, **named: Any) -> Any:
-        """Return None for packed experts: nothing of vLLM's stands around them (vLLM up to 0.26 asks)."""
+        """Return None for packed experts, which vLLM is to wrap in nothing (vLLM up to 0.26 asks)."""
         if self.slide is not None:
             return None
         return super().maybe_make_prepare_finalize(*given, **named)  # type: ignore[misc]
@@ -301,8 +300,7 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
         pattern = marked or find_pattern(rows, start)
         if pattern is None:
             return NO_PATTERN
-        if marked is not None:
-            check_groups(rows, marked, k_offset=start % marked.group, name=f"{named.name}.{name}_weight")
+        slid_groups(rows, pattern, k_offset=start % pattern.group, name=f"{named.name}.{name}_weight")
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data
@@ -340,7 +338,7 @@ def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> S
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
-        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
+        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, checked=True, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
     if warmup is not None:

@@ -39,14 +39,14 @@ class GraphLinear(NamedTuple):
     Attributes:
         node: Its operator.
         product: The node of its product: ``node``, or the first of two results.
-        total: The node of the new residual, where it gives one that is read.
+        residual_out: The node of the new residual; None where nothing reads it.
         tensors: Its tensors, in the order of :class:`slidesparse.gemm.spec.LinearSpec`.
-        spec: The rest of it.
+        spec: Everything else about it, as the operator takes it.
     """
 
     node: fx.Node
     product: fx.Node
-    total: fx.Node | None
+    residual_out: fx.Node | None
     tensors: list[Any]
     spec: LinearSpec
 
@@ -97,15 +97,15 @@ def _read_linear(node: Any) -> GraphLinear | None:
         return None
     *before, tensors, scale_w, bias, weight = node.args
     gain, eps = before[-2:] if prologue in NORMS else (None, 0.0)
-    product, total = node, None
+    product, residual_out = node, None
     if prologue in ADDING:
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        product, total = results.get(0), results.get(1)
+        product, residual_out = results.get(0), results.get(1)
         if product is None or len(results) != len(node.users):
             return None
     own = [tensor for tensor in (scale_w, bias, gain) if tensor is not None]
     spec = LinearSpec(prologue, eps, scale_w is not None, bias is not None, parse_weight(weight))
-    return GraphLinear(node, product, total, [*tensors, *own], spec)
+    return GraphLinear(node, product, residual_out, [*tensors, *own], spec)
 
 
 def _find_follower(
@@ -123,8 +123,8 @@ def _find_follower(
         return None
     if not adding:
         return after.node
-    total = adding[-1].total
-    readers = [] if total is None else list(total.users)
+    residual_out = adding[-1].residual_out
+    readers = [] if residual_out is None else list(residual_out.users)
     if after.adds:
         return after.node if readers == [after.node] else None
     # The chain's operator takes the position of its last linear, so nothing before that may read the new residual. A
@@ -139,9 +139,9 @@ def _replace(graph: fx.Graph, chain: list[GraphLinear], reroute: Reroute) -> Non
     arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, format_chain(specs))
     with graph.inserting_before(last.node):
         both = graph.call_function(ops.chain.default, arguments)
-        product, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
-    product.meta["val"], total.meta["val"] = last.product.meta["val"], adding[-1].node.meta["val"][1]
-    both.meta["val"] = (product.meta["val"], total.meta["val"])
+        product, residual_out = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    product.meta["val"], residual_out.meta["val"] = last.product.meta["val"], adding[-1].node.meta["val"][1]
+    both.meta["val"] = (product.meta["val"], residual_out.meta["val"])
     last.product.replace_all_uses_with(product)
-    if adding[-1].total is not None:
-        adding[-1].total.replace_all_uses_with(total)
+    if adding[-1].residual_out is not None:
+        adding[-1].residual_out.replace_all_uses_with(residual_out)

@@ -73,12 +73,12 @@ class Joins:
         """Return how much was joined, and what was not, in one line.
 
         >>> Joins(4, Counter(fused_add_rms_norm=2, silu_and_mul=1), Counter({"rms_norm without a gain": 1})).describe()
-        'joined 2 norms and 1 activation with linears; not joined: 1 rms_norm without a gain'
+        'fused 2 norms and 1 activation with linears; not fused: 1 rms_norm without a gain'
         """
         norms = sum(count for name, count in self.joined.items() if name in NORMS)
         counts = f"{_count(norms, 'norm')} and {_count(self.joined.total() - norms, 'activation')}"
         lost = "; ".join(f"{count} {why_not}" for why_not, count in sorted(self.lost.items()))
-        return f"joined {counts} with linears" + (f"; not joined: {lost}" if lost else "")
+        return f"fused {counts} with linears" + (f"; not fused: {lost}" if lost else "")
 
 
 def join_norms(graph: fx.Graph) -> Joins:
@@ -123,7 +123,7 @@ def explain_loss(x: Any) -> str | None:
     if not name.startswith("aten."):
         return f"{name} as a custom operator (custom_ops)"
     if not isinstance(x.meta["val"].shape[-1], int):
-        return f"{name} of a width that is unknown when it is compiled"
+        return f"{name} whose number of columns is unknown when it is compiled"
     return f"{name} that is not silu(gate) * up"
 
 
@@ -181,12 +181,12 @@ def _join_add_norm(
         return None
     with graph.inserting_before(norm):
         both = _call_joined(graph, norm, "fused_add_rms_norm", weight)
-        product, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+        product, residual_out = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
     both.meta["val"] = (linear.meta["val"], norm.meta["val"][1])
-    total.meta["val"] = norm.meta["val"][1]
+    residual_out.meta["val"] = norm.meta["val"][1]
     _replace(linear, product)
     for user in residuals:
-        user.replace_all_uses_with(total)
+        user.replace_all_uses_with(residual_out)
     return "fused_add_rms_norm"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from slidesparse.base import torch_private
+from slidesparse.base.log import log_once
 from slidesparse.gemm.spec import LinearSpec
 from slidesparse.integrations.vllm import LOGGER, private
 from slidesparse.integrations.vllm.cache_key import hash_sources
@@ -36,7 +37,6 @@ class GraphPass(InductorPass):
     def __init__(self) -> None:
         self.models: list[ModelState] = []
         self.graphed = 0
-        self._told: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> GraphPass:
         return self  # vLLM copies its configuration, while layers go on to write to the states
@@ -48,13 +48,14 @@ class GraphPass(InductorPass):
             return
         model = self.find_model(specs)
         if model is None:
-            self._tell_once("slidesparse: a graph is left as it is, since its linears belong to no loaded model")
+            log_once("slidesparse: a graph is not changed: its linears belong to no loaded model", log=log)
         elif model.options.fuse:
             joins = join_norms(graph)
             chained = join_chains(graph, partial(self._keep_one_backend, model))
             if joins.linears:
-                self._tell_once(
-                    f"slidesparse: a graph of {joins.linears} linears, {chained} of them in chains: {joins.describe()}"
+                log_once(
+                    f"slidesparse: a graph of {joins.linears} linears, {chained} of them in chains: {joins.describe()}",
+                    log=log,
                 )
             _warm_up_lifts(graph, model)
 
@@ -73,17 +74,12 @@ class GraphPass(InductorPass):
         host_us = model.options.host_us
         routed, last = keep_one_backend(linears, model.speeds, self.graphed, host_us)
         if routed != list(linears):
-            self._tell_once(
+            log_once(
                 f"slidesparse: linears in a row stay on one backend from {self.graphed + 1} to {last} tokens, where the"
-                f" GPU takes less than the host's {host_us:g} us for each (host_us in --additional-config)"
+                f" GPU takes less than the host's {host_us:g} us for each (host_us in --additional-config)",
+                log=log,
             )
         return routed
-
-    def _tell_once(self, line: str) -> None:
-        """Log a line that many graphs of a model, one for each layer, would repeat."""
-        if line not in self._told:
-            self._told.add(line)
-            log.info(line)
 
 
 def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> None:
@@ -101,7 +97,7 @@ def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> No
         found.graphed = graphed
     else:
         log.warning(
-            "slidesparse: norms and activations are not joined with linears, since %s is taken", private.POST_PASS
+            "slidesparse: norms and activations are not fused with linears: another pass has %s", private.POST_PASS
         )
 
 

@@ -1,4 +1,4 @@
-"""Capture CUDA graphs of batches beyond vLLM's own largest one, as far as the host would hold the GPU up there.
+"""Capture CUDA graphs beyond vLLM's largest one, for batches in which the host would hold the GPU up.
 
 vLLM captures batches of up to 512 tokens and launches larger ones kernel by kernel. A loaded server mostly runs 300 to
 2000 tokens a step. On an H200 the host takes some 0.7 ms a decoder layer for that. The GPU takes less for a layer of
@@ -7,7 +7,7 @@ load, and a third of the longest waits between tokens. At 6:8 they win nothing w
 (docs/log/served-models.md). The slower the host, the more they win.
 
 A user's own setting (``--compilation-config`` with ``max_cudagraph_capture_size`` or ``cudagraph_capture_sizes``)
-holds, and ``{"slidesparse": {"graphs": "vllm"}}`` leaves all to vLLM.
+comes first, and ``{"slidesparse": {"graphs": "vllm"}}`` leaves all sizes to vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.private import vllm_config_class
 from slidesparse.integrations.vllm.unasked import tell_if_unasked
@@ -35,7 +36,7 @@ log = logging.getLogger(LOGGER)
 
 
 def layer_weights(text_config: Any) -> int | None:
-    """Return the weights of a dense decoder layer's linears by its configuration; None where that does not tell them.
+    """Return how many weights the linears of a dense decoder layer have; None where the configuration lacks a size.
 
     >>> from types import SimpleNamespace
     >>> layer_weights(SimpleNamespace(hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
@@ -68,11 +69,11 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
 
 
 def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
-    """Return the sizes of graphs that pay beyond vLLM's last one; none where a configuration does not tell.
+    """Return the sizes of graphs that pay beyond vLLM's largest one; none where the layer's size is unknown.
 
     Args:
         text_config: See :func:`layer_weights`.
-        gpus: That share a layer.
+        gpus: How many GPUs share a layer.
         batch: Tokens of vLLM's largest batch.
         last: Tokens of vLLM's own largest graph.
     """
@@ -83,7 +84,7 @@ def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
 
 
 def wanted_sizes(vllm_config: Any) -> list[int]:
-    """Return the sizes that a configuration whose own are set lacks; none where it is to stay as it is."""
+    """Return the sizes to add to those of a configuration; none where it is to stay as it is."""
     own = vllm_config.compilation_config.cudagraph_capture_sizes
     if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
         return []
@@ -113,9 +114,9 @@ def decoding_tokens(vllm_config: Any) -> int:
 
 
 def capture_more() -> None:
-    """Let vLLM's configuration of one of our models hold larger graphs; called once a process.
+    """Add larger graphs to vLLM's configuration of our models; called once a process.
 
-    On a GPU every configuration sets its sizes, so what to say of a pruned model that is not ours is said there.
+    On a GPU every configuration sets its sizes, so a pruned model that vLLM serves dense is noticed there, too.
     """
     owner = vllm_config_class()
     if owner is not None:

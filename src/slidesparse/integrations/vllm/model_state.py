@@ -12,15 +12,17 @@ import torch
 
 from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.integrations import NAME
+from slidesparse.integrations.names import NamedLayer
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.names import NamedLayer
-from slidesparse.integrations.vllm.options import OPTIONS, Options, find_misplaced
+from slidesparse.integrations.vllm.options import Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
-from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
+from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import satisfies
+from slidesparse.weights.support import find_pattern
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The environment variable by which vLLM computes a request alike in whatever batch it runs."""
@@ -33,9 +35,9 @@ STOCK_COMPILE = 1
 COMPARED = ("dflash", "dspark", "eagle", "eagle3")
 """vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
 
-MISPLACED = "slidesparse: nothing reads %s outside of our key in --additional-config: say '%s'"
+MISPLACED = "slidesparse: %s is ignored outside of the key slidesparse in --additional-config: write '%s'"
 
-DENSE_ELSEWHERE = "slidesparse: %s breaks %s, and counts as a layer that was left dense by another name: %s"
+DENSE_ELSEWHERE = "slidesparse: %s does not satisfy %s: it is taken for %s, which the checkpoint leaves dense"
 
 log = logging.getLogger(LOGGER)
 
@@ -81,28 +83,21 @@ class ModelState:
         log.info("slidesparse options: %s", options.to_json())
         misplaced = find_misplaced(vllm_config.additional_config)
         if misplaced:
-            log.warning(MISPLACED, ", ".join(misplaced), json.dumps({OPTIONS: misplaced}, default=str))
+            log.warning(MISPLACED, ", ".join(misplaced), json.dumps({NAME: misplaced}, default=str))
         why_not = why_not_joined(vllm_config)
         if options.fuse and why_not is not None:
-            log.info("slidesparse: no norm or activation is joined with a linear: %s", why_not)
+            log.info("slidesparse: no norm or activation is fused with a linear: %s", why_not)
             options = replace(options, fuse=False)
         model = vllm_config.model_config
         if model is None:
             return cls(options)
         most = vllm_config.scheduler_config.max_num_batched_tokens
         tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
-        adapters = vllm_config.lora_config is not None
-        invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        return cls(
-            options,
-            status,
-            tuner,
-            warmup,
-            adapters=adapters,
-            batch_invariant=invariant,
-            heads_compared=compares_heads(vllm_config),
-        )
+        state = cls(options, status, tuner, WarmUp(most, model.dtype, log=log))
+        state.adapters, state.batch_invariant = vllm_config.lora_config is not None, is_batch_invariant()
+        state.heads_compared = compares_heads(vllm_config)
+        return state
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.
@@ -111,30 +106,31 @@ class ModelState:
         """
         return NOT_INVARIANT if self.batch_invariant and dtype != torch.int8 else None
 
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses the backends of every linear."""
+        return Chooser(self.options.backend, self.options.fallback, self.tuner)
+
     def pattern_of(self, named: NamedLayer, weight: torch.Tensor, start: int) -> Pattern | None:
         """Return the pattern of a loaded layer: that of its name, unless the marker may know it by another name.
 
         vLLM names some layers otherwise than their checkpoint: q, k and v of BERT, the mixers of Falcon-H1. Where
-        the marker has names for which no layer was built, the tightest of their patterns and the common one is taken
-        that the weight satisfies. A weight that satisfies none is dense if one of them is, and the log says so.
+        the marker has names for which no layer was built, the weight decides: the tightest of their patterns and the
+        common one that it satisfies. Every weight satisfies ``dense``, so the log says where that decided.
 
         Args:
             named: The layer.
             weight: [out, columns of this rank].
-            start: Column of the whole weight at which this rank's begin.
+            start: Column of the whole weight at which this rank's columns begin.
         """
         if named.pattern is None or named.is_exception or not self.unplaced:
             return named.pattern
         others = {name: pattern for name, pattern in self.unplaced.items() if self._may_be(named.name, name)}
-        patterns = {named.pattern, *others.values()}
-        likely = sorted(patterns - {DENSE}, key=lambda pattern: pattern.density)
-        found = next((p for p in likely if satisfies(weight, p, start % p.group)), None)
-        if found is not None or DENSE not in patterns:
-            return found or named.pattern
-        if named.pattern != DENSE:
+        found = find_pattern(weight, start, {named.pattern, *others.values()}) or named.pattern
+        if found == DENSE != named.pattern:
             dense = next(name for name, pattern in others.items() if pattern == DENSE)
             log.info(DENSE_ELSEWHERE, named.name, named.pattern, dense)
-        return DENSE
+        return found
 
     def _may_be(self, layer: str, unplaced: str) -> bool:
         """Say whether a layer may be the one of the marker's name; other stages of a pipeline have other numbers."""
@@ -191,7 +187,7 @@ def why_not_joined(vllm_config: Any) -> str | None:
     if vllm_config.compilation_config.mode == STOCK_COMPILE:
         return "vLLM compiles it without passes over its graphs (mode of --compilation-config)"
     if is_batch_invariant():
-        return "VLLM_BATCH_INVARIANT is set, and a joined norm sums in another order where tokens are few"
+        return "VLLM_BATCH_INVARIANT is set, and a fused norm sums in another order where tokens are few"
     if not can_match_graphs():
         return "this torch has another interface for patterns in graphs"
     return None

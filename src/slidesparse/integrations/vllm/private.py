@@ -34,9 +34,9 @@ begins after the model is loaded."""
 
 PRIVATE = {
     "vllm.compilation.passes.inductor_pass.InductorPass": "sparse checkpoints run dense",
-    "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is joined with a linear",
-    "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
-    "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
+    "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is fused with a linear",
+    "torch.ops.vllm_ir.rms_norm": "this norm is fused with no linear",
+    "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is fused with no linear",
     "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones, and"
     " nothing is said of pruned floats that are served dense",
     "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": "attention takes more memory",

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from slidesparse.errors import PatternViolation, UnsupportedError
-from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_groups, following_groups
 
 ATTRIBUTE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
@@ -30,8 +23,8 @@ def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
     Args:
         layer: The layer.
         slide: Its packed weight.
-        adapters: LoRA adapters will be put around the layer. They call its method, and ask for the device of a tensor
-            under one of three names, of which this one does not promise a matrix.
+        adapters: LoRA adapters will be put around the layer. They call its method, and read the device of a tensor
+            under one of three names; that of a packed weight need not be a matrix.
     """
     object.__setattr__(layer, ATTRIBUTE, slide)
     layer.requires_unquantized_input = True  # vLLM from 0.33 on may quantise before the layer is called
@@ -45,15 +38,14 @@ def kept(layer: Any) -> SlideLinear | None:
     return slide
 
 
-def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: int) -> None:
+def pack_again(layer: Any, slide: SlideLinear, name: str) -> None:
     """Pack a layer's new weight into the tensors of the old one.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1]. Both are
             gone afterwards, also when they are refused.
-        slide: The layer's SlideLinear.
-        named: Its name and pattern.
-        in_features: ``in`` of the whole weight.
+        slide: The layer's SlideLinear; a dense one takes any weight.
+        name: The layer's name.
 
     Raises:
         UnsupportedError: The weight does not satisfy the layer's pattern, another number of its groups follows it, or
@@ -64,34 +56,20 @@ def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: i
     del layer.weight
     if scale is not None:
         del layer.weight_scale
-    if slide.pattern == DENSE:  # a dense weight may be any
-        packed = pack(weight, DENSE, scale=scale, name=named.name)
-    else:
-        start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
-        packed = _pack_checked(weight, scale, slide.pattern, named, start)
+    try:
+        packed = slide.pack(weight, scale, name=name)
+    except PatternViolation as violation:
+        raise _refusal(name, violation.what, f"zeros of {slide.pattern}, as when the engine started") from violation
     if not slide.holds_bits(packed):
-        raise _refusal(named, "values of more than six bits", "six, as when the engine started")
+        raise _refusal(name, "values of more than six bits", "six, as when the engine started")
     if not slide.refill(packed):
         needed = "as many as when the engine started, for which CUDA graphs were captured"
-        raise _refusal(named, "another number of column groups that follow the pattern", needed)
+        raise _refusal(name, "another number of column groups that follow the pattern", needed)
 
 
-def _pack_checked(
-    weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, named: NamedLayer, start: int
-) -> PackedWeight:
-    """Pack a weight that keeps the zeros of its pattern, or refuse it."""
-    k_offset = start % pattern.group
-    groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
-    try:
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=named.name)
-    except PatternViolation as violation:
-        raise _refusal(named, violation.what, f"zeros of {pattern}, as when the engine started") from violation
-    return pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
-
-
-def _refusal(named: NamedLayer, got: str, needed: str) -> UnsupportedError:
+def _refusal(name: str, got: str, needed: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the weight of {named.name} cannot be loaded into the running engine",
+        f"the weight of {name} cannot be loaded into the running engine",
         got=got,
         needed=needed,
         remedy="start vLLM again, since some layers have new weights by now and others old ones",

@@ -11,30 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from slidesparse.gemm import Problem, choose
-from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.memory import give_blocks_back
-from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.names import NamedLayer, shard_start
-from slidesparse.integrations.vllm.options import Options
-from slidesparse.integrations.vllm.private import reads_weight_itself
-from slidesparse.integrations.vllm.reload import keep, kept, pack_again
-from slidesparse.integrations.vllm.status import Outcome
-from slidesparse.layer.linear import SlideLinear
-from slidesparse.tuning.at_load import LoadTuner
-from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import QUANTISED
-from slidesparse.weights.support import (
-    UNIFORM_PATTERNS,
-    check_groups,
-    check_weight,
-    following_groups,
-    satisfies,
-    value_bits,
-)
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -43,8 +19,17 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
-LEAST_CAPABILITY = 80
-"""Ampere: the first Sparse Tensor Cores."""
+from slidesparse.integrations import SPARSE_TENSOR_CORES
+from slidesparse.integrations.names import NamedLayer, shard_start
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.memory import give_blocks_back
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.private import reads_weight_itself
+from slidesparse.integrations.vllm.reload import keep, kept, pack_again
+from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.layer.linear import SlideLinear
+from slidesparse.layer.settle import RunsSparse, pack_dense, settle
+from slidesparse.weights.quant import QUANTISED
 
 READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 
@@ -52,39 +37,46 @@ READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
 
+JOINED = "fused with the norm or activation before it, if there is one"
+"""What the pass over graphs does to a linear: nothing yet says what is before it, and before an o_proj is attention."""
+
 log = logging.getLogger(LOGGER)
 
 
-class SlideScheme(CompressedTensorsScheme):
-    """A W8A8 layer's scheme: vLLM's until the layer is loaded, then a SlideLinear where its weight can be packed.
+class Packing:
+    """A layer's method or scheme: vLLM's until the layer is loaded, then a SlideLinear where it is packed.
 
     Args:
-        inner: vLLM's scheme.
+        inner: vLLM's.
         named: The layer's name and pattern.
         model: The state of its model.
     """
 
-    def __init__(self, inner: CompressedTensorsScheme, named: NamedLayer, model: ModelState) -> None:
+    def __init__(self, inner: Any, named: NamedLayer, model: ModelState) -> None:
         self.inner, self.named, self.model = inner, named, model
-        self.in_features = 0
+        self.in_features = 0  # of the whole weight
         self.converted: bool | None = None  # not loaded yet
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight, or leave it to vLLM; a layer that was left to vLLM stays so when it is loaded again."""
+        if self.converted is not False:
+            self.converted = pack_layer(layer, self.named, self.in_features, self.model)
+        if not self.converted:
+            self.inner.process_weights_after_loading(layer)
+
+
+class SlideScheme(Packing, CompressedTensorsScheme):
+    """The scheme of a W8A8 layer."""
 
     @classmethod
     def get_min_capability(cls) -> int:
         """Return the least compute capability, times ten."""
-        return LEAST_CAPABILITY
+        return SPARSE_TENSOR_CORES
 
     def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
         """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
         self.in_features = input_size
         self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
-        if self.converted is not False:
-            self.converted = pack_layer(layer, self.named, self.in_features, self.model)
-        if not self.converted:
-            self.inner.process_weights_after_loading(layer)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
@@ -93,8 +85,8 @@ class SlideScheme(CompressedTensorsScheme):
 
 
 @register_weight_loader_v2_supported_method
-class SlideUnquantizedMethod(LinearMethodBase):
-    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`.
+class SlideUnquantizedMethod(Packing, LinearMethodBase):
+    """The method of a BF16 or FP16 layer.
 
     It is no subclass of the method that it wraps: vLLM's models ask for that class before they read a layer's weight in
     kernels of their own, and a packed layer has none.
@@ -104,9 +96,7 @@ class SlideUnquantizedMethod(LinearMethodBase):
     """vLLM from 0.33 on may hand weights over between processes as they are after packing; ours cannot be."""
 
     def __init__(self, named: NamedLayer, model: ModelState) -> None:
-        self.inner, self.named, self.model = UnquantizedLinearMethod(), named, model
-        self.in_features = 0
-        self.converted: bool | None = None  # not loaded yet
+        super().__init__(UnquantizedLinearMethod(), named, model)
 
     def create_weights(
         self,
@@ -114,21 +104,13 @@ class SlideUnquantizedMethod(LinearMethodBase):
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
+        *more: Any,
+        **named_more: Any,
     ) -> None:
         """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
         self.in_features = input_size
-        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        self.inner.create_weights(layer, *sizes, params_dtype, **attributes)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
-        if self.converted is not False:
-            self.converted = pack_layer(layer, self.named, self.in_features, self.model)
-        if not self.converted:
-            self.inner.process_weights_after_loading(layer)
+        sizes = input_size_per_partition, output_partition_sizes, input_size
+        self.inner.create_weights(layer, *sizes, *more, **named_more)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
@@ -137,28 +119,21 @@ class SlideUnquantizedMethod(LinearMethodBase):
 
 
 def tell_when_loaded(
-    scheme: CompressedTensorsScheme, layer: torch.nn.Module, named: NamedLayer, reason: str, model: ModelState
+    scheme: CompressedTensorsScheme, layer: torch.nn.Module, name: str, reason: str, model: ModelState
 ) -> None:
-    """Leave a layer to vLLM's own scheme, and note why when it is loaded; the status would not wait for it otherwise.
+    """Leave a layer to vLLM's own scheme, whose class vLLM asks for, and note the reason when the layer is loaded.
 
     Where all layers are left so, nothing else would say that a pruned checkpoint is served dense.
-
-    Args:
-        scheme: Of this layer alone, as vLLM makes it. Its class stays: vLLM asks for it.
-        layer: The layer.
-        named: Its name.
-        reason: Why it is left to vLLM.
-        model: The state of its model.
     """
     load, status = scheme.process_weights_after_loading, model.status
 
     def load_and_tell(loaded: torch.nn.Module) -> None:
         load(loaded)
-        if named.name in status.waiting:  # not when it is loaded again
-            status.note_outcome(named.name, Outcome(False, True, reason), log)
+        if name in status.waiting:  # not when it is loaded again
+            status.note_outcome(name, Outcome(False, True, reason), log)
 
     scheme.process_weights_after_loading = load_and_tell
-    status.expect_layer(named.name, layer)
+    status.expect_layer(name, layer)
 
 
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
@@ -181,35 +156,18 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     """
     before = kept(layer)
     if before is not None:
-        pack_again(layer, before, named, in_features)
+        pack_again(layer, before, named.name)
         return True
-    weight = layer.weight.data
-    reason = _why_kept(layer, model)
-    if reason is not None:
-        model.status.note_outcome(named.name, Outcome(False, True, reason), log)
+    device = layer.weight.device
+    slide, outcome = _settle(layer, named, in_features, model)
+    model.status.note_outcome(named.name, outcome, log)
+    if slide is None:
         return False
-    start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
-    scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
-    named = replace(named, pattern=model.pattern_of(named, weight, start))
-    # Graphs do not hold an output embedding, and adapters read what a linear reads: nothing is joined with either.
-    joins = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
-    options = replace(model.options, fuse=joins)
-    packed, outcome = pack_shard(weight, scale, named, options, start, model.tuner)
-    if packed is None:
-        model.status.note_outcome(named.name, outcome, log)
-        return False
-    give_blocks_back(weight.device)  # those of the checks are as large as the dense weight
-    backend = model.options.backend if outcome.sparse else "auto"
-    slide = SlideLinear(packed, backend=backend, fallback=model.options.fallback)
-    kept_bytes = sum(slide.operand_bytes.values())
-    model.status.note_outcome(named.name, replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes), log)
     del layer.weight
-    if scale is not None:
+    if hasattr(layer, "weight_scale"):
         del layer.weight_scale
     keep(layer, slide, model.adapters)
     model.add_layer(named.name, slide)
-    device = weight.device
-    del weight, scale, packed
     give_blocks_back(device)
     if model.warmup is not None and device.type == "cuda":
         model.warmup.layer(slide)
@@ -225,71 +183,31 @@ def _why_kept(layer: Any, model: ModelState) -> str | None:
     return model.why_left(layer.weight.dtype)
 
 
-def pack_shard(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    named: NamedLayer,
-    options: Options,
-    start: int,
-    tuner: LoadTuner | None = None,
-) -> tuple[PackedWeight | None, Outcome]:
-    """Pack one rank's weight if it is to run sparse.
+def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> tuple[SlideLinear | None, Outcome]:
+    """Return a loaded layer's SlideLinear, or None where it is left to vLLM, and what to say about it.
 
-    Args:
-        weight: [out, columns of this rank].
-        scale: [out, 1], or None.
-        named: The layer's name and pattern.
-        options: The user's options.
-        start: Column of the whole weight at which this rank's begin.
-        tuner: Measures the layer first where this machine has no times of its kind.
-
-    Returns:
-        The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense,
-        by choice or because the checkpoint says so, is taken over too where the pass of
-        :mod:`slidesparse.integrations.vllm.fuse_norms` can join it with the norm or activation before it, for which
-        vLLM has two kernels.
+    A dense layer is taken over, too, where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` may join it with
+    the norm or activation before it, for which vLLM needs two kernels.
     """
-    pattern = named.pattern or find_pattern(weight, start)
-    if pattern is None:
-        return None, Outcome(False, False, "its weight satisfies no pattern")
-    if pattern == DENSE:
-        return _stay_dense(weight, scale, named, options, "as the checkpoint says")
-    k_offset = start % pattern.group
-    groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
-    check_groups(weight, pattern, groups, k_offset=k_offset, name=named.name)
-    if groups is not None and not len(groups):
-        return _stay_dense(weight, scale, named, options, f"no column group of this shard follows {pattern}")
-    out, columns = weight.shape
-    problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
-    if tuner is not None and tuner.wants(problem, options.backend, options.fallback):
-        packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
-        tuner.measure(problem, packed, options.fallback)
-        del packed  # a large layer of this kind may follow
-    choice, eligible = choose(problem, options.backend, options.fallback), options.backend != "dense"
-    if choice.backends == ("dense",):
-        joined, outcome = _stay_dense(weight, scale, named, options, str(pattern), f"; {choice.reason}")
-        return joined, replace(outcome, eligible=eligible, sparse_by=choice.able)
-    packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
-    offset = f", from position {k_offset} of a group" if k_offset else ""
-    return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
-
-
-def _stay_dense(
-    weight: torch.Tensor, scale: torch.Tensor | None, named: NamedLayer, options: Options, what: str, why: str = ""
-) -> tuple[PackedWeight | None, Outcome]:
-    """Take a weight that stays dense over as it is where the pass over graphs can join it, else leave it to vLLM."""
-    if not (options.fuse and weight.dtype in QUANTISED):
-        return None, Outcome(False, True, what + why)
-    packed = pack(weight, DENSE, scale=scale, name=named.name)
-    return packed, Outcome(False, True, f"{what}, {JOINED}{why}")
-
-
-JOINED = "joined with the operation before it where that is a norm or an activation"
-"""What the pass over graphs does to a linear: nothing yet says what is before it, and before an o_proj is attention."""
-
-
-def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
-    """Return the tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
-    check_weight(weight)
-    by_density = sorted(UNIFORM_PATTERNS, key=lambda pattern: pattern.density)
-    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
+    reason = _why_kept(layer, model)
+    if reason is not None:
+        return None, Outcome(False, True, reason)
+    weight = layer.weight.data
+    scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+    start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
+    pattern = model.pattern_of(named, weight, start)
+    settled = settle(weight, scale, pattern, model.chooser, start=start, name=named.name)
+    give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
+    if isinstance(settled, RunsSparse):
+        slide = SlideLinear(settled.packed, choice=settled.choice)
+        sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
+        return slide, Outcome(True, True, settled.reason, eligible=True, **sizes)
+    outcome = Outcome(False, settled.pattern is not None, settled.reason)
+    if settled.choice is not None:
+        outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
+    # Graphs do not hold an output embedding, and adapters read what a linear reads: nothing is joined with either.
+    fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
+    if settled.pattern is None or not fuse or weight.dtype not in QUANTISED:
+        return None, outcome
+    slide = SlideLinear(pack_dense(weight, scale, name=named.name))
+    return slide, replace(outcome, text=f"{settled.reason}; {JOINED}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.speed import MEASURED_HERE
-from slidesparse.integrations.vllm.options import OPTIONS
+from slidesparse.integrations import NAME
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed%s"
@@ -26,7 +26,7 @@ NO_PATTERN_HERE = (
 FORCE = "--additional-config '%s' runs them sparse whatever was measured"
 MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
 MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
-PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more; "
+PRUNE_MORE = "Dense was measured to be faster: a sparser pattern gains more; "
 CANNOT_BE_MEASURED = "they cannot be measured"
 """In a reason for which measuring is no remedy."""
 
@@ -37,7 +37,7 @@ class Outcome:
 
     Attributes:
         sparse: It runs on packed weights.
-        qualified: Its weight satisfies a pattern, or should, or nobody looked, since another reason came before.
+        qualified: Its weight satisfies a pattern, or should, or was not examined, being dense for another reason.
         text: Pattern and backend, or why it stays dense.
         eligible: It has groups that could run sparse, and the user did not ask for dense.
         experts: It is the experts of a mixture, for which users have another option.
@@ -144,7 +144,7 @@ def _hint(outcome: Outcome) -> str:
 def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
     """Return what may run layers sparse, as the end of a sentence and another one; nothing where nothing does."""
     options = _forcing(eligible)
-    return f". {_hint(most)}{FORCE % json.dumps({OPTIONS: options})}" if options else ""
+    return f". {_hint(most)}{FORCE % json.dumps({NAME: options})}" if options else ""
 
 
 def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:

@@ -6,15 +6,16 @@ vLLM asks a quantisation method about checkpoints with a ``quantization_config``
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 from typing import Any
 
-from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.base.log import log_once
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import LOGGER
 from slidesparse.models.config_keys import MARKER_KEY
 
 UNASKED = (
-    f"slidesparse: %s is pruned, and served dense. In BF16 and FP16 vLLM asks no plugin by itself:"
-    f' say --quantization {NAME}; of a draft, "quantization": "{NAME}" in --speculative-config'
+    f"slidesparse: %s is pruned, but served dense. For BF16 and FP16 vLLM asks no plugin by itself:"
+    f' add --quantization {NAME}, or for a draft "quantization": "{NAME}" in --speculative-config'
 )
 
 log = logging.getLogger(LOGGER)
@@ -25,9 +26,4 @@ def tell_if_unasked(model_config: Any) -> None:
     if model_config is None or model_config.quantization is not None:
         return
     if getattr(model_config.hf_config, MARKER_KEY, None) is not None:
-        _warn_once(str(model_config.model))
-
-
-@lru_cache(maxsize=16)
-def _warn_once(model: str) -> None:
-    log.warning(UNASKED, model)
+        log_once(UNASKED % model_config.model, logging.WARNING, log)

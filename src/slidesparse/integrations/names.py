@@ -1,29 +1,29 @@
-"""Relate vLLM's layers to those of a checkpoint: which are ours, by which pattern, and where a shard's columns begin.
+"""Relate a server's layers to those of a checkpoint: which are ours, by which pattern, and where a shard begins.
 
-vLLM fuses layers (``qkv_proj`` is ``q_proj``, ``k_proj`` and ``v_proj``) and names them by its own modules; the marker
-names the layers of the checkpoint. Nothing here needs vLLM or a GPU.
+A server fuses layers (``qkv_proj`` is ``q_proj``, ``k_proj`` and ``v_proj``) and names them by its own modules; the
+marker names the layers of the checkpoint. Nothing here needs a server or a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker
 from slidesparse.gemm.grouped import grouped_patterns
-from slidesparse.integrations.vllm import NAME
+from slidesparse.integrations import NAME
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
 from slidesparse.weights.pattern import Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
-"""The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""
+"""The quantisation method that a checkpoint of ours names: without a plugin it is served dense."""
 
+LEFT_ALONE = "left alone when the checkpoint was pruned"
 
-DRAFT = "draft_model."
-"""How the names of all layers of a draft model begin in vLLM, and none in its checkpoint."""
+READ_AS_MATRIX = "latent attention reads its weight as a matrix"
 
 
 def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
@@ -41,12 +41,28 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
     return user_choice is not None or marker is not None
 
 
+def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
+    """Return why a server's scheme of a linear cannot be ours, or None.
+
+    Args:
+        scheme: Of compressed-tensors, as vLLM and SGLang have it.
+        w8a8: The server's classes for INT8 and FP8 weights and activations.
+    """
+    if not isinstance(scheme, w8a8):
+        return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
+    if scheme.strategy != "channel" or scheme.is_static_input_scheme:
+        return "weights need one scale a channel and activations one a token"
+    if not getattr(scheme, "input_symmetric", True):
+        return "asymmetric activations"
+    return None
+
+
 @dataclass(frozen=True)
 class NamedLayer:
-    """A layer of vLLM, before its weight is known.
+    """A layer of a server, before its weight is known.
 
     Attributes:
-        name: The layer's name in vLLM.
+        name: The layer's name in the server.
         pattern: The pattern that the checkpoint names; None: find the tightest that the weight satisfies.
         is_exception: The checkpoint names the layer itself, and not only a pattern for all others.
     """
@@ -65,10 +81,10 @@ JOINED = "gate_up_proj"
 
 @dataclass(frozen=True)
 class NamedExperts:
-    """The experts of a layer of vLLM, before their weights are known.
+    """The experts of a layer of a server, before their weights are known.
 
     Attributes:
-        name: The layer's name in vLLM.
+        name: The layer's name in the server.
         patterns: The patterns of gate and up and of down that the checkpoint names; text: why experts with those that
             it names cannot run sparse; None: find the tightest that the weights satisfy.
     """
@@ -78,7 +94,7 @@ class NamedExperts:
 
 
 def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names of the checkpoint's layers that vLLM runs as one.
+    """Return the names of the checkpoint's layers that a server runs as one.
 
     >>> list_parts("model.layers.0.self_attn.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})[1]
     'model.layers.0.self_attn.k_proj'
@@ -87,17 +103,17 @@ def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
 
 
-def why_left_to_vllm(name: str) -> str | None:
+def why_left(name: str) -> str | None:
     """Return why a layer keeps its dense weight whatever the marker says of it; None for a layer that need not.
 
-    >>> why_left_to_vllm("model.layers.0.self_attn.kv_b_proj")
-    'left to vLLM, whose latent attention reads its weight as a matrix'
+    >>> why_left("model.layers.0.self_attn.kv_b_proj")
+    'latent attention reads its weight as a matrix'
     """
-    return "left to vLLM, whose latent attention reads its weight as a matrix" if read_as_matrix(name) else None
+    return READ_AS_MATRIX if read_as_matrix(name) else None
 
 
 def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> NamedLayer | None:
-    """Return a layer of vLLM with the pattern that the marker says; None: it was left alone when the model was pruned.
+    """Return a layer with the pattern that the marker says; None: it was left alone when the model was pruned.
 
     Raises:
         CheckpointError: The parts of a fused layer carry different patterns, or only some of them any.
@@ -108,7 +124,7 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
     patterns = {part: None if part in marker.ignore else marker.pattern_of(part) for part in parts}
     if len(set(patterns.values())) > 1:
         raise CheckpointError(
-            f"the parts of {name}, which vLLM runs as one layer",
+            f"the parts of {name}, which the server runs as one layer",
             got=", ".join(f"{part.rpartition('.')[2]} {pattern or 'left alone'}" for part, pattern in patterns.items()),
             needed="one pattern",
             remedy="prune them alike, or serve it dense",
@@ -118,7 +134,7 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
 
 
 def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
-    """Return the experts of a layer of vLLM with the patterns that the marker says; None: they were left alone.
+    """Return the experts of a layer with the patterns that the marker says; None: they were left alone.
 
     >>> marker = Marker(Pattern(6, 8), experts={"a.experts.*.w1": Pattern(6, 8), "a.experts.*.w3": Pattern(6, 8)})
     >>> find_experts(marker, "a.experts").patterns
@@ -136,11 +152,16 @@ def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
     return NamedExperts(name, grouped_patterns(set(gate_up) if both else set(), down))
 
 
-def rename_layers(marker: Marker, names: Mapping[str, str | None]) -> Marker:
-    """Return the marker with the names that vLLM has; None keeps one that has no place there."""
+def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> Marker:
+    """Return the marker with the names that a server has; one that has no place there stays.
+
+    Args:
+        marker: The marker.
+        rename: ``apply_list`` of the server's mapper, which leaves out what has no place.
+    """
 
     def new(name: str) -> str:
-        return names.get(name) or name
+        return next(iter(rename([name])), None) or name
 
     layers = {new(name): pattern for name, pattern in marker.layers.items()}
     experts = {new(name): pattern for name, pattern in marker.experts.items()}

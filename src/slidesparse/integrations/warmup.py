@@ -1,12 +1,12 @@
-"""Run layers with batches of many sizes when they are loaded, so that little is compiled while vLLM serves.
+"""Run layers with batches of many sizes when they are loaded, so that little is compiled while users wait.
 
-vLLM itself runs the largest batch, and those that it captures in CUDA graphs. For batches between them a backend may
-have other tiles or plans, and the first such batch would make a user wait. All tiles of the Hopper kernel are loaded,
-whichever batches choose them. With which norm or activation a layer is joined is known when its graph is compiled, so
-the lifting kernels of joined layers run then.
+The server itself runs the largest batch, and those that it captures in CUDA graphs. For batches between them a backend
+may have other tiles or plans, and the first such batch would make a user wait. All tiles of the Hopper kernel are
+loaded, whichever batches choose them. With which norm or activation a layer is joined is known when its graph is
+compiled, so the lifting kernels of joined layers run then.
 
-vLLM holds all dense weights when the first layer is packed, so the warm-up must not take much memory: batches end where
-the activations of a layer would take more than :data:`MEMORY_BYTES`.
+The server holds all dense weights when the first layer is packed, so the warm-up must not take much memory: batches end
+where the activations of a layer would take more than :data:`MEMORY_BYTES`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import cast
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import WeightSpec
-from slidesparse.integrations.vllm import LOGGER
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder
@@ -34,8 +34,6 @@ MEMORY_BYTES = 256 << 20
 
 LIFTED = 2
 """Packed columns for an input column, at most: a 2:4 group of 4 for every 2 columns."""
-
-log = logging.getLogger(LOGGER)
 
 
 def list_batches(most: int, starts: Iterable[int]) -> list[int]:
@@ -56,6 +54,7 @@ class WarmUp:
         most: Tokens of the largest batch.
         dtype: Type of the activations.
         memory: Bytes that the activations of one call may take.
+        log: Where its lines go.
 
     A kind counts as done when it has run: where memory ended before, the next layer of the kind tries again.
     """
@@ -63,6 +62,7 @@ class WarmUp:
     most: int
     dtype: torch.dtype
     memory: int = MEMORY_BYTES
+    log: logging.Logger = LOG
     _done: set[object] = field(default_factory=set)
 
     def layer(self, layer: SlideLinear) -> None:
@@ -79,7 +79,7 @@ class WarmUp:
         if most < self.most:
             size = f"{layer.out_features}x{layer.in_features}"
             line = "slidesparse: the warm-up of %s layers ends at %d of %d tokens: their activations take %d MB there"
-            log.info(line, size, most, self.most, self.memory >> 20)
+            self.log.info(line, size, most, self.most, self.memory >> 20)
         x = torch.zeros(most, layer.in_features, dtype=self.dtype, device=device)
         for tokens in list_batches(most, (route.from_tokens for route in layer.choice.routes)):
             layer(x[:tokens])
@@ -124,7 +124,7 @@ class WarmUp:
         layout = get_backend(backend).layout
         zeros = partial(torch.zeros, dtype=self.dtype, device=device)
         read = order.in_features * (2 if prologue == "silu_mul" else 1)
-        written = order.in_features * self.dtype.itemsize + order.width * weight.weight_dtype.itemsize
+        written = order.in_features * self.dtype.itemsize + order.k_packed * weight.weight_dtype.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
         for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
             if weight.pick(tokens)[0].backend != backend:
@@ -135,7 +135,7 @@ class WarmUp:
                 order,
                 weight.weight_dtype,
                 cast("Prologue", prologue),
-                pairs=torch.zeros(order.width // 2, dtype=order.index_dtype, device=device),
+                pairs=torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device),
                 gain=zeros(order.in_features) if prologue in NORMS else None,
                 residual=x if prologue in ADDING else None,
                 slabs=layout.slabs,

@@ -1,0 +1,20 @@
+"""Plugins for servers: no mathematics, and nothing of a server's is imported until it asks.
+
+A plugin subclasses its server's configuration of compressed-tensors, and wraps the scheme of every linear that the
+marker names. Files here are what plugins share; a plugin adds its server's classes and nothing else:
+
+================ ================================================================================================
+``options.py``   the options that every server takes
+``refusals.py``  what sparse layers cannot do, refused before anything is loaded
+``names.py``     which layers of a server are ours, by which pattern, where a shard begins, and why others are left
+``warmup.py``    a layer of each kind runs batches of many sizes before the server starts to serve
+================ ================================================================================================
+
+A loaded shard goes to :func:`slidesparse.layer.settle.settle`, which says what becomes of it.
+"""
+
+NAME = "slidesparse"
+"""The name of the quantisation method, and of the key that holds a user's options."""
+
+SPARSE_TENSOR_CORES = 80
+"""Compute capability, times ten, of the first GPUs with Sparse Tensor Cores: Ampere."""
