@@ -81,7 +81,7 @@ def sparse_calls(
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
     no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
-    weights = copies_of((sparse_operand(out, slabs, dtype, backend.width),), copies)
+    weights = copies_of((sparse_operand(out, slabs, dtype, backend.value_bits),), copies)
 
     def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
         return backend.matmul(x, scale_x, (no_dense, sparse), scale_w, None, out, torch.bfloat16, tile)
@@ -89,7 +89,7 @@ def sparse_calls(
     expected = run(next(iter(TILES)), *weights[0])
     for tile in TILES:
         assert torch.equal(run(tile, *weights[0]), expected) or dtype != torch.int8, str(tile)
-    after = "" if backend.width == 8 else " 6 bits"
+    after = "" if backend.value_bits == 8 else " 6 bits"
     return {f"{tile}{after}": [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
 
 

@@ -102,7 +102,7 @@ def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def moved(case: Case, tokens: int) -> int:
     """Bytes that must be read and written once."""
-    width = packed_order(case).width * case.dtype.itemsize
+    width = packed_order(case).k_packed * case.dtype.itemsize
     read = {"none": 2, "rms_norm": 2, "add_rms_norm": 6, "silu_mul": 4}[case.prologue] * case.columns
     return tokens * (read + width + (4 if case.dtype != BF16 else 0))
 

@@ -183,7 +183,7 @@ def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.d
     for length in (columns.dense_columns, columns.slid_columns):
         assert length * dtype.itemsize % 128 == 0
         assert length % 6 == 0
-    assert columns.width == len(in_tiles.column_map(packed))
+    assert columns.k_packed == len(in_tiles.column_map(packed))
     assert (columns.dense_columns > 0) == (pattern == "4:6@50%")
 
 

@@ -16,7 +16,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES
-from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import ColumnOrder, LinearTensors
@@ -24,7 +24,9 @@ from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
 ORDER = ColumnOrder(64, 8, 0, 8, 0, 128, 0)
-VALUES = 8 * ORDER.width
+FORM = SparseForm.of_order(ORDER, 1)
+SHAPES = dense_shape(ORDER, 1, OUT), FORM.shape(OUT, 1)
+VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 
 INPUTS = LiftInputs(16, None, None, None, 64, 0)
@@ -58,7 +60,7 @@ class Launches:
             device=torch.device("cpu"),
             index=0,
             tokens=TOKENS,
-            width=ORDER.width,
+            k_packed=ORDER.k_packed,
             shape=(TOKENS, ORDER.in_features),
         )
 
@@ -89,7 +91,7 @@ def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> HopperLinear:
 
 
 def weight() -> LinearTensors:
-    operand = [torch.empty(shape, dtype=torch.uint8) for shape in step_shapes(ORDER, 1, OUT)]
+    operand = [torch.empty(shape, dtype=torch.uint8) for shape in SHAPES]
     return LinearTensors(torch.empty(0), torch.empty(0), operand, torch.ones(OUT), None, None)
 
 
@@ -155,7 +157,7 @@ def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.M
     tile = next(iter(TILES))
     for given in (None, tile):
         HopperLinear(launches.lift, by_parts, tile=given)
-    shapes = (torch.Size((TOKENS, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
+    shapes = (torch.Size((TOKENS, ORDER.k_packed)), torch.int8, FORM, *SHAPES, OUT, BF16, 0)
     assert asked == [(*shapes, None), (*shapes, tile)]
 
 

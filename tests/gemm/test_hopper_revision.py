@@ -8,7 +8,7 @@ import re
 import pytest
 
 from slidesparse.gemm.hopper.backend import REVISION
-from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.compile import FOLDER
 from slidesparse.gemm.hopper.tiles import CLUSTER_MULTIPROCESSORS, GROUP, SECOND_LAUNCH, TILES, TWO_BAND_TOKENS
 
 KERNELS = {"hopper-7": "8c6b80ed80caba61"}
@@ -30,7 +30,9 @@ def digest(source: str) -> str:
 
 
 def test_a_changed_kernel_has_a_new_revision() -> None:
-    assert {REVISION: digest(SOURCE.read_text(encoding="utf-8"))} == KERNELS
+    sources = sorted(path for path in FOLDER.iterdir() if path.suffix in (".cu", ".cuh"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    assert {REVISION: digest(source)} == KERNELS
 
 
 @pytest.mark.parametrize(

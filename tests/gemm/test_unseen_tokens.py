@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.launch import Kernel
+from slidesparse.gemm.hopper.kernel import Kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain_text

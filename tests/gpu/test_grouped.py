@@ -132,7 +132,7 @@ def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) 
     down = packed_experts(EXPERTS, HIDDEN, INNER, INT8, "6:8", "cuda")
     layer = SlideExperts(gate_up, down, HopperExperts())
     layer.warm_up(BF16, 2)
-    layer.product.warm_up(INT8, BF16, [layer.gate_up.operand, layer.down.operand])
+    layer.product.warm_up(INT8, BF16, [layer.gate_up.weights, layer.down.weights])
 
     def compiles(*_: object) -> None:
         raise AssertionError("a kernel was compiled")

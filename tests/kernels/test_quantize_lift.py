@@ -286,7 +286,7 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
         got, wanted = quantize_lift(x, columns, dtype, slabs=slabs)[0], expected(x, packed, dtype, 128)[0]
     assert got.shape == wanted.shape
     view = slab_view(got, slabs)
-    assert tuple(view.shape) == slabs.shape(9, columns.width, dtype.itemsize)
+    assert tuple(view.shape) == slabs.shape(9, columns.k_packed, dtype.itemsize)
     assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
 
 

@@ -14,7 +14,7 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
-from slidesparse.gemm.hopper.backend import HopperSixBitCounts, HopperSixBits
+from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.layout import Layout
@@ -24,9 +24,6 @@ from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
-
-SIX_BITS = (HopperSixBits.name, HopperSixBitCounts.name)
-"""The backends that are measured with INT8 weights of six bits."""
 
 KEPT = 32
 """Packed weights and operands kept: those of one linear in every pattern, for three backends."""
@@ -66,7 +63,7 @@ def packed_weight(
 
 def recipe_for(backend: str, dtype: str) -> Rounding:
     """Return how the weights are rounded that a backend is measured with."""
-    return "6bit" if backend in SIX_BITS and dtype == "int8" else "absmax"
+    return "6bit" if backend == HopperSixBits.name and dtype == "int8" else "absmax"
 
 
 @lru_cache(maxsize=KEPT)

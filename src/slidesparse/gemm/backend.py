@@ -310,14 +310,11 @@ class Backend(ABC):
         """
         return OneByOne(linears)
 
-    def warm_up(  # noqa: B027
-        self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, order: tuple[int, ...]
-    ) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Load every kernel that some number of tokens may choose; the default has none to load.
 
         Args:
             dtype: Type of the weight.
             out_dtype: Type of the activations and products.
             device: The device on which they will run.
-            order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers` of a weight's activations.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +34,18 @@ def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) ->
     return of_gate_up, of_down
 
 
+class GroupedOperand(NamedTuple):
+    """The weights of all experts, as a product reads them.
+
+    Attributes:
+        weights: One tensor [experts, ...].
+        form: How a weight lies in it, where the product has several ways.
+    """
+
+    weights: torch.Tensor
+    form: Any = None
+
+
 class TokenTile(Protocol):
     """The part of a product that has one expert."""
 
@@ -52,11 +64,13 @@ class GroupedProduct(Protocol):
 
     layout: Layout
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """Return the weights of all experts as one tensor, expert by expert; they have one size, type and pattern."""
+    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
+        """Return the weights of all experts, which have one size, type and pattern."""
         ...
 
-    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[TokenTile, ...]:
+    def tiles(
+        self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]
+    ) -> tuple[TokenTile, ...]:
         """Return a tile for each linear that the same tokens go through, all of one number of tokens.
 
         Args:
@@ -69,7 +83,7 @@ class GroupedProduct(Protocol):
     def multiply(
         self,
         x: Lifted,
-        operand: torch.Tensor,
+        operand: GroupedOperand,
         scale: torch.Tensor,
         at: Arrangement,
         out_dtype: torch.dtype,
@@ -103,27 +117,28 @@ class TorchExperts:
 
     layout = Layout(lifted=True)
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
+    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
         """Return the slid matrices of all experts, zeros in place: [experts, N, K']."""
-        return torch.stack([packed.columns() for packed in experts])
+        return GroupedOperand(torch.stack([packed.columns() for packed in experts]))
 
-    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Rows, ...]:
+    def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Rows, ...]:
         """Return tiles of four rows."""
         return tuple(Rows(4) for _ in operands)
 
     def multiply(
         self,
         x: Lifted,
-        operand: torch.Tensor,
+        operand: GroupedOperand,
         scale: torch.Tensor,
         at: Arrangement,
         out_dtype: torch.dtype,
         tile: TokenTile,
     ) -> torch.Tensor:
         """See :class:`GroupedProduct`; rows past the used tiles are 0."""
-        y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.device)
+        y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.weights.device)
         for number, expert in enumerate(at.experts[: int(at.used)].tolist()):
             rows = slice(number * tile.tokens, (number + 1) * tile.tokens)
             of_rows = None if x.scale is None else x.scale[rows]
-            y[rows] = apply_scales(product(x.values[rows], operand[expert]), of_rows, scale[expert], None, out_dtype)
+            products = product(x.values[rows], operand.weights[expert])
+            y[rows] = apply_scales(products, of_rows, scale[expert], None, out_dtype)
         return y

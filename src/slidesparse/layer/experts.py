@@ -14,7 +14,7 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile, TorchExperts
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.routed.expert_lift import lift_routed
@@ -45,9 +45,15 @@ class ExpertLinear(nn.Module):
         self.dtype, self.product = first.dtype, product
         self._order = () if order is None else tuple(order.numbers)
         scales = [packed.scale for packed in experts if packed.scale is not None]
-        self.register_buffer("operand", product.prepare(experts), persistent=False)
+        operand, self._form = product.prepare(experts)
+        self.register_buffer("operand", operand, persistent=False)
         self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
+
+    @property
+    def weights(self) -> GroupedOperand:
+        """The weights as the product takes them."""
+        return GroupedOperand(self.operand, self._form)
 
     def lift(self, x: torch.Tensor, at: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`slidesparse.lifting.routed.expert_lift.lift_routed`."""
@@ -56,7 +62,7 @@ class ExpertLinear(nn.Module):
 
     def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
-        return self.product.multiply(x, self.operand, self.scale, at, out_dtype, tile)
+        return self.product.multiply(x, self.weights, self.scale, at, out_dtype, tile)
 
 
 class SlideExperts(nn.Module):
@@ -158,7 +164,7 @@ class SlideExperts(nn.Module):
         Where some experts are elsewhere, tiles suit the pairs that are to be expected here.
         """
         linears = (self.gate_up, self.down)
-        operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
+        operands, outs = [linear.weights for linear in linears], [linear.out_features for linear in linears]
         return self.product.tiles(-(-pairs * self.count // self.everywhere), operands, outs)
 
 

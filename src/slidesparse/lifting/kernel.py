@@ -78,7 +78,7 @@ def quantize_lift(
 
 KEPT = (
     *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
-    *("target", "variant", "width"),
+    *("target", "variant", "k_packed"),
 )
 """What a lift has in common with those of other numbers of tokens."""
 
@@ -99,7 +99,7 @@ class KernelLift:
     Attributes:
         index: Index of the device; negative in Triton's interpreter.
         shape: Shape of the activations.
-        width: Packed columns K'.
+        k_packed: Packed columns K'.
         padded: Rows of memory that the values take.
         quantised: Whether there are scales.
 
@@ -136,10 +136,10 @@ class KernelLift:
         self.launcher = _launcher(self.variant, launch, source, device)
         self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.width
+        self.quantised, self.gathered, self.k_packed = self.variant.quant != "none", order.gathered, order.k_packed
         self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
         if slabs is not None:
-            slabs.shape(tokens, order.width, target.itemsize)  # refuses columns that do not fill slabs
+            slabs.shape(tokens, order.k_packed, target.itemsize)  # refuses columns that do not fill slabs
         self._size(tokens, rows)
 
     def _size(self, tokens: int, rows: int | None) -> None:
@@ -202,7 +202,7 @@ class KernelLift:
     def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
         """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
         if self.gathered and not self._is_index(pairs):
-            needed = f"{self.width // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
+            needed = f"{self.k_packed // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
         if self.prologue in NORMS and not self._is_gain(gain):
             needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
@@ -220,7 +220,7 @@ class KernelLift:
         return is_current(self.index)
 
     def _is_index(self, pairs: torch.Tensor | None) -> bool:
-        return pairs is not None and is_vector(pairs, self.width // 2, self.device, (self.order.index_dtype,))
+        return pairs is not None and is_vector(pairs, self.k_packed // 2, self.device, (self.order.index_dtype,))
 
     def _is_gain(self, gain: torch.Tensor | None) -> bool:
         return gain is not None and is_vector(gain, self.order.in_features, self.device, (self.source,))
@@ -237,12 +237,12 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        tokens, width = self.tokens, self.width
-        values = empty(self.padded, width, self.target, index)
+        tokens, k_packed = self.tokens, self.k_packed
+        values = empty(self.padded, k_packed, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
         total = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
         lifted = Lifted(values, scale, total)
-        if tokens and width:
+        if tokens and k_packed:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
                 total_at = None if total is None else total.data_ptr()
@@ -251,7 +251,7 @@ class KernelLift:
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
-            values.resize_(tokens, width)  # keeps the memory after them; a view would be one more tensor to make
+            values.resize_(tokens, k_packed)  # keeps the memory after them; a view would be one more tensor to make
         return lifted
 
     def _launch_by_triton(
@@ -305,7 +305,7 @@ class KernelLift:
             eps: The norm's epsilon.
             total: Address of memory for the new residual [M, K]; None where there is none. Like those below, it must be
                 a multiple of 16.
-            values: Address of memory for the values, ``padded`` rows of ``width``.
+            values: Address of memory for the values, ``padded`` rows of ``k_packed``.
             scale: Address of memory for M scales, float32; None where nothing is quantised.
         """
         x, residual, gain, pairs, x_stride, residual_stride = inputs

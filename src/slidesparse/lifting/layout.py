@@ -51,7 +51,7 @@ class ColumnOrder:
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
         bundle: Groups whose windows stand together, number by number: 1, or :data:`BUNDLE` (:func:`in_bundles`).
-        pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
+        pairs: [K' / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
 
@@ -95,10 +95,10 @@ class ColumnOrder:
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
         """Return the order that moves no column, for a dense GEMM: that of 2:4. The number of columns must be even."""
         _check_multiple(multiple)
-        width = _padded(columns, multiple)
-        if width % 2:
+        k_packed = _padded(columns, multiple)
+        if k_packed % 2:
             raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
-        return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
+        return cls(columns, 4, 0, 0, -(-columns // 4), 0, k_packed)
 
     @property
     def gathered(self) -> bool:
@@ -130,7 +130,7 @@ class ColumnOrder:
         return index_dtype(self.in_features)
 
     @property
-    def width(self) -> int:
+    def k_packed(self) -> int:
         """Packed columns K'."""
         return self.dense_columns + self.slid_columns
 
@@ -158,17 +158,17 @@ class Slabs:
         """Return M, padded to a multiple of ``rows``."""
         return tokens + -tokens % self.rows
 
-    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    def shape(self, tokens: int, k_packed: int, itemsize: int) -> tuple[int, int, int]:
         """Return the shape of the output in elements."""
         slab = SLAB_BYTES // itemsize
-        if width % slab:
-            raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
-        return width // slab, self.padded(tokens), slab
+        if k_packed % slab:
+            raise InputError("packed columns for slabs", got=k_packed, needed=f"a multiple of {slab}")
+        return k_packed // slab, self.padded(tokens), slab
 
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
         """Return row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
-        tokens, width = values.shape
-        slabs, rows, slab = self.shape(tokens, width, values.element_size())
+        tokens, k_packed = values.shape
+        slabs, rows, slab = self.shape(tokens, k_packed, values.element_size())
         chunk = CHUNK_BYTES // values.element_size()
         padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
         chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
@@ -329,8 +329,8 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     Raises:
         InputError: See :func:`check_slabs`.
     """
-    tokens, width = x.shape
-    shape = slabs.shape(tokens, width, x.element_size())
+    tokens, k_packed = x.shape
+    shape = slabs.shape(tokens, k_packed, x.element_size())
     check_slabs(x, math.prod(shape) * x.element_size())
     return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 

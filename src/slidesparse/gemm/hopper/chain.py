@@ -81,12 +81,12 @@ class HopperChain:
         self._one_by_one = OneByOne(linears)
         self._lift, self._out = runners[0].lift, runners[-1].out
         self._adding = [runners[i].lift for i in adding]
-        tokens, width = self._lift.tokens, self._lift.source.itemsize
+        tokens, item_bytes = self._lift.tokens, self._lift.source.itemsize
         self._product_start = _rounded(max(runner.workspace_bytes for runner in runners))
-        end = self._product_start + _rounded(width * tokens * max(runner.out for runner in runners[:-1]))
+        end = self._product_start + _rounded(item_bytes * tokens * max(runner.out for runner in runners[:-1]))
         total_starts = {}
         for i in adding[:-1]:
-            total_starts[i], end = end, end + _rounded(width * tokens * runners[i].lift.order.in_features)
+            total_starts[i], end = end, end + _rounded(item_bytes * tokens * runners[i].lift.order.in_features)
         self._workspace_bytes, last = end, len(linears) - 1
         self._linears = [ChainedLinear(*pair, i == last, total_starts.get(i)) for i, pair in enumerate(linears)]
         self._own = itemgetter(*(slot for _, slots in linears for slot in slots.read))

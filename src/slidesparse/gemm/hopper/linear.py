@@ -16,7 +16,7 @@ from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.weights.support import is_vector
@@ -33,11 +33,11 @@ class HopperLinear:
     Args:
         lift: Quantises and lifts the tokens.
         by_parts: The runner of the cases that this one cannot run.
-        width: Bits of a kept value in memory.
+        value_bits: Bits of a kept value in memory.
         tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
 
     Attributes:
         lift: The lift.
@@ -48,12 +48,16 @@ class HopperLinear:
 
     __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
 
-    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, width: int = 8, tile: Tile | None = None) -> None:
+    def __init__(
+        self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: Tile | None = None
+    ) -> None:
         self.out = by_parts.out_features
-        self._dense, self._sparse = step_shapes(lift.order, lift.target.itemsize, self.out, width)
+        item_bytes = lift.target.itemsize
+        form = SparseForm.of_order(lift.order, item_bytes, value_bits)
+        self._dense, self._sparse = dense_shape(lift.order, item_bytes, self.out), form.shape(self.out, item_bytes)
         self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
-        activations = torch.Size((lift.tokens, lift.width))
-        sizes = activations, lift.target, self._dense, self._sparse, self.out
+        activations = torch.Size((lift.tokens, lift.k_packed))
+        sizes = activations, lift.target, form, self._dense, self._sparse, self.out
         self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
 
     def _size(self, lift: KernelLift, by_parts: LiftThenMultiply, gemm: GemmLaunch) -> None:

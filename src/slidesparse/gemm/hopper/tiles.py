@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes
+from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.lifting.routed.expert_order import rows_needed
 
@@ -106,23 +106,24 @@ class Tile:
         """Return the number of tiles of a product [tokens, channels]."""
         return -(-tokens // self.tokens) * -(-channels // self.channels)
 
-    def slots(self, field: int) -> int:
-        """Return the bundles whose counts, of ``field`` bits, a block keeps at once; the source says why."""
+    def slots(self, count_bits: int) -> int:
+        """Return the bundles whose counts, of ``count_bits`` bits, a block keeps at once; the source says why."""
         fewest_windows = {3: 2, 4: 4}
-        return 1 + -(-(self.stages - 1) // fewest_windows[field]) if field else 0
+        return 1 + -(-(self.stages - 1) // fewest_windows[count_bits]) if count_bits else 0
 
-    def shared_bytes(self, itemsize: int, field: int = 0, width: int = 8) -> int:
+    def shared_bytes(self, itemsize: int, count_bits: int = 0, value_bits: int = 8) -> int:
         """Return the bytes of shared memory of a block, as the source lays it out.
 
         Args:
             itemsize: Bytes of a weight.
-            field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
-            width: Bits of a kept value: 6, or 8 for all others.
+            count_bits: Bits of a count; 0 for weights with metadata (:mod:`slidesparse.gemm.hopper.weights`).
+            value_bits: Bits of a kept value: 6, or 8 for all others.
         """
         blocks = self.warpgroups * self.row_blocks
-        step = VALUE_BYTES if field else max(VALUE_BYTES, step_bytes(itemsize, width))  # the first is a dense one's
+        sparse = value_bytes(value_bits) if count_bits else step_bytes(itemsize, value_bits)
+        step = max(VALUE_BYTES, sparse)  # the first is a dense step's
         stage = -(-(self.tokens * SLAB_BYTES + blocks * step) // 1024) * 1024
-        counts = self.slots(field) * blocks * field * PLANE_BYTES
+        counts = self.slots(count_bits) * blocks * count_bits * PLANE_BYTES
         channels = self.row_blocks * 64
         transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4

@@ -84,14 +84,14 @@ def lift_routed(
     like = find_kernel_lift(order, x.dtype, target, prologue, count, x.device, slabs, None)
     if not like.variant.held or like.gathered:
         return None
-    values, scale = empty(like.padded, like.width, target, index), empty(count, 1, torch.float32, index)
+    values, scale = empty(like.padded, like.k_packed, target, index), empty(count, 1, torch.float32, index)
     if gather and rows.shape[1] <= MOST_COPIES:
         launcher = _launcher_like(like, None, rows.shape[1])
         launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))
     elif count:
         tensors = x, tokens, values.view(torch.int16), scale
         _launcher_like(like, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
-    return Lifted(values.resize_(count, like.width), scale, None)
+    return Lifted(values.resize_(count, like.k_packed), scale, None)
 
 
 def _launcher_like(lift: KernelLift, gather: bool | None, copies: int) -> Launcher:
