@@ -7,6 +7,7 @@ python docs/draw_modules.py --write
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def layers() -> list[set[str]]:
 
 def files() -> list[Path]:
     """Every module and kernel source with something in it."""
-    found = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cu") and path != PACKAGE / "__init__.py"]
+    found = [
+        path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cu", ".cuh") and path != PACKAGE / "__init__.py"
+    ]
     return sorted(path for path in found if path.read_text().strip())
 
 
@@ -49,10 +52,9 @@ def part(path: Path) -> str:
 def sentence(path: Path) -> str:
     """What a file says it is."""
     text = path.read_text()
-    if path.suffix == ".cu":
-        lines = text.splitlines()
-        first = [line.removeprefix("//").strip() for line in lines[: lines.index("//")]]
-        return f"The kernel: `{' '.join(first)}`."
+    if path.suffix in (".cu", ".cuh"):
+        first = itertools.takewhile(lambda line: line.startswith("// "), text.splitlines())
+        return " ".join(line.removeprefix("// ").strip() for line in first)
     paragraph = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
     plain = re.sub(r":\w+:`~?(?:slidesparse\.)?([^`]+)`", r"`\1`", paragraph).replace("``", "`")
     return plain.replace("|", r"\|").rstrip(":")

@@ -1,4 +1,4 @@
-// The kernel's only argument; the host's is `Arguments` of gemm/hopper/launch.py.
+// The kernel's only argument; the host's is `Arguments` of gemm/hopper/kernel.py.
 
 #pragma once
 
