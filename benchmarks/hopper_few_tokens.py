@@ -29,7 +29,8 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
+from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cycles_of
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.records import LAYERS
@@ -66,7 +67,8 @@ def candidates(tokens: int, out: int) -> list[Tile]:
     """Tiles that make sense for so many tokens."""
 
     def sensible(tile: Tile) -> bool:
-        if work(tile, tokens, out, 1)[0] == math.inf:
+        blocks = blocks_of((tile,), tokens, out, MULTIPROCESSORS)
+        if cycles_of((tile,), blocks, 1, MULTIPROCESSORS) == math.inf:
             return False
         wide = tile.tokens >= 96 and tile.split == 1
         return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS

@@ -26,8 +26,9 @@ from slidesparse.bench.expert_operands import PackedExperts, packed_experts
 from slidesparse.bench.mixtures import BALANCED, draw
 from slidesparse.expert_sizes import DOWN, GATE_UP, MIXTURES, ExpertSizes
 from slidesparse.gemm.grouped import TokenTile
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import WHOLE, Tile
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import ExpertLinear, SlideExperts
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.routed.expert_order import arrange
@@ -106,11 +107,14 @@ def measure(model: str, dtype: str, pattern: str, tokens: int, stopwatch: CudaSt
     for part, linear in zip(PARTS, (layer.gate_up, layer.down), strict=True):
         shared = sizes.top_k if part == GATE_UP else 1
         x = gaussian(pairs // shared, linear.in_features, dtype=BF16, device=device)
-        calls = {str(tile): product_calls(linear, x, shared, chosen, tile) for tile in WHOLE}
+        calls = {str(tile): product_calls(linear, x, shared, chosen, tile) for tile in GROUPED_TILES}
         products[part] = timed(calls, stopwatch)
     x = gaussian(tokens, sizes.hidden, dtype=BF16, device=device)
     weights = torch.rand(tokens, sizes.top_k, device=device)
-    pairs_of = {"chosen": usual, **{str(n): fastest(n, products) for n in sorted({tile.tokens for tile in WHOLE})}}
+    pairs_of = {
+        "chosen": usual,
+        **{str(n): fastest(n, products) for n in sorted({tile.tokens for tile in GROUPED_TILES})},
+    }
     runs = {name: with_tiles(layer, tiles, x, weights) for name, tiles in pairs_of.items()}  # type: ignore[arg-type]
     layers = timed({name: [partial(run, one) for one in chosen] for name, run in runs.items()}, stopwatch)
     named = {name: [str(tile) for tile in tiles] for name, tiles in pairs_of.items()}
@@ -126,7 +130,7 @@ def asked(layer: SlideExperts, pairs: int) -> tuple[int, list[torch.Tensor], lis
 
 def fastest(tokens: int, products: dict[str, dict[str, float]]) -> tuple[Tile, ...]:
     """The fastest tile of a number of tokens for each product."""
-    like = [tile for tile in WHOLE if tile.tokens == tokens]
+    like = [tile for tile in GROUPED_TILES if tile.tokens == tokens]
     return tuple(min(like, key=lambda tile: us[str(tile)]) for us in products.values())
 
 

@@ -38,10 +38,8 @@ def layers() -> list[set[str]]:
 
 def files() -> list[Path]:
     """Every module and kernel source with something in it."""
-    found = [
-        path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cu", ".cuh") and path != PACKAGE / "__init__.py"
-    ]
-    return sorted(path for path in found if path.read_text().strip())
+    found = (path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cu", ".cuh") and path.read_text().strip())
+    return sorted(path for path in found if path != PACKAGE / "__init__.py")
 
 
 def part(path: Path) -> str:

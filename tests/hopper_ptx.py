@@ -12,10 +12,11 @@ from ptx_emulator.state import GlobalMemory
 
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.compile import options, sources
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
-from slidesparse.gemm.hopper.tiles import Band, Tile
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.lifting.layout import Lifted, slab_view
 from slidesparse.weights.packed import PackedWeight

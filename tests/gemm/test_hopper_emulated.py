@@ -12,8 +12,9 @@ from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, Band
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Band, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.layout import Lifted, slab_view
@@ -131,7 +132,7 @@ def test_experts_are_multiplied_where_tokens_chose_them(
     hopper: HopperExperts, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
+    memory, tile = GlobalMemory(), next(tile for tile in GROUPED_TILES if tile.tokens == 16)
     experts = packed_experts(4, 300, 256, INT8, recipe="6bit" if value_bits == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)

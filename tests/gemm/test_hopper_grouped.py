@@ -14,10 +14,11 @@ from hopper_forms import ExpertsWithoutBundles
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
-from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 from slidesparse.models.choose_patterns import modelled_bytes
@@ -29,7 +30,7 @@ INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 
 
 @pytest.mark.parametrize(("dtype", "count_bits"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
-@pytest.mark.parametrize("tile", WHOLE, ids=str)
+@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, count_bits: int) -> None:
     code, log = compile_sources(
         sources(count_bits), [*options(tile, dtype, BF16, True, count_bits), "--ptxas-options=-v"]
@@ -94,7 +95,7 @@ class Listener:
 
 @pytest.fixture
 def listen(monkeypatch: pytest.MonkeyPatch) -> Listener:
-    listener = Listener(next(tile for tile in WHOLE if tile.tokens == 16))
+    listener = Listener(next(tile for tile in GROUPED_TILES if tile.tokens == 16))
     monkeypatch.setattr(grouped, "load_grouped", lambda *_: listener)
     monkeypatch.setattr(grouped, "is_current", lambda _: True)
     monkeypatch.setattr(grouped, "current_stream", lambda _: 7)

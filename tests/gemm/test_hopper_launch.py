@@ -16,6 +16,7 @@ import torch
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.gemm.hopper.choose_tiles import Band, cheapest
 from slidesparse.gemm.hopper.compile import sources
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
 from slidesparse.gemm.hopper.launch import (
@@ -24,7 +25,7 @@ from slidesparse.gemm.hopper.launch import (
     WeightAddresses,
     find_launch,
 )
-from slidesparse.gemm.hopper.tiles import GROUP, TILES, Band, Tile, cheapest
+from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile
 from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.layout import ColumnOrder
 

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from slidesparse.gemm.hopper.backend import REVISION
+from slidesparse.gemm.hopper.choose_tiles import CLUSTER_MULTIPROCESSORS, SECOND_LAUNCH, TWO_BAND_TOKENS
 from slidesparse.gemm.hopper.compile import FOLDER
-from slidesparse.gemm.hopper.tiles import CLUSTER_MULTIPROCESSORS, GROUP, SECOND_LAUNCH, TILES, TWO_BAND_TOKENS
+from slidesparse.gemm.hopper.tiles import GROUP, TILES
 
 KERNELS = {"hopper-7": "8c6b80ed80caba61"}
 """Revision -> digest of the kernel and its tiles. Where the test fails: count ``REVISION`` up, measure the packaged

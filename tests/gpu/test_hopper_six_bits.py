@@ -7,8 +7,9 @@ import torch
 from hopper_forms import SixBitBundles
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear

@@ -26,11 +26,12 @@ from slidesparse.gemm.backend import (
 )
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import METADATA, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift

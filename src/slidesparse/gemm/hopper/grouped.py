@@ -14,9 +14,10 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.gemm.grouped import GroupedOperand
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_grouped, load_kernels, multiprocessors
-from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.tiles import GROUP, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
 from slidesparse.lifting.routed.expert_order import Arrangement
@@ -60,7 +61,7 @@ class HopperExperts:
         """
         device = operands[0].weights.get_device()
         for bits in {(operand.form.count_bits, operand.form.value_bits) for operand in operands}:
-            load_kernels(WHOLE, dtype, out_dtype, device, *bits, grouped=True)
+            load_kernels(GROUPED_TILES, dtype, out_dtype, device, *bits, grouped=True)
 
     def multiply(
         self,

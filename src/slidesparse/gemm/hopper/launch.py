@@ -11,9 +11,10 @@ import torch
 
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError
+from slidesparse.gemm.hopper.choose_tiles import Band, choose_bands
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel, multiprocessors
-from slidesparse.gemm.hopper.tiles import GROUP, Band, Tile, choose_bands
+from slidesparse.gemm.hopper.tiles import GROUP, Tile
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, VALUE_BYTES, SparseForm
 from slidesparse.lifting.layout import SLAB_BYTES
 
@@ -163,7 +164,7 @@ def find_launch(
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
         tile: The tile, or those of two bands; None for the fastest by
-            :func:`slidesparse.gemm.hopper.tiles.choose_bands`.
+            :func:`slidesparse.gemm.hopper.choose_tiles.choose_bands`.
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
