@@ -307,7 +307,7 @@ def test_the_map_of_modules_is_current() -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path not in DRAWN], ids=name)
 def test_named_source_files_exist(path: Path) -> None:
-    for named in re.findall(r"`((?:[\w]+/)*[\w]+\.(?:py|cu))`", path.read_text()):
+    for named in re.findall(r"`((?:[\w]+/)*[\w]+\.(?:py|cuh?))`", path.read_text()):
         assert "NAME" in named or any((base / named).exists() for base in (ROOT, PACKAGE)), named
 
 

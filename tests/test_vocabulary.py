@@ -119,7 +119,7 @@ def test_the_gain_of_a_norm_is_not_called_its_weight() -> None:
 
 
 def test_nothing_is_behind_anything() -> None:
-    texts = {path: path.read_text() for path in (*FILES, *PACKAGE.rglob("*.cu"), *PAGES, ROOT / "README.md")}
+    texts = {path: path.read_text() for path in (*FILES, *PACKAGE.rglob("*.cu*"), *PAGES, ROOT / "README.md")}
     texts[GLOSSARY] = texts[GLOSSARY].partition("## Not used")[0]
     found = [
         f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{number}: {line.strip()}"

@@ -109,7 +109,7 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total is None
     ((inputs, eps, outputs),) = launches.lifted
     assert inputs is INPUTS
-    assert (outputs["total"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
+    assert (outputs["residual_out"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
     (dense, sparse), scale = tensors.operand, tensors.scale
     assert scale is not None
     addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
@@ -168,7 +168,7 @@ def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total is not None
     assert (total.shape, total.dtype) == (rows().shape, BF16)
     ((_, eps, outputs),) = launches.lifted
-    assert (outputs["total"], eps) == (total.data_ptr(), 1e-6)
+    assert (outputs["residual_out"], eps) == (total.data_ptr(), 1e-6)
 
 
 def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:

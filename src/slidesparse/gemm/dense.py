@@ -156,11 +156,11 @@ class DenseLinear:
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
-        total = None if residual is None else empty_here(*lift.shape, lift.source)
+        residual_out = None if residual is None else empty_here(*lift.shape, lift.source)
         values, scale = empty_here(lift.tokens, lift.k_packed, lift.target), empty_here(lift.tokens, 1, torch.float32)
-        total_at = None if total is None else total.data_ptr()
-        lift.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale.data_ptr())
-        return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), total
+        residual_out_at = None if residual_out is None else residual_out.data_ptr()
+        lift.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale.data_ptr())
+        return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), residual_out
 
     def _reads(self, weight: torch.Tensor, scale_w: torch.Tensor, bias: torch.Tensor | None) -> bool:
         lift = self._lift

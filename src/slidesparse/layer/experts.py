@@ -55,14 +55,14 @@ class ExpertLinear(nn.Module):
         """The weights as the product takes them."""
         return GroupedOperand(self.operand, self._form)
 
-    def lift(self, x: torch.Tensor, at: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
+    def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`slidesparse.lifting.routed.expert_lift.lift_routed`."""
         layout = self.product.layout
-        return lift_routed(x, at, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+        return lift_routed(x, arrangement, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
 
-    def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
+    def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
-        return self.product.multiply(x, self.weights, self.scale, at, out_dtype, tile)
+        return self.product.multiply(x, self.weights, self.scale, arrangement, out_dtype, tile)
 
 
 class SlideExperts(nn.Module):
@@ -130,12 +130,12 @@ class SlideExperts(nn.Module):
         if not chosen.numel():
             return torch.zeros_like(x)
         first, second = self.tiles(chosen.numel())
-        at = _arranged(chosen, self.count, first.tokens)
-        lifted = self.gate_up.lift(x, at, "none", gather=True)
-        inner = self.gate_up.multiply(lifted, at, x.dtype, first)
-        lifted = self.down.lift(inner, at, "silu_mul", gather=False)
-        outer = self.down.multiply(lifted, at, x.dtype, second)
-        return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
+        arrangement = _arranged(chosen, self.count, first.tokens)
+        lifted = self.gate_up.lift(x, arrangement, "none", gather=True)
+        inner = self.gate_up.multiply(lifted, arrangement, x.dtype, first)
+        lifted = self.down.lift(inner, arrangement, "silu_mul", gather=False)
+        outer = self.down.multiply(lifted, arrangement, x.dtype, second)
+        return weighted_sum(outer, arrangement.rows, weights.to(torch.float32).contiguous())
 
     def warm_up(self, dtype: torch.dtype, top_k: int) -> None:
         """Run tokens of this type through the layer, so that every Triton kernel that any number needs is compiled.

@@ -49,7 +49,7 @@ def quantize_lift(
 ) -> Lifted:
     """Apply the prologue, quantise every token with its own scale and lift it.
 
-    A row that holds NaN or Inf gets a scale that is NaN or Inf; its values mean nothing.
+    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
         x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
@@ -80,7 +80,7 @@ KEPT = (
     *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
     *("target", "variant", "k_packed"),
 )
-"""What a lift has in common with those of other numbers of tokens."""
+"""The attributes that a lift shares with lifts of other numbers of tokens."""
 
 
 class KernelLift:
@@ -150,7 +150,7 @@ class KernelLift:
         self.tokens, self.shape = tokens, (tokens, self._columns)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift into slabs for another number of tokens, in less time than making it anew takes."""
+        """Return the same lift into slabs for another number of tokens; faster than constructing it anew."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
             nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
@@ -240,14 +240,14 @@ class KernelLift:
         tokens, k_packed = self.tokens, self.k_packed
         values = empty(self.padded, k_packed, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        total = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
-        lifted = Lifted(values, scale, total)
+        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        lifted = Lifted(values, scale, residual_out)
         if tokens and k_packed:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
-                total_at = None if total is None else total.data_ptr()
+                residual_out_at = None if residual_out is None else residual_out.data_ptr()
                 scale_at = None if scale is None else scale.data_ptr()
-                self.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale_at)
+                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
@@ -263,11 +263,11 @@ class KernelLift:
         lifted: Lifted,
         eps: float,
     ) -> None:
-        values, scale, total = lifted
+        values, scale, residual_out = lifted
         if self.quantised:
             values = values.view(torch.int16 if self.variant.held else torch.int8)
         inputs = inputs_of(x, residual, pairs, gain)
-        tensors = x, residual, total, gain, pairs, values, scale
+        tensors = x, residual, residual_out, gain, pairs, values, scale
         arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
         self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
@@ -297,14 +297,16 @@ class KernelLift:
         """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
         return self.launcher.ready and is_aligned(inputs)
 
-    def launch(self, inputs: LiftInputs, eps: float, *, total: int | None, values: int, scale: int | None) -> None:
+    def launch(
+        self, inputs: LiftInputs, eps: float, *, residual_out: int | None, values: int, scale: int | None
+    ) -> None:
         """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
 
         Args:
             inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
             eps: The norm's epsilon.
-            total: Address of memory for the new residual [M, K]; None where there is none. Like those below, it must be
-                a multiple of 16.
+            residual_out: Address of memory for the new residual [M, K]; None where there is none. Like those below, it
+                must be a multiple of 16.
             values: Address of memory for the values, ``padded`` rows of ``k_packed``.
             scale: Address of memory for M scales, float32; None where nothing is quantised.
         """
@@ -312,7 +314,7 @@ class KernelLift:
         self.launcher.launch(
             self.programs,
             current_stream(self.index),
-            *(x, residual, total, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
+            *(x, residual, residual_out, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
         )
 
 

@@ -158,10 +158,10 @@ def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
 def _chain(
     x: torch.Tensor, residual: torch.Tensor, tensors: list[torch.Tensor], linears: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    total: torch.Tensor | None = residual
+    residual_out: torch.Tensor | None = residual
     for runner in resolve_chain(linears, x.shape[0], x.dtype, x.device):
-        x, total = runner(x, total, tensors)
-    return x, total
+        x, residual_out = runner(x, residual_out, tensors)
+    return x, residual_out
 
 
 def _chain_fake(

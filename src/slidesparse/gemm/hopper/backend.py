@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 REVISION = "hopper-7"
-"""Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""
+"""Incremented when the kernel or its tiles change in speed: measured times belong to one revision."""
 
 CAPABILITY = (9, 0)
 """The compute capability that the kernel is written for."""
@@ -77,7 +77,7 @@ class Hopper(Backend):
         return None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
-        """See :class:`slidesparse.gemm.backend.Backend`; the other one reads 0.8 of the bytes of such a weight."""
+        """See :class:`slidesparse.gemm.backend.Backend`; for six bits the other one reads 0.8 of the bytes."""
         return ("hopper-6bit", "hopper-6bit reads fewer bytes") if problem.bits == 6 else None
 
     def library(self) -> str:
@@ -162,7 +162,7 @@ class Hopper(Backend):
 
 
 class HopperSixBits(Hopper):
-    """The same for INT8 weights whose values are all multiples of 4: they have six bits in memory.
+    """The same for INT8 weights whose values are all multiples of 4, stored in six bits.
 
     ``slidesparse prune --recipe 6bit`` makes such weights.
     """

@@ -1,7 +1,7 @@
-"""The grouped product on Hopper: one launch multiplies the tokens of all experts of a mixture by their own weights.
+"""Grouped GEMM on Hopper: one launch multiplies the rows of all experts of a mixture by their weights.
 
-Rows of X stand in the order of their experts, and each token tile has one expert (slidesparse/lifting/routed/expert_order.py). The
-kernel is that of a single weight; it finds the expert of a tile, and the number of tiles with rows, in memory.
+Rows of X are sorted by expert, and each token tile has one expert (slidesparse/lifting/routed/expert_order.py). The kernel of a
+single weight runs, and reads the expert of each tile and the number of used tiles from memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class HopperExperts:
     """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
     layout = COUNTS
-    """An expert gets few tokens, so that bytes decide."""
+    """Each expert gets few tokens, so the bytes of its weight decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
         """Return the 2:4 steps of all experts, uint8 [experts, ...] (:func:`~.weights.sparse_steps`), and their form.
 
-        Their values have six bits in memory where those of every expert fit.
+        Values are stored in six bits if those of every expert fit.
         """
         first, value_bits = experts[0], self.value_bits_of(experts)
         order = ColumnOrder.of(first, self.layout.multiple_of(first.dtype), self.layout.bundle(first))
@@ -68,23 +68,23 @@ class HopperExperts:
         x: Lifted,
         operand: GroupedOperand,
         scale: torch.Tensor,
-        at: Arrangement,
+        arrangement: Arrangement,
         out_dtype: torch.dtype,
         tile: Tile,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.grouped.GroupedProduct`; rows of nobody hold anything."""
+        """See :class:`slidesparse.gemm.grouped.GroupedProduct`; the contents of padding rows are undefined."""
         weights, form = operand
         device = weights.get_device()
         if not is_current(device):
             with torch.cuda.device(device):
-                return self.multiply(x, operand, scale, at, out_dtype, tile)
+                return self.multiply(x, operand, scale, arrangement, out_dtype, tile)
         (rows, columns), (experts, out), dtype = x.values.shape, scale.shape, x.values.dtype
         count_bits, needed = _needed(form, experts, out, dtype.itemsize)
         fits = weights.shape == needed and columns * dtype.itemsize == form.slabs * SLAB_BYTES
-        if not fits or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
+        if not fits or rows != tile.tokens * len(arrangement.experts) or out_dtype not in OUTPUTS:
             raise InputError(
                 "grouped product",
-                got=f"activations {[rows, columns]}, weights {list(weights.shape)}, {len(at.experts)} tiles",
+                got=f"activations {[rows, columns]}, weights {list(weights.shape)}, {len(arrangement.experts)} tiles",
                 needed=f"{form.slabs * SLAB_BYTES} bytes a row, weights {list(needed)}, {rows // tile.tokens} tiles",
             )
         check_slabs(x.values, SLABS.padded(rows) * SLAB_BYTES * form.slabs)
@@ -102,8 +102,8 @@ class HopperExperts:
             channels=out,
             sparse_slabs=form.slabs,
             group=GROUP,
-            experts=at.experts.data_ptr(),
-            used=at.used.data_ptr(),
+            experts=arrangement.experts.data_ptr(),
+            used=arrangement.used.data_ptr(),
             windows=form.windows,
             row=out,
         )

@@ -8,10 +8,10 @@ A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a ro
 Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
-follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
-each. The slabs of a bundle (:func:`slidesparse.lifting.layout.in_bundles`) have the same 32 groups, so the counts stand once a
-bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
-instructions.
+follow from its two left-out positions, which two counts of 3 or 4 bits encode: how many kept entries precede
+each. The slabs of a bundle (:func:`slidesparse.lifting.layout.in_bundles`) share 32 groups, so the counts are stored once a
+bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread derives its metadata from them in some
+13 instructions.
 
 **Six bits** (:func:`slidesparse.weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
@@ -51,7 +51,7 @@ PLANE_BYTES = 512
 """One bit of all counts of a row block in a bundle, with a word for each thread."""
 
 PADDING = Fraction(51, 50)
-"""Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
+"""The most slabs with bundles for each slab without; beyond that, padding to whole bundles costs more than it saves."""
 
 
 def value_bytes(value_bits: int) -> int:
@@ -84,10 +84,10 @@ def bundle_of(packed: PackedWeight) -> int:
 
 
 METADATA = Layout(slabs=SLABS)
-"""Metadata stand with the values of every step."""
+"""With metadata next to the values of every step."""
 
 COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
-"""Counts stand once a bundle, wherever they are better."""
+"""With counts once a bundle, wherever they are smaller; see :func:`bundle_of`."""
 
 
 class SparseForm(NamedTuple):
@@ -95,7 +95,7 @@ class SparseForm(NamedTuple):
 
     Attributes:
         slabs: Its slabs.
-        windows: Slabs of a bundle; 0 where metadata stand with the values of every step.
+        windows: Slabs of a bundle; 0 with metadata in every step.
         value_bits: Bits of a kept value in memory: 6, or 8 for all others.
     """
 
@@ -209,7 +209,7 @@ def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, value_b
     else:
         steps = _row_tiles(_row_steps(in_order))
     a, b = decode_group(code, pattern)
-    # No entry stands after a group that keeps its first ones: so are groups and rows that are padding.
+    # Padding groups and rows keep their first entries: all kept entries precede both left-out positions.
     counts = torch.stack([a, b - 1], -1).unsqueeze(2)
     counts = in_bundles(counts, pattern.keep).squeeze(2)
     counts = F.pad(counts, (0, 0, 0, 0, 0, 0, 0, -len(counts) % TILE_ROWS), value=pattern.keep)

@@ -7,16 +7,14 @@
 #include "wgmma.cuh"
 
 // What the consumers of all mainloops share. Each mainloop adds `Held`, the registers of a 2:4 step that its instructions read
-// while they are in flight, and `sparse_step`. `State` is what it keeps from step to step besides places in the ring.
-template <class State>
+// while they are in flight, and `sparse_step`. `OwnState` is what it keeps from step to step besides places in the ring.
+template <class OwnState>
 struct Consumer {
+    using State = OwnState;
     const Ring& ring;
     const int warpgroup, lane_zero;
     State state;
     Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
-
-    __device__ __forceinline__ Consumer(const Ring& ring, int warpgroup, const State& state)
-        : ring(ring), warpgroup(warpgroup), lane_zero(threadIdx.x % 32 == 0), state(state) {}
 
     __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
         return stage + X_BYTES + warpgroup * ROW_BLOCKS * block_bytes;

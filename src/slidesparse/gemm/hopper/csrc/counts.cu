@@ -6,7 +6,6 @@
 static_assert(VALUE_BITS == 8, "another mainloop reads these weights");
 
 struct EightBitCountsConsumer : CountsConsumer {
-    using CountsConsumer::CountsConsumer;
     using Held = u32[ROW_BLOCKS][META_WORDS];
 
     // Multiply one 2:4 step. `meta` must not be written again before the group after this one has been waited for.

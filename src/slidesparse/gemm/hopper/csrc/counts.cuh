@@ -91,8 +91,8 @@ __device__ __forceinline__ u32 at_most(u32 x, u32 k, u32 before) { return logic<
 // mask & a | ~mask & b.
 __device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) { return logic<0xCA>(mask, a, b); }
 
-// Of a group with kept entries 0 .. 2 * windows - 1 two positions are left out: before the first one stand a kept entries,
-// before the second b, a <= b. Kept entry k stands at position k + s, where s of the two counts are at most k. In window
+// Of a group with kept entries 0 .. 2 * windows - 1 two positions are left out: a kept entries precede the first one and b
+// the second, a <= b. Kept entry k is at position k + s, where s of the two counts are at most k. In window
 // j = k / 2, which shows positions 2j .. 2j + 3, that is index k % 2 + s. So a window's metadata are s of entry 2j, and 1 + s
 // of entry 2j + 1.
 //
@@ -120,12 +120,13 @@ __device__ __forceinline__ void metadata_of(const u32* words, int window, u32* m
 struct CountsState {
     const int windows;
     Bundle bundle;  // of the next step to multiply
+
+    __device__ __forceinline__ CountsState(const Range& range, const Arguments& p)
+        : windows(p.windows), bundle(range.sparse, p.windows) {}
 };
 
 // A consumer that makes its metadata of counts.
 struct CountsConsumer : Consumer<CountsState> {
-    __device__ __forceinline__ CountsConsumer(const Ring& ring, int warpgroup, const Range& range, const Arguments& p)
-        : Consumer(ring, warpgroup, {p.windows, Bundle(range.sparse, p.windows)}) {}
 
     // The words of a bundle that began before the range came with the range's first step.
     __device__ __forceinline__ void await_first() const {

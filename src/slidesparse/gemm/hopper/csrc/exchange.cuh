@@ -47,7 +47,7 @@ struct Exchange {
     const u32 received;    // barrier, completed by SPLIT - 1 shares
     const int rank;
 
-    // Where a vector from another block stands; the others are numbered in the order of their ranks.
+    // The offset of a vector from another block; the other blocks are numbered in the order of their ranks.
     __device__ __forceinline__ static int place(int other, int vector) {
         return ((other * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
     }

@@ -8,9 +8,6 @@ static_assert(COUNT_BITS == 0 && VALUE_BITS == 8, "another mainloop reads these 
 struct MetadataConsumer : Consumer<NoState> {
     using Held = u32[ROW_BLOCKS][META_WORDS];
 
-    __device__ __forceinline__ MetadataConsumer(const Ring& ring, int warpgroup, const Range&, const Arguments&)
-        : Consumer(ring, warpgroup, {}) {}
-
     // Load the metadata registers of a step whose weights are at `w`.
     __device__ __forceinline__ void load_metadata(u32 w, Held& meta) const {
 #pragma unroll

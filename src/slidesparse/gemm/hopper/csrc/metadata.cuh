@@ -4,7 +4,9 @@
 
 #include "producer.cuh"
 
-struct NoState {};
+struct NoState {
+    __device__ __forceinline__ NoState(const Range&, const Arguments&) {}
+};
 
 struct StepsWithMetadata {
     __device__ __forceinline__ StepsWithMetadata(const Range&, const Arguments&) {}

@@ -8,7 +8,6 @@
 static_assert(VALUE_BITS == 6, "another mainloop reads these weights");
 
 struct SixBitCountsConsumer : CountsConsumer {
-    using CountsConsumer::CountsConsumer;
     using Held = Fragments;
 
     __device__ __forceinline__ static void load(Words& words, u32 instruction) {

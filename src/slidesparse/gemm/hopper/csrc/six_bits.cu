@@ -10,9 +10,6 @@ static_assert(COUNT_BITS == 0 && VALUE_BITS == 6, "another mainloop reads these 
 struct SixBitConsumer : Consumer<NoState> {
     using Held = Fragments;
 
-    __device__ __forceinline__ SixBitConsumer(const Ring& ring, int warpgroup, const Range&, const Arguments&)
-        : Consumer(ring, warpgroup, {}) {}
-
     __device__ __forceinline__ static void load(Words& words, u32 instruction) {
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words.high0), "=r"(words.high1), "=r"(words.low), "=r"(words.meta)

@@ -104,7 +104,7 @@ __device__ __forceinline__ void run(const Arguments& p) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         if (GROUPED) await_activations(p);
         const Tiles tiles(p);
-        Mainloop mainloop(ring, warpgroup, range_of(p, rank), p);
+        Mainloop mainloop{ring, warpgroup, threadIdx.x % 32 == 0, typename Mainloop::State(range_of(p, rank), p)};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
         await_activations(p);  // and of their scales
