@@ -45,7 +45,7 @@ class Parts:
             index=0,
             tokens=TOKENS,
             padded=TOKENS,
-            width=COLUMNS,
+            k_packed=COLUMNS,
             shape=(TOKENS, COLUMNS),
             source=BF16,
             target=INT8,

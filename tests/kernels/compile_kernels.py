@@ -196,7 +196,9 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
+        variant = PackVariant(
+            8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, padded_group=8
+        )
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,

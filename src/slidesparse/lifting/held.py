@@ -278,14 +278,14 @@ def _lift(
 @triton.jit
 def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Write a row whose columns stay where they are: int16 ``out_ptr``."""
-    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
+    K_PACKED: tl.constexpr = P.dense_columns + P.slid_columns
     HALF: tl.constexpr = P.read // 2
-    for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
+    for chunk in tl.static_range(0, (K_PACKED + P.read - 1) // P.read):
         step = tl.arange(0, HALF)
         value = tl.full((HALF,), 0, tl.int16)
         if chunk < P.chunks:
             value = pairs[chunk]
-        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < WIDTH // 2, COPIES, P)
+        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < K_PACKED // 2, COPIES, P)
 
 
 @triton.jit(do_not_specialize=["tokens"])
