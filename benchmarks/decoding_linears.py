@@ -42,8 +42,6 @@ ALIKE = 0.02
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 OURS, TORCH, HUMMING = "dense, this kernel", "dense, torch", "dense, Humming"
-COUNTS = " counts"
-"""After a pattern: two counts a group in place of metadata."""
 
 
 def vllm_layer(packed: PackedWeight) -> Layer:
@@ -115,11 +113,11 @@ def installed(package: str) -> bool:
 def layer_of(variant: str, dtype: str, out: int, columns: int) -> Layer:
     """A layer; those of all dense variants have the same weight."""
     dense = variant in ANCHORS or variant == DENSE_VARIANT
-    pattern = DENSE_VARIANT if dense else variant.removesuffix(COUNTS)
+    pattern = DENSE_VARIANT if dense else variant
     packed = packed_weight(pattern, dtype, out, columns, torch.device("cuda"))
     if dense:
         return ANCHORS.get(variant, vllm_layer)(packed)
-    return SlideLinear(packed, backend="hopper-counts" if variant.endswith(COUNTS) else "hopper")
+    return SlideLinear(packed, backend="hopper")
 
 
 def require_alike(variant: str, dtype: str) -> None:
@@ -186,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64, 128, 256])
-    parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8", "6:8 counts", "8:10"])
+    parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8", "8:10"])
     parser.add_argument("--no-anchors", action="store_true")
     parser.add_argument("--dtypes", nargs="+", default=["int8", "fp8"], choices=["int8", "fp8"])
     options = parser.parse_args(arguments)

@@ -4,7 +4,7 @@
 
 Needs an H100 or H200. Both ways run in turn in CUDA graphs, so that they share one clock, the single launch twice: its
 second time shows the noise. Every case is timed in which two bands save cycles by the estimate, whether or not
-:func:`slidesparse.gemm.hopper.tiles.choose_bands` takes them.
+:func:`slidesparse.gemm.hopper.choose_tiles.choose_bands` takes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import SECOND_LAUNCH, Band, Tile, cheapest, cycles_of, two_bands
+from slidesparse.gemm.hopper.choose_tiles import (
+    MULTIPROCESSORS,
+    SECOND_LAUNCH,
+    Band,
+    blocks_of,
+    cheapest,
+    cycles_of,
+    two_bands,
+)
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.offline.known_models import MODELS
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse_bench import environment
@@ -57,7 +66,8 @@ def measure(
 def candidates(tokens: int, channels: int, steps: int) -> tuple[Tile, tuple[Band, ...], float]:
     """Return the cheapest tile, the cheapest two bands, and their cycles over those of the tile, without the launch."""
     one, ((cycles, two),) = cheapest(tokens, channels, steps), two_bands(torch.tensor([tokens]), channels, steps)
-    return one, two, (cycles - SECOND_LAUNCH) / cycles_of(one, tokens, channels, steps)
+    blocks = blocks_of((one,), tokens, channels, MULTIPROCESSORS)
+    return one, two, (cycles - SECOND_LAUNCH) / float(cycles_of((one,), blocks, steps, MULTIPROCESSORS))
 
 
 def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> list[float]:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
+from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cycles_of
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.offline.known_models import LAYERS, MODELS
@@ -66,7 +67,8 @@ def candidates(tokens: int, out: int) -> list[Tile]:
     """Tiles that make sense for so many tokens."""
 
     def sensible(tile: Tile) -> bool:
-        if work(tile, tokens, out, 1)[0] == math.inf:
+        blocks = blocks_of((tile,), tokens, out, MULTIPROCESSORS)
+        if cycles_of((tile,), blocks, 1, MULTIPROCESSORS) == math.inf:
             return False
         wide = tile.tokens >= 96 and tile.split == 1
         return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
@@ -81,7 +83,7 @@ def sparse_calls(
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
     no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
-    weights = copies_of((sparse_operand(out, slabs, dtype, backend.width),), copies)
+    weights = copies_of((sparse_operand(out, slabs, dtype, backend.value_bits),), copies)
 
     def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
         return backend.matmul(x, scale_x, (no_dense, sparse), scale_w, None, out, torch.bfloat16, tile)
@@ -89,7 +91,7 @@ def sparse_calls(
     expected = run(next(iter(TILES)), *weights[0])
     for tile in TILES:
         assert torch.equal(run(tile, *weights[0]), expected) or dtype != torch.int8, str(tile)
-    after = "" if backend.width == 8 else " 6 bits"
+    after = "" if backend.value_bits == 8 else " 6 bits"
     return {f"{tile}{after}": [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
 
 

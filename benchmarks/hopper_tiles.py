@@ -25,7 +25,8 @@ import torch
 from scipy.optimize import nnls
 
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import TILES, Tile, cheapest, work
+from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cheapest, work
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse.weights.quant import parse_dtype, quantize_rows
 from slidesparse_bench import environment
@@ -43,6 +44,13 @@ LAUNCH = 3500
 """Of them, what every launch takes, whatever its tile."""
 
 WIDE = [tile for tile in TILES if tile.tokens >= 96]
+
+
+def work_of(tile: Tile, tokens: int, out: int, steps: int) -> tuple[float, float]:
+    """Return what a multiprocessor does for one product, as ``choose_tiles.work`` counts it."""
+    blocks = blocks_of((tile,), tokens, out, MULTIPROCESSORS)
+    in_sequence, tiles = work((tile,), blocks, steps, MULTIPROCESSORS)
+    return float(in_sequence), float(tiles)
 
 
 def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> list[float]:
@@ -65,7 +73,7 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
 
     dense, sparse = operand
     slabs = (sparse.shape[1], dense.shape[1] // 2)
-    wide = [tile for tile in WIDE if work(tile, tokens, out, slabs[0] + 2 * slabs[1])[0] < math.inf]
+    wide = [tile for tile in WIDE if work_of(tile, tokens, out, slabs[0] + 2 * slabs[1])[0] < math.inf]
     expected = run(wide[0])
     for tile in wide:
         assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
@@ -91,7 +99,7 @@ def fit(rows: Sequence[dict[str, Any]]) -> None:
         us = {tile: row["us"][str(tile)] for tile in TILES if str(tile) in row["us"]}
         for tile, time_us in us.items():
             cycles = max(1.0, time_us * 1e3 * GHZ - LAUNCH)
-            steps, tiles = work(tile, row["tokens"], row["out"], sparse + 2 * dense)
+            steps, tiles = work_of(tile, row["tokens"], row["out"], sparse + 2 * dense)
             equations[tile].append((steps / cycles, tiles / cycles))
         chosen = cheapest(row["tokens"], row["out"], sparse + 2 * dense)
         losses.append((us.get(chosen, float("inf")) / min(us.values()) - 1, row["layer"], row["tokens"], str(chosen)))

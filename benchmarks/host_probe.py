@@ -61,14 +61,9 @@ def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[st
     packed, layout = weight(pattern, dtype), get_backend(backend).layout
     columns, column_map = layout.order(packed), layout.column_map(packed)
     where = (column_map, dtype, backend, columns.pairs, columns.numbers)
-    x, residual = torch.randn(2, TOKENS, COLUMNS, dtype=BF16, device="cuda").unbind(0)
-    gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
+    x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
     label = f"{pattern} {dtype_name(dtype)} {backend}"
     yield f"quantize_lift {label}", lambda: ops.quantize_lift(x, *where)
-    yield f"silu_mul_quantize_lift {label}", lambda: ops.silu_mul_quantize_lift(gate_up, *where)
-    yield f"rms_norm_quantize_lift {label}", lambda: ops.rms_norm_quantize_lift(x, gain, 1e-6, *where)
-    run = ops.add_rms_norm_quantize_lift
-    yield f"add_rms_norm_quantize_lift {label}", lambda: run(x, residual, gain, 1e-6, *where)
 
 
 def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:

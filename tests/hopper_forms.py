@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.weights import METADATA
+from slidesparse.gemm.hopper.weights import METADATA, SparseForm, bundle_bytes
 from slidesparse.lifting.layout import BUNDLE
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import COUNTED
 
 
 def _always(packed: PackedWeight) -> int:
@@ -20,11 +23,17 @@ class Bundles(Hopper):
 
     layout = replace(Hopper.layout, bundle=_always)
 
+    def form_of(self, sparse: torch.Tensor) -> SparseForm:
+        if sparse.dim() == 4:  # no group is slid
+            return super().form_of(sparse)
+        windows = next(each for each in COUNTED if bundle_bytes(each, self.value_bits) == sparse.shape[2])
+        return SparseForm(sparse.shape[1] * windows, windows, self.value_bits)
+
 
 class SixBitBundles(Bundles):
     """The same with values of six bits."""
 
-    width = 6
+    value_bits = 6
 
 
 class ExpertsWithoutBundles(HopperExperts):

@@ -12,9 +12,11 @@ from ptx_emulator.state import GlobalMemory
 
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.compile import SOURCE, options
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments, WeightAddresses
-from slidesparse.gemm.hopper.tiles import Band, Tile
+from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.compile import options, sources
+from slidesparse.gemm.hopper.kernel import Arguments
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.lifting.layout import Lifted, slab_view
 from slidesparse.weights.packed import PackedWeight
@@ -31,17 +33,23 @@ def program(
     tile: Tile,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
-    field: int = 0,
-    width: int = 8,
+    count_bits: int = 0,
+    value_bits: int = 8,
     grouped: bool = False,
-    source: bytes | None = None,
+    edit: tuple[str, str] | None = None,
 ) -> Program:
-    """Return the PTX of a variant, which NVRTC writes; ``source`` replaces the package's."""
+    """Return the PTX of a variant, which NVRTC writes; ``edit`` replaces one text in them by another."""
     from cuda.bindings import nvrtc
 
-    given = options(tile, dtype, out_dtype, grouped, field, width)
+    given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
-    _, made = nvrtc.nvrtcCreateProgram(source or SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
+    files = sources(count_bits, value_bits)
+    if edit is not None:
+        assert any(edit[0] in text for text in files.values())
+        files = {name: text.replace(*edit) for name, text in files.items()}
+    (name, source), *headers = [(name.encode(), text.encode()) for name, text in files.items()]
+    includes, contents = [name for name, _ in headers], [text for _, text in headers]
+    _, made = nvrtc.nvrtcCreateProgram(source, name, len(headers), contents, includes)
     (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
     assert int(status) == 0
     _, size = nvrtc.nvrtcGetPTXSize(made)
@@ -58,10 +66,10 @@ class EmulatedKernel:
         memory: The tensors that it may touch.
         tile: Its geometry.
         types: Of the operands and of the results.
-        field: Bits of a count, for weights in bundles.
-        width: Bits of a kept value.
+        count_bits: Bits of a count, for weights in bundles.
+        value_bits: Bits of a kept value.
         grouped: Whether it multiplies by the weights of many experts.
-        source: Replaces the package's source.
+        edit: A text in the sources, and what replaces it.
         seed: Of the order in which its warps run.
     """
 
@@ -70,15 +78,15 @@ class EmulatedKernel:
         memory: GlobalMemory,
         tile: Tile,
         types: tuple[torch.dtype, torch.dtype],
-        field: int = 0,
-        width: int = 8,
+        count_bits: int = 0,
+        value_bits: int = 8,
         grouped: bool = False,
-        source: bytes | None = None,
+        edit: tuple[str, str] | None = None,
         seed: int = 0,
     ) -> None:
         self.memory, self.tile, self.types, self.seed = memory, tile, types, seed
-        self.shared_bytes = tile.shared_bytes(types[0].itemsize, field, width)
-        self.program = program(tile, *types, field, width, grouped, source)
+        self.shared_bytes = tile.shared_bytes(types[0].itemsize, count_bits, value_bits)
+        self.program = program(tile, *types, count_bits, value_bits, grouped, edit)
 
     def grid(self, tiles: int) -> int:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
@@ -104,7 +112,7 @@ def run_product(
     tile: Tile | tuple[Band, ...],
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
-    source: bytes | None = None,
+    edit: tuple[str, str] | None = None,
     seed: int = 0,
     backend: type[Hopper] = Hopper,
 ) -> torch.Tensor:
@@ -122,12 +130,13 @@ def run_product(
     )
 
     def load(
-        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int
+        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
     ) -> EmulatedKernel:
-        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, width, source=source, seed=seed)
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 
     with patch.object(launch, "load_kernel", load), patch.object(launch, "current_stream", lambda device: 0):
-        sizes = x.values.shape, x.values.dtype, operand.dense.shape, operand.sparse.shape, channels, out_dtype
+        form = backend().form_of(operand.sparse)
+        sizes = x.values.shape, x.values.dtype, form, operand.dense.shape, operand.sparse.shape, channels, out_dtype
         launch._launch.cache_clear()  # it holds kernels with the memory of another product
         product = launch.find_launch(*sizes, 0, tile)
         product.launch(memory.add(slabs), None if x.scale is None else memory.add(x.scale), weight, memory.add(y))

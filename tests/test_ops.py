@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fused_lifts import fused_lift
 from torch.autograd import forward_ad
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
@@ -24,7 +25,7 @@ from slidesparse.weights.support import as_bits
 
 K, TOKENS, EPS = 92, 9, 1e-6
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-FUSED = ["rms_norm_quantize_lift", "add_rms_norm_quantize_lift", "silu_mul_quantize_lift"]
+FUSED = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu_mul": silu_mul}
 SLABS = Slabs(16, swizzle=True)
 
 
@@ -34,55 +35,57 @@ def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> Pack
     return pack(torch.zeros(1, K, dtype=dtype), parsed, groups=groups)
 
 
-def activations(op: str, dtype: torch.dtype = torch.bfloat16) -> tuple[object, ...]:
-    """What stands in front of the column map."""
+def activations(prologue: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    """The arguments of a prologue."""
     x, residual, gain = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
-    given = {
-        "rms_norm_quantize_lift": (x, gain),
-        "add_rms_norm_quantize_lift": (x, residual, gain),
-        "silu_mul_quantize_lift": (torch.cat([x, residual], 1),),
-    }[op]
-    return *(tensor.to(dtype) for tensor in given), *([EPS] if "norm" in op else [])
+    given = {"rms_norm": (x, gain), "add_rms_norm": (x, residual, gain), "silu_mul": (torch.cat([x, residual], 1),)}
+    return *(tensor.to(dtype) for tensor in given[prologue]), *([EPS] if "norm" in prologue else [])
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return got.dtype == wanted.dtype and torch.equal(as_bits(got), as_bits(wanted))
 
 
-@pytest.mark.parametrize("op", FUSED)
-def test_fused_operators_keep_their_contract(op: str) -> None:
-    arguments = (*activations(op), packed_weight().column_map(), torch.int8)
-    torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, arguments)
+@pytest.fixture
+def weight() -> tuple[Any, ...]:
+    """What a fused form of ``linear`` takes after its activations."""
+    layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
+    return layer._tensors(), layer.weight_scale, None, layer.spec
 
 
-@pytest.mark.parametrize("op", FUSED)
-def test_results_lie_as_the_fake_ones_do_whatever_the_strides(op: str) -> None:
-    given = [t.T.contiguous().T if isinstance(t, torch.Tensor) and t.dim() == 2 else t for t in activations(op)]
-    for result in getattr(ops, op)(*given, packed_weight().column_map(), torch.int8):
-        assert result.is_contiguous()
+@pytest.mark.parametrize("prologue", FUSED)
+def test_fused_operators_keep_their_contract(prologue: str, weight: tuple[Any, ...]) -> None:
+    operator = getattr(torch.ops.slidesparse, f"{prologue}_linear").default
+    torch.library.opcheck(operator, (*activations(prologue), *weight))
 
 
-@pytest.mark.parametrize("op", FUSED)
-def test_fused_operators_under_compile(op: str) -> None:
-    column_map = packed_weight().column_map()
-    run = getattr(ops, op)
+@pytest.mark.parametrize("prologue", FUSED)
+def test_results_lie_as_the_fake_ones_do_whatever_the_strides(prologue: str, weight: tuple[Any, ...]) -> None:
+    given = [t.T.contiguous().T if isinstance(t, torch.Tensor) and t.dim() == 2 else t for t in activations(prologue)]
+    results = getattr(ops, f"{prologue}_linear")(*given, *weight)
+    assert all(result.is_contiguous() for result in (results if isinstance(results, tuple) else (results,)))
+
+
+@pytest.mark.parametrize("prologue", FUSED)
+def test_fused_operators_under_compile(prologue: str, weight: tuple[Any, ...]) -> None:
+    run = getattr(ops, f"{prologue}_linear")
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *given: run(*given, column_map, torch.int8), fullgraph=True)
+    compiled = torch.compile(lambda *given: run(*given, *weight), fullgraph=True)
     for dtype in FLOATS[:2]:
-        given = activations(op, dtype)
-        for one, other in zip(compiled(*given), run(*given, column_map, torch.int8), strict=True):
+        given = activations(prologue, dtype)
+        for one, other in zip(compiled(*given), run(*given, *weight), strict=True):
             assert same(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("op", FUSED)
-def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
-    column_map, given = packed_weight("4:6@50%").column_map(16), activations(op)
+@pytest.mark.parametrize("prologue", FUSED)
+def test_fused_is_one_after_the_other(prologue: Prologue, dtype: torch.dtype) -> None:
+    column_map, given = packed_weight("4:6@50%").column_map(16), activations(prologue)
     before = [tensor.clone() for tensor in given if isinstance(tensor, torch.Tensor)]
-    result = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
+    result = FUSED[prologue](*given)
     value, *rest = result if isinstance(result, tuple) else (result,)
     wanted = quantize_rows(value, dtype)
-    values, scale, *others = getattr(ops, op)(*given, column_map, dtype)
+    values, scale, *others = fused_lift(prologue, given, column_map, dtype)
     assert same(values, gather(wanted.values, column_map))
     assert torch.equal(scale, wanted.scale)
     assert all(same(one, other) for one, other in zip(others, rest, strict=True))
@@ -187,13 +190,17 @@ def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.d
     assert (columns.dense_columns > 0) == (pattern == "4:6@50%")
 
 
-@pytest.mark.parametrize("op", ["lift", "quantize_lift", *FUSED])
-def test_every_operator_writes_slabs(in_tiles: Layout, op: str) -> None:
-    packed = packed_weight("4:6@50%", torch.bfloat16 if op == "lift" else torch.int8)
-    column_map, dtype = in_tiles.column_map(packed), [] if op == "lift" else [torch.int8]
-    given = (torch.randn(TOKENS, K, dtype=torch.bfloat16),) if op not in FUSED else activations(op)
-    results = [getattr(ops, op)(*given, column_map, *dtype, backend) for backend in ("reference", "tiled")]
-    (plain, *_), (tiled, *_) = ((r,) if op == "lift" else r for r in results)
+@pytest.mark.parametrize("how", ["lift", "quantize_lift", *FUSED])
+def test_every_lift_writes_slabs(in_tiles: Layout, how: Any) -> None:
+    packed = packed_weight("4:6@50%", torch.bfloat16 if how == "lift" else torch.int8)
+    column_map, x = in_tiles.column_map(packed), torch.randn(TOKENS, K, dtype=torch.bfloat16)
+    runs = {
+        "lift": lambda backend: ops.lift(x, column_map, backend),
+        "quantize_lift": lambda backend: ops.quantize_lift(x, column_map, torch.int8, backend)[0],
+    }
+    given = activations(how) if how in FUSED else ()
+    run = runs.get(how, lambda backend: fused_lift(how, given, column_map, torch.int8, backend)[0])
+    plain, tiled = run("reference"), run("tiled")
     assert tiled.shape == plain.shape
     view = slab_view(tiled, SLABS)
     assert tuple(view.shape) == SLABS.shape(*plain.shape, plain.element_size())

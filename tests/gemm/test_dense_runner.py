@@ -45,7 +45,7 @@ class Parts:
             index=0,
             tokens=TOKENS,
             padded=TOKENS,
-            width=COLUMNS,
+            k_packed=COLUMNS,
             shape=(TOKENS, COLUMNS),
             source=BF16,
             target=INT8,
@@ -80,7 +80,9 @@ def test_the_product_gets_what_the_launch_wrote() -> None:
     ((values, weight, scale_x, scale_w, given_bias, out_dtype),) = parts.products
     assert (values.shape, values.dtype, scale_x.shape, scale_x.dtype) == ((40, 64), INT8, (40, 1), torch.float32)
     assert (weight is WEIGHT, scale_w is scale, given_bias is bias, out_dtype) == (True, True, True, BF16)
-    assert parts.launches == [(INPUTS, 0.5, {"total": None, "values": values.data_ptr(), "scale": scale_x.data_ptr()})]
+    assert parts.launches == [
+        (INPUTS, 0.5, {"residual_out": None, "values": values.data_ptr(), "scale": scale_x.data_ptr()})
+    ]
     assert not parts.by_parts
 
 
@@ -88,7 +90,7 @@ def test_a_residual_gives_a_new_one() -> None:
     parts = Parts()
     _, total = parts.run(WEIGHT, torch.ones(OUT), residual=torch.ones(TOKENS, COLUMNS))
     assert (total.shape, total.dtype) == ((TOKENS, COLUMNS), BF16)
-    assert parts.launches[0][2]["total"] == total.data_ptr()
+    assert parts.launches[0][2]["residual_out"] == total.data_ptr()
 
 
 @pytest.mark.parametrize(

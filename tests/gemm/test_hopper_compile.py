@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper.compile import OUTPUTS, SOURCE, TYPES, compile_source, cubin, options
+from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, compile_sources, cubin, options, sources
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
@@ -23,12 +24,13 @@ MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
 
 PLAIN = [(dtype, out_dtype, 0, 8) for dtype in TYPES for out_dtype in OUTPUTS]
 BUNDLES = [
-    (dtype, torch.bfloat16, field, 8) for dtype, field in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
+    (dtype, torch.bfloat16, count_bits, 8)
+    for dtype, count_bits in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
 ]
 SIX_BITS = [(torch.int8, out_dtype, 0, 6) for out_dtype in OUTPUTS]
 
 
-def sizes_of(tile: Tile, itemsize: int, field: int, width: int) -> bytes:
+def sizes_of(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> str:
     """Assertions for the end of the source: what the host takes its sizes to be."""
     barriers = "(2 * STAGES + 1) * 8"
     memory = "1024 + STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + APART_BYTES"
@@ -36,51 +38,54 @@ def sizes_of(tile: Tile, itemsize: int, field: int, width: int) -> bytes:
         "THREADS": tile.threads,
         "TILE_BLOCKS * ROWS": tile.channels,
         "SHARE": tile.share,
-        "SLOTS": tile.slots(field),
-        f"{memory} + {barriers}": tile.shared_bytes(itemsize, field, width),
+        "SLOTS": tile.slots(count_bits),
+        f"{memory} + {barriers}": tile.shared_bytes(itemsize, count_bits, value_bits),
     }
-    return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items()).encode()
+    return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items())
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype", "field", "width"), PLAIN + BUNDLES + SIX_BITS, ids=str)
+@pytest.mark.parametrize(("dtype", "out_dtype", "count_bits", "value_bits"), PLAIN + BUNDLES + SIX_BITS, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_variant_compiles_well(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int, width: int
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, count_bits: int, value_bits: int
 ) -> None:
-    opts = options(tile, dtype, out_dtype, field=field, width=width)
-    source = SOURCE.read_bytes() + sizes_of(tile, dtype.itemsize, field, width)
-    code, log = compile_source(source, [*opts, "--ptxas-options=-v"])
+    opts = options(tile, dtype, out_dtype, count_bits=count_bits, value_bits=value_bits)
+    files = sources(count_bits, value_bits)
+    files[next(iter(files))] += sizes_of(tile, dtype.itemsize, count_bits, value_bits)
+    code, log = compile_sources(files, [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised
     assert "warning" not in log, log
 
 
-@pytest.mark.parametrize(("itemsize", "field", "width"), [(1, 0, 8), (2, 0, 8), (1, 3, 8), (1, 4, 8), (1, 0, 6)])
+@pytest.mark.parametrize(
+    ("itemsize", "count_bits", "value_bits"), [(1, 0, 8), (2, 0, 8), (1, 3, 8), (1, 4, 8), (1, 0, 6)]
+)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_shared_memory_fits(tile: Tile, itemsize: int, field: int, width: int) -> None:
-    n_bytes = tile.shared_bytes(itemsize, field, width)
+def test_shared_memory_fits(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> None:
+    n_bytes = tile.shared_bytes(itemsize, count_bits, value_bits)
     assert n_bytes <= SHARED_BYTES
     assert tile.blocks * (n_bytes + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
 
 
-@pytest.mark.parametrize(("field", "windows"), [(3, 2), (3, 3), (4, 4), (4, 5), (4, 6), (4, 7)])
+@pytest.mark.parametrize(("count_bits", "windows"), [(3, 2), (3, 3), (4, 4), (4, 5), (4, 6), (4, 7)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_no_slot_is_filled_while_a_bundle_is_in_it(tile: Tile, field: int, windows: int) -> None:
+def test_no_slot_is_filled_while_a_bundle_is_in_it(tile: Tile, count_bits: int, windows: int) -> None:
     # A range of steps may begin and end within a bundle; before each bundle, its first step and its last.
     for skipped in range(windows if tile.split > 1 else 1):
         steps = [step + skipped for step in range(10 * tile.stages)]
         bundles = [step // windows for step in steps]
-        for bundle in range(tile.slots(field), bundles[-1]):
+        for bundle in range(tile.slots(count_bits), bundles[-1]):
             first = bundles.index(bundle)
             given_back = first - tile.stages  # the last step that all consumers are through with
-            last_read = bundles.index(bundle - tile.slots(field) + 1) - 1
+            last_read = bundles.index(bundle - tile.slots(count_bits) + 1) - 1
             assert last_read <= given_back
 
 
 def test_a_refused_source_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match=r"nvrtcCompileProgram failed with status 6; got .*error") as caught:
-        compile_source(b"int f( { }", ["--gpu-architecture=sm_90a"])
+        compile_sources({"f.cu": "int f( { }"}, ["--gpu-architecture=sm_90a"])
     assert "\n" not in str(caught.value)
 
 
@@ -94,11 +99,11 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts compilations from here on."""
     calls: list[int] = []
 
-    def counted(source: bytes, opts: list[str]) -> tuple[bytes, str]:
+    def counted(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, str]:
         calls.append(1)
-        return compile_source(source, opts)
+        return compile_sources(files, opts)
 
-    monkeypatch.setattr(hopper_compile, "compile_source", counted)
+    monkeypatch.setattr(hopper_compile, "compile_sources", counted)
     return calls
 
 
@@ -108,6 +113,16 @@ def test_the_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.M
     assert cubin(TILE, torch.int8, torch.bfloat16) == first
     assert len(calls) == 1
     cubin(TILE, torch.int8, torch.float16)
+    assert len(calls) == 2
+
+
+def test_a_changed_header_is_compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _compiled(monkeypatch)
+    cubin(TILE, torch.int8, torch.bfloat16)
+    changed = sources()
+    changed["epilogue.cuh"] += "\n// changed"
+    monkeypatch.setattr(hopper_compile, "sources", lambda *_: changed)
+    cubin(TILE, torch.int8, torch.bfloat16)
     assert len(calls) == 2
 
 

@@ -12,9 +12,9 @@ from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, Band
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Band, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.layout import Lifted, slab_view
@@ -40,7 +40,7 @@ def problem(
     torch.manual_seed(tokens)
     weight = torch.randn(OUT, COLUMNS) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    weight = weight & -4 if backend.width == 6 else weight
+    weight = weight & -4 if backend.value_bits == 6 else weight
     packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
     x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
@@ -126,14 +126,14 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-@pytest.mark.parametrize("width", [8, 6])
-@pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
+@pytest.mark.parametrize("value_bits", [8, 6])
+@pytest.mark.parametrize(("hopper", "count_bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
 def test_experts_are_multiplied_where_tokens_chose_them(
-    hopper: HopperExperts, bits: int, width: int, monkeypatch: pytest.MonkeyPatch
+    hopper: HopperExperts, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
-    experts = packed_experts(4, 300, 256, INT8, recipe="6bit" if width == 6 else "absmax")
+    memory, tile = GlobalMemory(), next(tile for tile in GROUPED_TILES if tile.tokens == 16)
+    experts = packed_experts(4, 300, 256, INT8, recipe="6bit" if value_bits == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)
@@ -146,10 +146,10 @@ def test_experts_are_multiplied_where_tokens_chose_them(
         return y
 
     def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, *stored: int) -> EmulatedKernel:
-        assert stored == (bits, width)
+        assert stored == (count_bits, value_bits)
         return EmulatedKernel(memory, tile, (dtype, out_dtype), *stored, grouped=True)
 
-    for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):
+    for tensor in (slab_view(values, SLABS), scale_x, operand.weights, scale, at.experts, at.used):
         memory.add(tensor)
     monkeypatch.setattr(grouped, "load_grouped", load)
     monkeypatch.setattr(grouped, "is_current", lambda device: True)
@@ -165,7 +165,11 @@ def test_experts_are_multiplied_where_tokens_chose_them(
 
 
 WRONG = {
-    "data is not awaited": ("barrier_wait(ring.full_of(place), place.phase);", ";", r"metadata|an operand changed"),
+    "data is not awaited": (
+        "{ barrier_wait(ring.full_of(place), place.phase); }",
+        "{}",
+        r"metadata|an operand changed",
+    ),
     "a stage is given back too early": ("mma_wait<1>();", "mma_wait<2>();", "an operand changed while"),
     "a stage is never given back": ("if (lane_zero) barrier_arrive(ring.empty_of(oldest));", "", "nobody can go on"),
     "too few bytes are awaited": ("x_bytes + TILE_BLOCKS * SPARSE_BYTES);", "x_bytes);", "metadata|operand|nobody"),
@@ -176,11 +180,11 @@ WRONG = {
 
 WRONG_OF_BUNDLES = {
     "words are not awaited": (
-        "if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);",
+        "if (bundle.window == 0) await_stage();",
         "",
         "metadata",
     ),
-    "slots are too few": ("SLOTS = FIELD == 0 ? 0 : 1 +", "SLOTS = FIELD == 0 ? 0 : 1 + 0 *", "metadata"),
+    "slots are too few": ("SLOTS = COUNT_BITS == 0 ? 0 : 1 +", "SLOTS = COUNT_BITS == 0 ? 0 : 1 + 0 *", "metadata"),
     "words are not counted": ("+ (words ? SLOT_BYTES : 0)", "", "nobody can go on"),
 }
 
@@ -196,9 +200,6 @@ def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
     backend = Bundles if wrong in WRONG_OF_BUNDLES else HopperSixBits if wrong in WRONG_OF_SIX_BITS else Hopper
     tile, seed = (HALF, 1) if wrong in WRONG_OF_HALVES else (SMALL, 0)
     right, broken, message = (WRONG | WRONG_OF_BUNDLES | WRONG_OF_SIX_BITS | WRONG_OF_HALVES)[wrong]
-    source = SOURCE.read_text()
-    assert right in source
     lifted, packed, _ = problem("6:8", INT8, 20, backend)
-    given = source.replace(right, broken).encode()
     with pytest.raises(Fault, match=message):
-        run_product(lifted, packed, tile, BF16, source=given, backend=backend, seed=seed)
+        run_product(lifted, packed, tile, BF16, edit=(right, broken), backend=backend, seed=seed)

@@ -14,10 +14,11 @@ from hopper_forms import ExpertsWithoutBundles
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
-from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
+from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.launch import Arguments
-from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.kernel import Arguments
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 from slidesparse.models.choose_patterns import modelled_bytes
@@ -28,10 +29,12 @@ from slidesparse.weights.slide import gather
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.mark.parametrize(("dtype", "field"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
-@pytest.mark.parametrize("tile", WHOLE, ids=str)
-def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int) -> None:
-    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True, field), "--ptxas-options=-v"])
+@pytest.mark.parametrize(("dtype", "count_bits"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
+@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, count_bits: int) -> None:
+    code, log = compile_sources(
+        sources(count_bits), [*options(tile, dtype, BF16, True, count_bits), "--ptxas-options=-v"]
+    )
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log
@@ -41,7 +44,7 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int)
 @pytest.mark.parametrize(("columns", "shape"), [(200, (1, 4 * (3 * 512 + 3 * 4096))), (300, (4, 4, 5120))])
 def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, shape: tuple[int, ...]) -> None:
     experts = packed_experts(3, 300, columns, INT8)
-    operand = HopperExperts().prepare(experts)
+    operand = HopperExperts().prepare(experts).weights
     assert operand.shape == (3, 2, *shape)
     assert operand.is_contiguous()
     for packed, steps in zip(experts, operand, strict=True):
@@ -59,7 +62,7 @@ def test_plans_count_the_bytes_that_experts_take(pattern: str, recipe: Rounding,
     out, columns = 256, 32 * 720  # whole bundles of all of these patterns
     experts = packed_experts(2, out, columns, INT8, pattern, recipe=recipe)
     modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True, bits=bits)
-    assert HopperExperts().prepare(experts).nbytes == pytest.approx(float(modelled), rel=2e-3)
+    assert HopperExperts().prepare(experts).weights.nbytes == pytest.approx(float(modelled), rel=2e-3)
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 131072])
@@ -92,7 +95,7 @@ class Listener:
 
 @pytest.fixture
 def listen(monkeypatch: pytest.MonkeyPatch) -> Listener:
-    listener = Listener(next(tile for tile in WHOLE if tile.tokens == 16))
+    listener = Listener(next(tile for tile in GROUPED_TILES if tile.tokens == 16))
     monkeypatch.setattr(grouped, "load_grouped", lambda *_: listener)
     monkeypatch.setattr(grouped, "is_current", lambda _: True)
     monkeypatch.setattr(grouped, "current_stream", lambda _: 7)
@@ -116,11 +119,18 @@ def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(
     assert y.shape == (64, 320)
     ((said, grid, stream),) = listen.launches
     assert (grid, stream) == (listen.tile.count(64, 320), 7)
-    places = {"x": x.values, "sparse": operand, "scale_x": x.scale, "scale_w": scale, "y": y, "experts": at.experts}
+    places = {
+        "x": x.values,
+        "sparse": operand.weights,
+        "scale_x": x.scale,
+        "scale_w": scale,
+        "y": y,
+        "experts": at.experts,
+    }
     for name, tensor in {**places, "used": at.used}.items():
         assert getattr(said, name) == tensor.data_ptr(), name
     assert (said.tokens, said.channels, said.sparse_slabs, said.dense_slabs, said.bias_type) == (64, 320, 3, 0, 0)
-    assert said.windows == windows
+    assert said.windows == operand.form.windows == windows
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 48}, {"columns": 256}, {"columns": 512}, {"experts": 3}])

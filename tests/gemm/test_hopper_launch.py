@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,19 +14,19 @@ import pytest
 import torch
 
 from slidesparse import InputError, UnsupportedError
+from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.choose_tiles import Band, cheapest
+from slidesparse.gemm.hopper.compile import sources
+from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
 from slidesparse.gemm.hopper.launch import (
     BIAS_TYPES,
-    Arguments,
     GemmLaunch,
-    Kernel,
     WeightAddresses,
     find_launch,
-    load_kernel,
 )
-from slidesparse.gemm.hopper.tiles import GROUP, TILES, Band, Tile, cheapest
-from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile
+from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -60,7 +61,7 @@ class Listener:
 @pytest.fixture(autouse=True)
 def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
-    multiprocessors = hopper_launch.multiprocessors
+    multiprocessors = hopper_kernel.multiprocessors
     multiprocessors.cache_clear()
     yield
     multiprocessors.cache_clear()
@@ -70,7 +71,7 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def listen(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(*answers: int) -> Listener:
         listener = Listener(*answers)
-        monkeypatch.setattr(hopper_launch, "_driver", lambda: listener.driver)
+        monkeypatch.setattr(hopper_kernel, "_driver", lambda: listener.driver)
         return listener
 
     return start
@@ -129,7 +130,7 @@ def test_a_launch_that_fails_says_so(listen: Any) -> None:
 
 def fields_of_the_source() -> list[tuple[str, str]]:
     """Name and C type of each field of the kernel's struct, as the source has them."""
-    source = re.sub(r"//.*", "", SOURCE.read_text(encoding="utf-8"))
+    source = re.sub(r"//.*", "", sources()["arguments.cuh"])
     (body,) = re.findall(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL)
     declared = [statement.split() for statement in body.split(";") if statement.strip()]
     assert all(re.fullmatch(r"\w+", words[-1]) for words in declared), "one plain name a declaration"
@@ -152,7 +153,10 @@ def test_the_struct_has_the_fields_of_the_source_in_their_order() -> None:
 
 
 def test_the_kernel_takes_the_struct_alone() -> None:
-    assert re.search(r"sparse_gemm\(const __grid_constant__ Arguments \w+\)", SOURCE.read_text(encoding="utf-8"))
+    assert sources()["sparse_gemm.cuh"].endswith("CLUSTER sparse_gemm\n")
+    for count_bits, value_bits in itertools.product((0, 3), (8, 6)):
+        compiled = next(iter(sources(count_bits, value_bits).values()))
+        assert re.search(r"KERNEL\(const __grid_constant__ Arguments \w+\)", compiled)
 
 
 class Told:
@@ -237,6 +241,12 @@ BUNDLED = ColumnOrder(512, 8, 0, 0, 64, 0, 768, bundle=32)
 OUT = 300
 
 
+def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, torch.Size, torch.Size]:
+    """The form of a weight, and the shapes of its segments."""
+    form = SparseForm.of_order(order, itemsize)
+    return form, dense_shape(order, itemsize, out), form.shape(out, itemsize)
+
+
 @pytest.mark.parametrize("tile", [None, PLAIN])
 def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
     loaded: list[tuple[Any, ...]] = []
@@ -250,7 +260,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
     chosen = cheapest(70, OUT, 4) if tile is None else tile
@@ -271,7 +281,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *given: loaded.append(given) or told)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, BUNDLED.k_packed)), torch.int8, *step_shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, BUNDLED.k_packed)), torch.int8, *shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
     for launch, tokens in ((find_launch(*sizes), 70), (find_launch(*sizes).for_tokens(900), 900)):
         assert launch.slab_bytes == -(-tokens // 8) * 8 * 128 * 6
         launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
@@ -284,26 +294,27 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
-    dense, sparse = step_shapes(ORDER, 1, OUT)
+    form, dense, sparse = shapes(ORDER, 1, OUT)
     x, rest = torch.Size((70, ORDER.k_packed)), (OUT, torch.bfloat16, 0)
     for activations, operand, out in (
-        (torch.Size((70, ORDER.k_packed - 128)), (dense, sparse), OUT),
-        (x, (sparse, dense), OUT),  # the one for the other
-        (x, (dense, sparse), 513),
-        (torch.Size((70, BUNDLED.k_packed - 128)), step_shapes(BUNDLED, 1, OUT), OUT),
-        (torch.Size((70, BUNDLED.k_packed + 128)), step_shapes(BUNDLED, 1, OUT), OUT),
+        (torch.Size((70, ORDER.k_packed - 128)), (form, dense, sparse), OUT),
+        (x, (form, sparse, dense), OUT),  # the one for the other
+        (x, (form, dense, sparse), 513),
+        (x, (form._replace(value_bits=6), dense, sparse), OUT),
+        (torch.Size((70, BUNDLED.k_packed - 128)), shapes(BUNDLED, 1, OUT), OUT),
+        (torch.Size((70, BUNDLED.k_packed + 128)), shapes(BUNDLED, 1, OUT), OUT),
     ):
         with pytest.raises(InputError, match="as the weight was prepared"):
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
     with pytest.raises(InputError, match="output type of the Hopper kernel"):
-        find_launch(x, torch.int8, dense, sparse, OUT, torch.float64, 0)
+        find_launch(x, torch.int8, form, dense, sparse, OUT, torch.float64, 0)
 
 
 def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
     x, types = torch.Size((70, ORDER.k_packed)), (torch.bfloat16, 0)
-    no_tokens = find_launch(torch.Size((0, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, *types)
-    no_outputs = find_launch(x, torch.int8, *step_shapes(ORDER, 1, 0), 0, *types)
+    no_tokens = find_launch(torch.Size((0, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, *types)
+    no_outputs = find_launch(x, torch.int8, *shapes(ORDER, 1, 0), 0, *types)
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
         assert not nothing.bands
         nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
@@ -316,7 +327,7 @@ def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.Monk
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 109 + device)
     hopper_launch._launch.cache_clear()
     wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes
-    given = torch.Size((70, wide.k_packed)), torch.bfloat16, *step_shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
+    given = torch.Size((70, wide.k_packed)), torch.bfloat16, *shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*given)
     launch.for_tokens(900)
     assert asked == [(70, OUT, 2, 1, 114), (900, OUT, 2, 1, 114)]
@@ -339,8 +350,8 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
         return lambda *given: told.calls.append((name, *given)) or (told.status.get(name, 0), *made)
 
     named = {name: call(name) for name in CALLS} | {"CUfunction_attribute": driver.CUfunction_attribute}
-    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(**named))
-    monkeypatch.setattr(hopper_launch, "cubin", lambda *given: given)
+    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(**named))
+    monkeypatch.setattr(hopper_kernel, "cubin", lambda *given: given)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(
@@ -354,7 +365,7 @@ VARIANT = SMALL, torch.int8, torch.bfloat16, 1, 3, 8
 
 
 def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None:
-    loaded, shared = hopper_launch._load(*VARIANT, False), SMALL.shared_bytes(1, 3)
+    loaded, shared = hopper_kernel._load(*VARIANT, False), SMALL.shared_bytes(1, 3)
     retain, current, load, find, attribute = loading.calls
     assert (retain, current) == (("cuDevicePrimaryCtxRetain", 1), ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"))
     assert load == ("cuModuleLoadData", (SMALL, torch.int8, torch.bfloat16, False, 3, 8))
@@ -369,7 +380,7 @@ def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None
 def test_a_variant_that_cannot_be_loaded_says_which_call_failed(loading: Any, name: str) -> None:
     loading.status[name] = 2
     with pytest.raises(UnsupportedError, match=f"{name} failed; got 2"):
-        hopper_launch._load(*VARIANT, False)
+        hopper_kernel._load(*VARIANT, False)
     assert loading.calls[-1][0] == name
 
 
@@ -382,8 +393,8 @@ def test_nothing_is_loaded_while_a_graph_is_captured(loading: Any, monkeypatch: 
 
 def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [(0, 13020), (100, 0)]
-    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: answers.pop(0)))
-    version = hopper_launch.driver_version.__wrapped__
+    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: answers.pop(0)))
+    version = hopper_kernel.driver_version.__wrapped__
     assert version() == 13
     with pytest.raises(UnsupportedError, match="cuDriverGetVersion failed"):
         version()
@@ -391,7 +402,7 @@ def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPa
     def missing() -> Any:
         raise RuntimeError("libcuda.so.1")
 
-    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
     with pytest.raises(UnsupportedError, match="install the NVIDIA driver"):
         version()
 
@@ -399,12 +410,12 @@ def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("grouped", [False, True])
 def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyPatch, grouped: bool) -> None:
     loaded: list[Any] = []
-    load = hopper_launch.load_grouped if grouped else hopper_launch.load_kernel
-    monkeypatch.setattr(hopper_launch, "cubin", lambda *_: b"")
-    monkeypatch.setattr(hopper_launch, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
+    load = hopper_kernel.load_grouped if grouped else hopper_kernel.load_kernel
+    monkeypatch.setattr(hopper_kernel, "cubin", lambda *_: b"")
+    monkeypatch.setattr(hopper_kernel, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
     given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8  # a device that no other test has
     try:
-        hopper_launch.load_kernels([PLAIN], *given[1:], grouped=grouped)
+        hopper_kernel.load_kernels([PLAIN], *given[1:], grouped=grouped)
         assert loaded == [(*given, grouped)]
         load(*given)
         assert len(loaded) == 1

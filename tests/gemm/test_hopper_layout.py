@@ -11,8 +11,8 @@ import torch
 from hopper_forms import Bundles, SixBitBundles
 
 from slidesparse.errors import InputError
-from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBits
-from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of, dense_shape
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
@@ -77,11 +77,12 @@ def test_six_bits_take_four_fifths_of_the_memory() -> None:
     packed = _packed("6:8", torch.int8, 512, 1024, six_bits=True)
     eight, six = (backend().prepare(packed).sparse for backend in (Hopper, HopperSixBits))
     assert six.nbytes * 5 == eight.nbytes * 4
-    form = SparseForm.of(six.shape)
-    assert (form.slabs, form.windows, form.width) == (12, 0, 6)
     order = HopperSixBits.layout.order(packed)
     assert order is not None
-    assert step_shapes(order, 1, 512, 6)[1] == six.shape
+    form = SparseForm.of_order(order, 1, 6)
+    assert (form.slabs, form.windows, form.value_bits) == (12, 0, 6)
+    assert form == HopperSixBits().form_of(six)
+    assert form.shape(512, 1) == six.shape
 
 
 def test_values_of_more_bits_are_refused() -> None:
@@ -114,8 +115,9 @@ def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: t
         order = backend.layout.order(packed)
         assert order is not None
         operand = backend().prepare(packed)
-        assert step_shapes(order, dtype.itemsize, out) == (operand.dense.shape, operand.sparse.shape)
-        assert SparseForm.of(operand.sparse.shape).shape(out, dtype.itemsize) == operand.sparse.shape
+        form = SparseForm.of_order(order, dtype.itemsize)
+        assert dense_shape(order, dtype.itemsize, out) == operand.dense.shape
+        assert form.shape(out, dtype.itemsize) == operand.sparse.shape
         assert len(backend.layout.column_map(packed)) == order.k_packed
 
 
@@ -184,7 +186,7 @@ def test_a_few_instructions_give_the_metadata_of_every_group(pattern: str) -> No
     for shift in range(16):
         groups = (np.arange(parsed.codes)[:, None] + shift + 7 * np.arange(16)) % parsed.codes
         planes = []
-        for bit in range(field_bits(parsed.windows)):
+        for bit in range(count_bits_of(parsed.windows)):
             word = np.zeros(parsed.codes, np.uint32)
             for nibble in range(8):
                 for register in range(2):
@@ -236,7 +238,7 @@ def test_bundles_are_used_where_they_hardly_pad(pattern: str, columns: int, bund
     packed = _packed(pattern, torch.int8, 2, columns)
     assert bundle_of(packed) == bundle
     if bundle > 1:
-        tight, plain = (len(backend.layout.column_map(packed)) for backend in (HopperCounts, Hopper))
+        tight, plain = (len(layout.column_map(packed)) for layout in (COUNTS, Hopper.layout))
         assert plain <= tight <= 1.02 * plain
     assert bundle_of(_packed(pattern, torch.bfloat16, 2, columns)) == 1
 

@@ -16,7 +16,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES
-from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import ColumnOrder, LinearTensors
@@ -24,6 +24,8 @@ from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
 ORDER = ColumnOrder(64, 8, 0, 8, 0, 128, 0)
+FORM = SparseForm.of_order(ORDER, 1)
+SHAPES = dense_shape(ORDER, 1, OUT), FORM.shape(OUT, 1)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 
@@ -58,7 +60,7 @@ class Launches:
             device=torch.device("cpu"),
             index=0,
             tokens=TOKENS,
-            width=ORDER.k_packed,
+            k_packed=ORDER.k_packed,
             shape=(TOKENS, ORDER.in_features),
         )
 
@@ -89,7 +91,7 @@ def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> HopperLinear:
 
 
 def weight() -> LinearTensors:
-    operand = [torch.empty(shape, dtype=torch.uint8) for shape in step_shapes(ORDER, 1, OUT)]
+    operand = [torch.empty(shape, dtype=torch.uint8) for shape in SHAPES]
     return LinearTensors(torch.empty(0), torch.empty(0), operand, torch.ones(OUT), None, None)
 
 
@@ -107,7 +109,7 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total is None
     ((inputs, eps, outputs),) = launches.lifted
     assert inputs is INPUTS
-    assert (outputs["total"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
+    assert (outputs["residual_out"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
     (dense, sparse), scale = tensors.operand, tensors.scale
     assert scale is not None
     addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
@@ -155,7 +157,7 @@ def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.M
     tile = next(iter(TILES))
     for given in (None, tile):
         HopperLinear(launches.lift, by_parts, tile=given)
-    shapes = (torch.Size((TOKENS, ORDER.k_packed)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
+    shapes = (torch.Size((TOKENS, ORDER.k_packed)), torch.int8, FORM, *SHAPES, OUT, BF16, 0)
     assert asked == [(*shapes, None), (*shapes, tile)]
 
 
@@ -166,7 +168,7 @@ def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total is not None
     assert (total.shape, total.dtype) == (rows().shape, BF16)
     ((_, eps, outputs),) = launches.lifted
-    assert (outputs["total"], eps) == (total.data_ptr(), 1e-6)
+    assert (outputs["residual_out"], eps) == (total.data_ptr(), 1e-6)
 
 
 def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:

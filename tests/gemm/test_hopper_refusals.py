@@ -13,7 +13,7 @@ from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import pack_segments
 from slidesparse.weights.pattern import Pattern
@@ -21,7 +21,7 @@ from slidesparse.weights.pattern import Pattern
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    cached = (hopper_compile._nvrtc, hopper_compile.nvrtc_version, hopper_launch._driver, hopper_launch.driver_version)
+    cached = (hopper_compile._nvrtc, hopper_compile.nvrtc_version, hopper_kernel._driver, hopper_kernel.driver_version)
     for function in cached:
         function.cache_clear()
     yield
@@ -90,14 +90,14 @@ def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
     assert _why_not() == "the CUDA driver cannot be loaded; install the NVIDIA driver"
     monkeypatch.undo()
 
 
 def test_a_failed_launch_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="cuLaunchKernel failed; got CUDA_ERROR_ILLEGAL_ADDRESS; run with"):
-        hopper_launch._check(_Status(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "cuLaunchKernel")
+        hopper_kernel._check(_Status(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "cuLaunchKernel")
 
 
 class _Status(int):

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from slidesparse.gemm.hopper.tiles import (
+from slidesparse.gemm.hopper.choose_tiles import (
     MOST_PLANNED,
+    MULTIPROCESSORS,
     SECOND_LAUNCH,
-    TILES,
     TWO_BAND_TOKENS,
     Band,
-    Tile,
+    blocks_of,
     cheapest,
     choose_bands,
-    together,
+    concurrent_blocks,
     work,
 )
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.speed_files import PACKAGED, load_speeds
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -127,12 +128,13 @@ def test_every_tile_is_chosen_somewhere() -> None:
 def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels: int) -> None:
     for tile in TILES:
         blocks = tile.count(tokens, channels) * tile.split
-        steps, tiles = work(tile, tokens, channels, 100)
-        assert tiles == math.ceil(blocks / together(tile) / tile.blocks)
+        at = (tile,), blocks_of((tile,), tokens, channels, MULTIPROCESSORS), 100, MULTIPROCESSORS
+        steps, tiles = (float(part) for part in work(*at))
+        assert tiles == math.ceil(blocks / concurrent_blocks(tile) / tile.blocks)
         if tile.sums_in_ring and tiles > 1:
             assert steps == math.inf
             continue
-        even = max(1, blocks / together(tile)) * 100 / tile.split
+        even = max(1, blocks / concurrent_blocks(tile)) * 100 / tile.split
         assert even <= steps <= (even if tile.blocks > 1 else even + 100 / tile.split)
 
 
@@ -142,7 +144,7 @@ def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels:
 def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, channels: int, columns: int) -> None:
     # 32 of them: served and shipped times had o and down of Llama-3-8B, and down of Llama-3.2-1B, 1.4 times as long.
     chosen = cheapest(tokens, channels, columns * 3 // 2 // 128)
-    assert chosen.count(tokens, channels) * chosen.split <= together(chosen) * chosen.blocks
+    assert chosen.count(tokens, channels) * chosen.split <= concurrent_blocks(chosen) * chosen.blocks
     assert chosen.split < 4
 
 
@@ -173,20 +175,28 @@ def test_a_dense_slab_counts_twice() -> None:
 
 
 def cycles(tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int) -> float:
-    own, tiles = work(tile, tokens, channels, steps, multiprocessors)
-    return TILES[tile].step * own + TILES[tile].tile * tiles
+    """The cost of one product by its definition."""
+    blocks = tile.count(tokens, channels) * tile.split
+    most = -(-blocks // concurrent_blocks(tile, multiprocessors))
+    load = most if tile.blocks == 1 else max(1.0, blocks / multiprocessors)
+    own = math.inf if tile.sums_in_ring and most > 1 else load * steps / tile.split
+    return TILES[tile].step * own + TILES[tile].tile * -(-most // tile.blocks)
+
+
+def fastest(tokens: int, channels: int, steps: int, n: int) -> Tile:
+    return min(TILES, key=lambda tile: cycles(tile, tokens, channels, steps, n))
 
 
 def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band, ...]:
     """The choice on n multiprocessors by its definition: one number of tokens, tile after tile."""
-    tile = cheapest(tokens, channels, steps, n)
+    tile = fastest(tokens, channels, steps, n)
     one, counted = cycles(tile, tokens, channels, steps, n), -(-tokens // 16) * 16
     found = [(one, (Band(tile, channels),))]
     for large in TILES:
         rows = -(-tokens // large.tokens)
         first = large.count(tokens, channels) // n * n // rows * large.channels
         if counted in TWO_BAND_TOKENS and large.channels == 256 and 0 < first < channels:
-            rest = cheapest(tokens, channels - first, steps, n)
+            rest = fastest(tokens, channels - first, steps, n)
             both = cycles(large, tokens, first, steps, n) + cycles(rest, tokens, channels - first, steps, n)
             found.append((both + SECOND_LAUNCH, (Band(large, first), Band(rest, channels - first))))
     return min(found, key=lambda each: each[0])[1]
@@ -215,5 +225,9 @@ def test_tiles_fill_the_waves_of_the_gpu_that_runs_them(multiprocessors: int) ->
                 assert -large.count(tokens, own) % multiprocessors < -(-tokens // large.tokens)
             for tile, own in here:
                 if tile.sums_in_ring:
-                    assert tile.count(tokens, own) * tile.split <= together(tile, multiprocessors) <= multiprocessors
+                    assert (
+                        tile.count(tokens, own) * tile.split
+                        <= concurrent_blocks(tile, multiprocessors)
+                        <= multiprocessors
+                    )
     assert other > 48

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.launch import Kernel
+from slidesparse.gemm.hopper.kernel import Kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain_text

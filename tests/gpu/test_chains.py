@@ -69,7 +69,6 @@ def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> b
     ("pattern", "backend", "dtype"),
     [
         *((pattern, "hopper", dtype) for pattern in ("2:4", "6:8", "4:6@50%") for dtype in ("int8", "fp8")),
-        *(("6:8", "hopper-counts", dtype) for dtype in ("int8", "fp8")),
         *((pattern, "hopper-6bit", "int8") for pattern in ("2:4", "6:8", "4:6@50%")),
     ],
 )

@@ -13,8 +13,9 @@ from small_models import make
 import slidesparse
 from slidesparse.base.triton_launcher import Launcher
 from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import WHOLE, Tile
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import Lifted, LinearTensors
@@ -46,7 +47,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=WHOLE, ids=str)
+@pytest.fixture(params=GROUPED_TILES, ids=str)
 def tile(request: pytest.FixtureRequest) -> Tile:
     chosen: Tile = request.param
     return chosen
@@ -132,7 +133,7 @@ def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) 
     down = packed_experts(EXPERTS, HIDDEN, INNER, INT8, "6:8", "cuda")
     layer = SlideExperts(gate_up, down, HopperExperts())
     layer.warm_up(BF16, 2)
-    layer.product.warm_up(INT8, BF16, [layer.gate_up.operand, layer.down.operand])
+    layer.product.warm_up(INT8, BF16, [layer.gate_up.weights, layer.down.weights])
 
     def compiles(*_: object) -> None:
         raise AssertionError("a kernel was compiled")

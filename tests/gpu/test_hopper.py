@@ -20,8 +20,10 @@ from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.kernel import load_kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.warmup import WarmUp
@@ -481,7 +483,7 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    for cache in (hopper_launch.load_kernel, hopper_launch._launch, resolve_linear, _made_before):
+    for cache in (load_kernel, hopper_launch._launch, resolve_linear, _made_before):
         cache.cache_clear()
 
 

@@ -9,8 +9,8 @@ import torch
 from hopper_forms import Bundles
 from tolerances import FP8_TENSOR_CORE, assert_product
 
-from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
-from slidesparse.gemm.hopper.launch import load_kernels
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
@@ -38,8 +38,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
-    for field in (3, 4):
-        load_kernels(TILES, INT8, BF16, 0, field, 8)
+    for count_bits in (3, 4):
+        load_kernels(TILES, INT8, BF16, 0, count_bits, 8)
     load_kernels(TILES, FP8, BF16, 0, 3, 8)
 
 
@@ -184,7 +184,7 @@ def test_both_forms_give_the_same_product() -> None:
     packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
     ours, plain = (
         backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
-        for backend in (HopperCounts, Hopper)
+        for backend in (Bundles, Hopper)
     )
     assert torch.equal(ours, plain)
-    assert HopperCounts().prepare(packed).sparse.nbytes < 0.91 * Hopper().prepare(packed).sparse.nbytes
+    assert Bundles().prepare(packed).sparse.nbytes < 0.91 * Hopper().prepare(packed).sparse.nbytes

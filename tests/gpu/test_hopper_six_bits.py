@@ -7,8 +7,9 @@ import torch
 from hopper_forms import SixBitBundles
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.launch import load_kernels
-from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
+from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.kernel import load_kernels
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
@@ -31,8 +32,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
-    for field in (0, 3, 4):
-        load_kernels(TILES, INT8, BF16, 0, field, 6)
+    for count_bits in (0, 3, 4):
+        load_kernels(TILES, INT8, BF16, 0, count_bits, 6)
 
 
 @pytest.fixture(autouse=True)

@@ -406,8 +406,10 @@ def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_k
 
     made = pass_of()
     before = made.uuid()
-    sources = [path for path in copied_sources if path.suffix in (".py", ".cu", ".json")]
-    assert {"sparse_gemm.cu", "host_bound.py", "select.py", "speed-nvidia-h200.json"} <= {path.name for path in sources}
+    sources = [path for path in copied_sources if path.suffix in (".py", ".cu", ".cuh", ".json")]
+    assert {"counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json"} <= {
+        path.name for path in sources
+    }
     for path in sources:
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if content else b" ")

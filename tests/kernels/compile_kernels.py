@@ -140,7 +140,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         arguments = {
             "x_ptr": pointer,
             "residual_ptr": pointer if added else (None,),
-            "total_ptr": pointer if added else (None,),
+            "residual_out_ptr": pointer if added else (None,),
             "gain_ptr": pointer if "norm" in prologue else (None,),
             "pairs_ptr": (None,) if packed.pairs is None else "*i16",
             "out_ptr": pointer if variant.quant == "none" else "*i16" if variant.held else "*i8",
@@ -196,7 +196,9 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
+        variant = PackVariant(
+            8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, padded_group=8
+        )
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,

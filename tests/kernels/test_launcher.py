@@ -229,7 +229,7 @@ def test_kernels_start_early_where_triton_knows_how(
 NUMBERS = {
     "x_ptr": 16,
     "residual_ptr": 32,
-    "total_ptr": 48,
+    "residual_out_ptr": 48,
     "gain_ptr": 64,
     "pairs_ptr": 80,
     "out_ptr": 96,
@@ -251,7 +251,7 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
     lift.launcher = launcher
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
     inputs = LiftInputs(x=16, residual=32, gain=64, pairs=80, x_stride=128, residual_stride=144)
-    lift.launch(inputs, 0.25, total=48, values=96, scale=112)
+    lift.launch(inputs, 0.25, residual_out=48, values=96, scale=112)
     (arguments,) = told
     assert arguments[:4] == (5, 1, 1, 4096)
     assert kernel.arg_names == [*NUMBERS, "P"]
@@ -269,7 +269,7 @@ def test_triton_is_told_the_same_parameters() -> None:
     given = dict(zip(held_kernel.arg_names, arguments, strict=False))
     assert [*given] == [*NUMBERS]
     assert programs == 5
-    tensors = {"x_ptr": x, "residual_ptr": residual, "gain_ptr": gain, "total_ptr": lifted.residual}
+    tensors = {"x_ptr": x, "residual_ptr": residual, "gain_ptr": gain, "residual_out_ptr": lifted.residual}
     tensors |= {"pairs_ptr": None, "scales_ptr": lifted.scale}
     assert all(given[name] is tensor for name, tensor in tensors.items())
     assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()

@@ -27,8 +27,8 @@ from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 
-WITH_EXPERTS = ("hopper", "hopper-counts", "hopper-6bit", "hopper-6bit-counts")
-"""The backends of linears whose kernel multiplies by experts too; these have counts whatever linears have."""
+WITH_EXPERTS = ("hopper", "hopper-6bit")
+"""The backends of linears whose kernel multiplies by experts too."""
 
 
 @dataclass

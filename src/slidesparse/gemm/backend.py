@@ -8,9 +8,8 @@ with the product accumulated in int32 (INT8) or float32 (all others), the rest i
 type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``).
 
 A *runner* runs a linear, or several in a row, for one number of tokens. It is made once, when that number is first
-seen (:mod:`slidesparse.ops.resolve`), and called often. Every backend can lift, then multiply: that is the default. A
-backend with a faster way gives a runner of its own, which takes the default where its own way cannot run, and logs the
-reason once.
+seen (:mod:`slidesparse.ops.resolve`), and called often. By default it lifts, then multiplies. A backend with a faster
+path returns its own runner, which falls back to the default where that path cannot run, and logs the reason once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Operand: TypeAlias = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """A multiplication, as far as a backend must know it to say whether it can run it.
+    """What a backend must know of a multiplication to say whether it can run it.
 
     Attributes:
         pattern: The weight's pattern.
@@ -148,10 +147,10 @@ class LiftThenMultiply:
                 needed="one device",
                 remedy="move the activations; build the layer on the device on which it runs",
             )
-        values, scale_x, total = self.lift(x, residual, tensors, eps)
+        values, scale_x, residual_out = self.lift(x, residual, tensors, eps)
         operand = tuple(tensors.operand)
         rest = tensors.scale, tensors.bias, self.out_features, x.dtype
-        return self.backend.matmul(values, scale_x, operand, *rest), total
+        return self.backend.matmul(values, scale_x, operand, *rest), residual_out
 
     def __repr__(self) -> str:
         return f"{self.backend.name}, lift then multiply"
@@ -160,7 +159,7 @@ class LiftThenMultiply:
 def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
-    """Log once why a runner takes the default way; nothing where only the first compilation is missing.
+    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet.
 
     Args:
         runner: The runner.
@@ -189,8 +188,8 @@ class OneByOne:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
         """See :class:`ChainRunner`."""
         for runner, slots in self.linears:
-            x, total = runner(x, residual if slots.adds else None, slots.pick(tensors), slots.eps)
-            residual = total if slots.adds else residual
+            x, residual_out = runner(x, residual if slots.adds else None, slots.pick(tensors), slots.eps)
+            residual = residual_out if slots.adds else residual
         return x, residual
 
     def __repr__(self) -> str:
@@ -204,9 +203,8 @@ class Backend(ABC):
         name: The name that users write.
         accelerated: ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
-        stand_in: The backend whose times are a prior for this one where it was never measured; None for none.
-        bits: The only bits of values that it reads (:attr:`Problem.bits`); ``auto`` does not ask it about others. None:
-            it reads all.
+        stand_in: The backend whose times serve as a prior while this one has not been measured; None for none.
+        bits: The only :attr:`Problem.bits` that it supports; ``auto`` does not ask it about others. None for all.
     """
 
     name: str
@@ -218,13 +216,13 @@ class Backend(ABC):
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """Return the backend that ``auto`` takes instead, and why; None for none.
 
-        It was faster at every size where both were measured, or reads fewer bytes. Where it can run, ``auto`` does not
-        consider this backend, and no time is spent on measuring it.
+        That backend was faster at every measured size, or reads fewer bytes. Where it can run, ``auto`` neither
+        considers nor measures this one.
         """
         return None
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
-        """Return the bytes an element of the product that a call allocates besides the product itself.
+        """Return the bytes that a call allocates for each element of the product, besides the product itself.
 
         Args:
             dtype: Type of the weight.
@@ -310,14 +308,11 @@ class Backend(ABC):
         """
         return OneByOne(linears)
 
-    def warm_up(  # noqa: B027
-        self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, order: tuple[int, ...]
-    ) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Load every kernel that some number of tokens may choose; the default has none to load.
 
         Args:
             dtype: Type of the weight.
             out_dtype: Type of the activations and products.
             device: The device on which they will run.
-            order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers` of a weight's activations.
         """

@@ -147,7 +147,7 @@ class DenseLinear:
 
     def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, multiply: Multiply) -> None:
         self._lift, self._by_parts, self._multiply, self._out = lift, by_parts, multiply, by_parts.out_features
-        self._shape = torch.Size((self._out, lift.width))
+        self._shape = torch.Size((self._out, lift.k_packed))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :class:`slidesparse.gemm.backend.Runner`."""
@@ -156,11 +156,11 @@ class DenseLinear:
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
-        total = None if residual is None else empty_here(*lift.shape, lift.source)
-        values, scale = empty_here(lift.tokens, lift.width, lift.target), empty_here(lift.tokens, 1, torch.float32)
-        total_at = None if total is None else total.data_ptr()
-        lift.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale.data_ptr())
-        return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), total
+        residual_out = None if residual is None else empty_here(*lift.shape, lift.source)
+        values, scale = empty_here(lift.tokens, lift.k_packed, lift.target), empty_here(lift.tokens, 1, torch.float32)
+        residual_out_at = None if residual_out is None else residual_out.data_ptr()
+        lift.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale.data_ptr())
+        return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), residual_out
 
     def _reads(self, weight: torch.Tensor, scale_w: torch.Tensor, bias: torch.Tensor | None) -> bool:
         lift = self._lift

@@ -1,7 +1,7 @@
 """Measured times of the experts of a mixture, and the rule by which ``auto`` packs them.
 
 Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up.
-Their names begin with the numbers of experts, so that nobody takes them for a linear's.
+Their names begin with the numbers of experts, which tells them from a linear's.
 
 All experts of a layer run in one form for every number of tokens: they are most of a model, and a dense copy would
 double it. So one choice weighs what a server does. It spends its time in two ways, in decoding steps of up to
@@ -93,7 +93,7 @@ class ExpertKind:
 
     @property
     def form(self) -> str:
-        """Their patterns in words, each once, and the bits of their values where they are not eight."""
+        """Their distinct patterns as text, with the bits of their values if not eight."""
         return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down)))) + self._bits
 
     @property
@@ -128,7 +128,7 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
 
     Args:
         kind: The experts.
-        tokens: M's that stand for all that the engine may run.
+        tokens: Numbers of tokens M that represent all that the engine may run.
     """
     if was_wrong(kind):
         return ExpertChoice(False, f"{GROUPED}: {WRONG_HERE}")

@@ -1,10 +1,10 @@
-"""What multiplies tokens by the weights of their experts: the protocol, and its definition in torch."""
+"""Grouped GEMM over the experts of a mixture: the protocol, and its definition in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,11 +16,11 @@ from slidesparse.weights.pattern import DENSE, Pattern
 
 
 def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:
-    """Return the pattern of gate and up and that of down, or why experts with these run dense, in words.
+    """Return the patterns of gate and up and of down, or the reason why such experts run dense.
 
     Args:
-        gate_up: The different patterns to which gate and up of all experts of a layer were pruned.
-        down: Those of down.
+        gate_up: The distinct patterns of gate and up over all experts of a layer.
+        down: The distinct patterns of down.
 
     >>> grouped_patterns({Pattern(6, 8), DENSE}, {Pattern(6, 8)})
     'not all of them were pruned to one pattern'
@@ -34,8 +34,20 @@ def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) ->
     return of_gate_up, of_down
 
 
+class GroupedOperand(NamedTuple):
+    """The weights of all experts, as a product reads them.
+
+    Attributes:
+        weights: The weights of all experts in one tensor, [experts, ...].
+        form: How a weight lies in it, where the product has several ways.
+    """
+
+    weights: torch.Tensor
+    form: Any = None
+
+
 class TokenTile(Protocol):
-    """The part of a product that has one expert."""
+    """A tile of a grouped product: some rows of X, all of one expert."""
 
     @property
     def tokens(self) -> int:
@@ -52,38 +64,40 @@ class GroupedProduct(Protocol):
 
     layout: Layout
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """Return the weights of all experts as one tensor, expert by expert; they have one size, type and pattern."""
+    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
+        """Return the weights of all experts, which share one shape, type and pattern."""
         ...
 
-    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[TokenTile, ...]:
-        """Return a tile for each linear that the same tokens go through, all of one number of tokens.
+    def tiles(
+        self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]
+    ) -> tuple[TokenTile, ...]:
+        """Return a tile for each of the linears that the same rows go through, all with the same number of tokens.
 
         Args:
-            pairs: Tokens times the experts of each.
-            operands: Of each linear, from :meth:`prepare`.
-            out_features: Of each linear the rows of a weight.
+            pairs: Number of (token, expert) pairs.
+            operands: The operand of each linear, from :meth:`prepare`.
+            out_features: The rows of one expert's weight, for each linear.
         """
         ...
 
     def multiply(
         self,
         x: Lifted,
-        operand: torch.Tensor,
+        operand: GroupedOperand,
         scale: torch.Tensor,
-        at: Arrangement,
+        arrangement: Arrangement,
         out_dtype: torch.dtype,
         tile: Any,
     ) -> torch.Tensor:
-        """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e the expert of row p.
+        """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e being the expert of row p.
 
         Args:
             x: P rows in the layout, with their scales.
             operand: From :meth:`prepare`.
             scale: float32 [experts, N], contiguous.
-            at: The experts of the rows.
+            arrangement: The expert of every tile.
             out_dtype: Type of the result.
-            tile: From :meth:`tiles`; ``at`` was made for it.
+            tile: From :meth:`tiles`; the one that ``arrangement`` was made with.
 
         Raises:
             InputError: Sizes that do not fit each other.
@@ -99,31 +113,32 @@ class Rows:
 
 
 class TorchExperts:
-    """The definition: tile by tile in torch, exact for INT8, slow; it waits for the device."""
+    """The definition, tile by tile in torch: exact for INT8, slow, and it waits for the device."""
 
     layout = Layout(lifted=True)
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
+    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
         """Return the slid matrices of all experts, zeros in place: [experts, N, K']."""
-        return torch.stack([packed.columns() for packed in experts])
+        return GroupedOperand(torch.stack([packed.columns() for packed in experts]))
 
-    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Rows, ...]:
+    def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Rows, ...]:
         """Return tiles of four rows."""
         return tuple(Rows(4) for _ in operands)
 
     def multiply(
         self,
         x: Lifted,
-        operand: torch.Tensor,
+        operand: GroupedOperand,
         scale: torch.Tensor,
-        at: Arrangement,
+        arrangement: Arrangement,
         out_dtype: torch.dtype,
         tile: TokenTile,
     ) -> torch.Tensor:
-        """See :class:`GroupedProduct`; rows past the used tiles are 0."""
-        y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.device)
-        for number, expert in enumerate(at.experts[: int(at.used)].tolist()):
+        """See :class:`GroupedProduct`; rows past the used tiles are zeros."""
+        y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.weights.device)
+        for number, expert in enumerate(arrangement.experts[: int(arrangement.used)].tolist()):
             rows = slice(number * tile.tokens, (number + 1) * tile.tokens)
             of_rows = None if x.scale is None else x.scale[rows]
-            y[rows] = apply_scales(product(x.values[rows], operand[expert]), of_rows, scale[expert], None, out_dtype)
+            products = product(x.values[rows], operand.weights[expert])
+            y[rows] = apply_scales(products, of_rows, scale[expert], None, out_dtype)
         return y

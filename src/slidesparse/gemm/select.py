@@ -33,7 +33,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
-from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBitCounts, HopperSixBits
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import (
@@ -59,9 +59,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": Reference,
     "dense": Dense,
     "hopper": Hopper,
-    "hopper-counts": HopperCounts,
     "hopper-6bit": HopperSixBits,
-    "hopper-6bit-counts": HopperSixBitCounts,
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }

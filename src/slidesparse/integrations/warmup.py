@@ -73,7 +73,7 @@ class WarmUp:
             return
         device = layer.forms[0].tensors[0].device
         for form in forms:
-            get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device, form.order)
+            get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device)
         values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
         most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
         if most < self.most:
@@ -93,8 +93,11 @@ class WarmUp:
             kind: What tells experts with other kernels, besides the forms of their weights.
             top_k: Experts of a token.
         """
-        operands = [linear.operand for linear in (layer.gate_up, layer.down)]
-        of_form = kind, *(operand.shape for operand in operands)  # only one of the two may have values of six bits
+        operands = [linear.weights for linear in (layer.gate_up, layer.down)]
+        of_form = (
+            kind,
+            *(operand.weights.shape for operand in operands),
+        )  # one alone may have values of six bits
         if of_form in self._done:
             return
         if isinstance(layer.product, HopperExperts):

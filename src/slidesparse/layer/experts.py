@@ -14,7 +14,7 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile, TorchExperts
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.routed.expert_lift import lift_routed
@@ -45,18 +45,24 @@ class ExpertLinear(nn.Module):
         self.dtype, self.product = first.dtype, product
         self._order = () if order is None else tuple(order.numbers)
         scales = [packed.scale for packed in experts if packed.scale is not None]
-        self.register_buffer("operand", product.prepare(experts), persistent=False)
+        operand, self._form = product.prepare(experts)
+        self.register_buffer("operand", operand, persistent=False)
         self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
-    def lift(self, x: torch.Tensor, at: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
+    @property
+    def weights(self) -> GroupedOperand:
+        """The weights as the product takes them."""
+        return GroupedOperand(self.operand, self._form)
+
+    def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`lifting.routed.expert_lift.lift_routed`."""
         layout = self.product.layout
-        return lift_routed(x, at, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+        return lift_routed(x, arrangement, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
 
-    def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
+    def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
-        return self.product.multiply(x, self.operand, self.scale, at, out_dtype, tile)
+        return self.product.multiply(x, self.weights, self.scale, arrangement, out_dtype, tile)
 
 
 class SlideExperts(nn.Module):
@@ -124,12 +130,12 @@ class SlideExperts(nn.Module):
         if not chosen.numel():
             return torch.zeros_like(x)
         first, second = self.tiles(chosen.numel())
-        at = _arranged(chosen, self.count, first.tokens)
-        lifted = self.gate_up.lift(x, at, "none", gather=True)
-        inner = self.gate_up.multiply(lifted, at, x.dtype, first)
-        lifted = self.down.lift(inner, at, "silu_mul", gather=False)
-        outer = self.down.multiply(lifted, at, x.dtype, second)
-        return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
+        arrangement = _arranged(chosen, self.count, first.tokens)
+        lifted = self.gate_up.lift(x, arrangement, "none", gather=True)
+        inner = self.gate_up.multiply(lifted, arrangement, x.dtype, first)
+        lifted = self.down.lift(inner, arrangement, "silu_mul", gather=False)
+        outer = self.down.multiply(lifted, arrangement, x.dtype, second)
+        return weighted_sum(outer, arrangement.rows, weights.to(torch.float32).contiguous())
 
     def warm_up(self, dtype: torch.dtype, top_k: int) -> None:
         """Run tokens of this type through the layer, so that every Triton kernel that any number needs is compiled.
@@ -158,7 +164,7 @@ class SlideExperts(nn.Module):
         Where some experts are elsewhere, tiles suit the pairs that are to be expected here.
         """
         linears = (self.gate_up, self.down)
-        operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
+        operands, outs = [linear.weights for linear in linears], [linear.out_features for linear in linears]
         return self.product.tiles(-(-pairs * self.count // self.everywhere), operands, outs)
 
 

@@ -70,7 +70,7 @@ def find_lift(
 
 
 def why_no_kernel(source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]) -> str | None:
-    """Return why no kernel lifts here, in words; None where one does. Arguments as in :func:`find_lift`."""
+    """Return the reason why no kernel lifts here; None where one does. Arguments as in :func:`find_lift`."""
     if device.type != "cuda":
         return "they are not on a GPU"
     if not order:
@@ -101,12 +101,12 @@ class TorchLift:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`Lift`."""
         self._check_rows(x)
-        x, total = self._apply_prologue(x, residual, tensors.gain, eps)
+        x, residual_out = self._apply_prologue(x, residual, tensors.gain, eps)
         _check_finite(x)
         if self.target == x.dtype:
-            return Lifted(self._arranged(gather(x, tensors.column_map)), None, total)
+            return Lifted(self._arranged(gather(x, tensors.column_map)), None, residual_out)
         values, scale = quantize_rows(x, self.target)
-        return Lifted(self._arranged(gather(values, tensors.column_map)), scale, total)
+        return Lifted(self._arranged(gather(values, tensors.column_map)), scale, residual_out)
 
     def _apply_prologue(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float

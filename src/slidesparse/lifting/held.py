@@ -45,7 +45,7 @@ def _load(x_ptr, chunk, P: tl.constexpr):
 
 
 @triton.jit
-def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
+def _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P: tl.constexpr):
     """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type, which are then quantised."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
@@ -57,7 +57,9 @@ def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
         if P.adds:
             value = add(value, _load(residual_ptr, chunk, P))
             column = chunk * P.read + tl.arange(0, P.read)
-            tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=column < P.in_features)
+            tl.store(
+                residual_out_ptr + column, value.to(residual_out_ptr.dtype.element_ty), mask=column < P.in_features
+            )
         if P.norms:
             squares += value.to(tl.float32) * value.to(tl.float32)
         row = row + (value,)
@@ -276,21 +278,21 @@ def _lift(
 @triton.jit
 def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Write a row whose columns stay where they are: int16 ``out_ptr``."""
-    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
+    K_PACKED: tl.constexpr = P.dense_columns + P.slid_columns
     HALF: tl.constexpr = P.read // 2
-    for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
+    for chunk in tl.static_range(0, (K_PACKED + P.read - 1) // P.read):
         step = tl.arange(0, HALF)
         value = tl.full((HALF,), 0, tl.int16)
         if chunk < P.chunks:
             value = pairs[chunk]
-        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < WIDTH // 2, COPIES, P)
+        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < K_PACKED // 2, COPIES, P)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def held_kernel(
     x_ptr,
     residual_ptr,
-    total_ptr,
+    residual_out_ptr,
     gain_ptr,
     pairs_ptr,
     out_ptr,
@@ -311,16 +313,16 @@ def held_kernel(
     x_ptr += token * x_stride
     if P.adds:
         residual_ptr += token * residual_stride
-        total_ptr += token * P.in_features
+        residual_out_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)
-    pairs, _ = quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scales_ptr + token, eps, P)
+    pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scales_ptr + token, eps, P)
     write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit
-def quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
+def quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
     """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
-    held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
+    held = _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
     if scale_ptr is not None:
         tl.store(scale_ptr, scale)

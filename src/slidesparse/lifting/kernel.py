@@ -49,7 +49,7 @@ def quantize_lift(
 ) -> Lifted:
     """Apply the prologue, quantise every token with its own scale and lift it.
 
-    A row that holds NaN or Inf gets a scale that is NaN or Inf; its values mean nothing.
+    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
         x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
@@ -78,9 +78,9 @@ def quantize_lift(
 
 KEPT = (
     *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
-    *("target", "variant", "width"),
+    *("target", "variant", "k_packed"),
 )
-"""What a lift has in common with those of other numbers of tokens."""
+"""The attributes that a lift shares with lifts of other numbers of tokens."""
 
 
 class KernelLift:
@@ -99,7 +99,7 @@ class KernelLift:
     Attributes:
         index: Index of the device; negative in Triton's interpreter.
         shape: Shape of the activations.
-        width: Packed columns K'.
+        k_packed: Packed columns K'.
         padded: Rows of memory that the values take.
         quantised: Whether there are scales.
 
@@ -136,7 +136,7 @@ class KernelLift:
         self.launcher = _launcher(self.variant, launch, source, device)
         self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.k_packed
+        self.quantised, self.gathered, self.k_packed = self.variant.quant != "none", order.gathered, order.k_packed
         self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
         if slabs is not None:
             slabs.shape(tokens, order.k_packed, target.itemsize)  # refuses columns that do not fill slabs
@@ -150,7 +150,7 @@ class KernelLift:
         self.tokens, self.shape = tokens, (tokens, self._columns)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift into slabs for another number of tokens, in less time than making it anew takes."""
+        """Return the same lift into slabs for another number of tokens; faster than constructing it anew."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
             nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
@@ -202,7 +202,7 @@ class KernelLift:
     def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
         """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
         if self.gathered and not self._is_index(pairs):
-            needed = f"{self.width // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
+            needed = f"{self.k_packed // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
         if self.prologue in NORMS and not self._is_gain(gain):
             needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
@@ -220,7 +220,7 @@ class KernelLift:
         return is_current(self.index)
 
     def _is_index(self, pairs: torch.Tensor | None) -> bool:
-        return pairs is not None and is_vector(pairs, self.width // 2, self.device, (self.order.index_dtype,))
+        return pairs is not None and is_vector(pairs, self.k_packed // 2, self.device, (self.order.index_dtype,))
 
     def _is_gain(self, gain: torch.Tensor | None) -> bool:
         return gain is not None and is_vector(gain, self.order.in_features, self.device, (self.source,))
@@ -237,21 +237,21 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        tokens, width = self.tokens, self.width
-        values = empty(self.padded, width, self.target, index)
+        tokens, k_packed = self.tokens, self.k_packed
+        values = empty(self.padded, k_packed, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        total = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
-        lifted = Lifted(values, scale, total)
-        if tokens and width:
+        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        lifted = Lifted(values, scale, residual_out)
+        if tokens and k_packed:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
-                total_at = None if total is None else total.data_ptr()
+                residual_out_at = None if residual_out is None else residual_out.data_ptr()
                 scale_at = None if scale is None else scale.data_ptr()
-                self.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale_at)
+                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
-            values.resize_(tokens, width)  # keeps the memory after them; a view would be one more tensor to make
+            values.resize_(tokens, k_packed)  # keeps the memory after them; a view would be one more tensor to make
         return lifted
 
     def _launch_by_triton(
@@ -263,11 +263,11 @@ class KernelLift:
         lifted: Lifted,
         eps: float,
     ) -> None:
-        values, scale, total = lifted
+        values, scale, residual_out = lifted
         if self.quantised:
             values = values.view(torch.int16 if self.variant.held else torch.int8)
         inputs = inputs_of(x, residual, pairs, gain)
-        tensors = x, residual, total, gain, pairs, values, scale
+        tensors = x, residual, residual_out, gain, pairs, values, scale
         arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
         self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
@@ -297,22 +297,24 @@ class KernelLift:
         """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
         return self.launcher.ready and is_aligned(inputs)
 
-    def launch(self, inputs: LiftInputs, eps: float, *, total: int | None, values: int, scale: int | None) -> None:
+    def launch(
+        self, inputs: LiftInputs, eps: float, *, residual_out: int | None, values: int, scale: int | None
+    ) -> None:
         """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
 
         Args:
             inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
             eps: The norm's epsilon.
-            total: Address of memory for the new residual [M, K]; None where there is none. Like those below, it must be
-                a multiple of 16.
-            values: Address of memory for the values, ``padded`` rows of ``width``.
+            residual_out: Address of memory for the new residual [M, K]; None where there is none. Like those below, it
+                must be a multiple of 16.
+            values: Address of memory for the values, ``padded`` rows of ``k_packed``.
             scale: Address of memory for M scales, float32; None where nothing is quantised.
         """
         x, residual, gain, pairs, x_stride, residual_stride = inputs
         self.launcher.launch(
             self.programs,
             current_stream(self.index),
-            *(x, residual, total, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
+            *(x, residual, residual_out, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
         )
 
 

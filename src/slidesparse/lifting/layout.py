@@ -6,8 +6,8 @@ A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write i
 would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
 equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
 
-A layout may ask for *bundles*: the windows of 32 groups are stored slab by slab, window 0 of all, then window 1
-(:func:`in_bundles`).
+A layout may ask for *bundles* of 32 groups, whose windows are interleaved: one slab has window 0 of all of them, the
+next slab their window 1 (:func:`in_bundles`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_BYTES = 16
 """Bytes that a swizzle moves as one."""
 
 BUNDLE = 32
-"""Groups of a bundle: their windows j fill one slab of 8-bit values."""
+"""Groups of a bundle: one window of each fills a slab of 8-bit types."""
 
 BUNDLE_STRIDE = 8
 """In a slab of a bundle, neighbouring windows are of groups this far apart; see :func:`in_bundles`."""
@@ -50,7 +50,7 @@ class ColumnOrder:
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        bundle: Groups whose windows are stored together: 1, or :data:`BUNDLE` (:func:`in_bundles`).
+        bundle: Groups whose windows are interleaved: 1 for none, or :data:`BUNDLE` (:func:`in_bundles`).
         pairs: [K' / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
@@ -93,7 +93,7 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order that moves no column, for a dense GEMM. The number of columns must be even."""
+        """Return the order that moves no column, that of 2:4, for a dense GEMM; the number of columns must be even."""
         _check_multiple(multiple)
         k_packed = _padded(columns, multiple)
         if k_packed % 2:
@@ -131,7 +131,7 @@ class ColumnOrder:
 
     @property
     def k_packed(self) -> int:
-        """Packed columns, K'."""
+        """Packed columns K'."""
         return self.dense_columns + self.slid_columns
 
 
@@ -159,7 +159,7 @@ class Slabs:
         return tokens + -tokens % self.rows
 
     def shape(self, tokens: int, k_packed: int, itemsize: int) -> tuple[int, int, int]:
-        """Return the shape of the output in elements: [slabs, padded rows, elements of a slab's row]."""
+        """Return the shape of the output in elements."""
         slab = SLAB_BYTES // itemsize
         if k_packed % slab:
             raise InputError("packed columns for slabs", got=k_packed, needed=f"a multiple of {slab}")
@@ -253,7 +253,7 @@ def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torc
 
 
 def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
-    """Arrange windows slab by slab: window j of the 32 groups of a bundle, then their window j + 1.
+    """Interleave the windows of each bundle of 32 groups: window j of all of them, then their window j + 1.
 
     The four windows that a lane stores at once are of groups 8 apart, so that neighbouring lanes read neighbouring
     groups: that spares the quantise-and-lift kernels bank conflicts, and costs the product nothing::
@@ -338,7 +338,7 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return activations [M, K'] as [rows, K'], rows >= M; rows past M have any contents.
 
-    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory after ``x`` costs
+    The row count of a library's plan is fixed, while batches vary. Reading on in the memory after ``x`` costs
     nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
     alone, so the contents of the extra rows never reach a user.
     """

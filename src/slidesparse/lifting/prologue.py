@@ -15,13 +15,13 @@ Prologue: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "gemma_norm", 
 """The function below that is applied to a row before it is quantised. Gemma's norms store the gain less 1."""
 
 NORMS = ("rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm")
-"""The prologues that have a gain."""
+"""The prologues with a gain."""
 
 ADDING = ("add_rms_norm", "add_gemma_norm")
-"""Those that add a residual before they norm."""
+"""The norms that add a residual first."""
 
 GEMMA = ("gemma_norm", "add_gemma_norm")
-"""Those to whose gain 1 is added."""
+"""The norms that add 1 to their gain."""
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:

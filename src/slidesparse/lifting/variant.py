@@ -22,7 +22,7 @@ class LiftVariant:
         slid_groups: Groups of the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        bundle: Groups whose windows stand together, number by number; see :func:`lifting.layout.in_bundles`.
+        bundle: Groups whose windows are interleaved; see :func:`slidesparse.lifting.layout.in_bundles`.
         gathered: Whether the groups are in another order than the input's.
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.

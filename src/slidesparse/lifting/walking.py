@@ -78,7 +78,7 @@ def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr)
 
 
 @triton.jit
-def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
+def _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P: tl.constexpr):
     """Return 1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of their sum, which is written."""
     squares = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
@@ -87,7 +87,7 @@ def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
         value = tl.load(x_ptr + column, mask=inside, other=0.0)
         if P.adds:
             value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
-            tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=inside)
+            tl.store(residual_out_ptr + column, value.to(residual_out_ptr.dtype.element_ty), mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
     return rstd_of(squares, eps, P)
 
@@ -158,7 +158,7 @@ def _write(
 def walking_kernel(
     x_ptr,
     residual_ptr,
-    total_ptr,
+    residual_out_ptr,
     gain_ptr,
     pairs_ptr,
     out_ptr,
@@ -179,13 +179,13 @@ def walking_kernel(
     x_ptr += token * x_stride
     if P.adds:
         residual_ptr += token * residual_stride
-        total_ptr += token * P.in_features
+        residual_out_ptr += token * P.in_features
     out_ptr += offset_of_row(row, P.itemsize, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
     if P.norms:
-        rstd = _rstd(x_ptr, residual_ptr, total_ptr, eps, P)
+        rstd = _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P)
     if P.quant != "none":
         scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
         tl.store(scales_ptr + token, scale)

@@ -19,23 +19,19 @@ from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.register import define
 from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
 
-# -- quantise and lift, alone and after a prologue -----------------------------------------------------------------
+# -- quantise and lift -----------------------------------------------------------------------------------------------
 
 
 def _lifted(
-    prologue: Prologue,
     x: torch.Tensor,
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str,
     pairs: torch.Tensor | None,
     order: Sequence[int],
-    gain: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 0.0,
 ) -> Lifted:
-    lift = resolve_lift(get_backend(backend), prologue, x.shape[0], x.dtype, dtype, x.device, tuple(order))
-    return lift(x, residual, LinearTensors(column_map, pairs, (), None, None, gain), eps)
+    lift = resolve_lift(get_backend(backend), "none", x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    return lift(x, None, LinearTensors(column_map, pairs, (), None, None, None), 0.0)
 
 
 def _quantize_lift(
@@ -46,7 +42,7 @@ def _quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted(x, column_map, dtype, backend, pairs, order)[:2]
 
 
 def _quantize_lift_fake(
@@ -63,67 +59,11 @@ def _lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    return _lifted("none", x, column_map, x.dtype, backend, pairs, order)[0]
+    return _lifted(x, column_map, x.dtype, backend, pairs, order)[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], column_map.shape[0])
-
-
-def _rms_norm_quantize_lift(
-    x: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str = "reference",
-    pairs: torch.Tensor | None = None,
-    order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, gain, eps=eps)[:2]
-
-
-def _rms_norm_quantize_lift_fake(
-    x: torch.Tensor, gain: torch.Tensor, eps: float, column_map: torch.Tensor, dtype: torch.dtype, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize_lift_fake(x, column_map, dtype)
-
-
-def _add_rms_norm_quantize_lift(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str = "reference",
-    pairs: torch.Tensor | None = None,
-    order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, gain, residual, eps)
-
-
-def _add_rms_norm_quantize_lift_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *_quantize_lift_fake(x, column_map, dtype), x.new_empty(x.shape)
-
-
-def _silu_mul_quantize_lift(
-    x: torch.Tensor,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str = "reference",
-    pairs: torch.Tensor | None = None,
-    order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
@@ -218,10 +158,10 @@ def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
 def _chain(
     x: torch.Tensor, residual: torch.Tensor, tensors: list[torch.Tensor], linears: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    total: torch.Tensor | None = residual
+    residual_out: torch.Tensor | None = residual
     for runner in resolve_chain(linears, x.shape[0], x.dtype, x.device):
-        x, total = runner(x, total, tensors)
-    return x, total
+        x, residual_out = runner(x, residual_out, tensors)
+    return x, residual_out
 
 
 def _chain_fake(
@@ -242,27 +182,6 @@ define(
     "(Tensor x, Tensor column_map, str backend='reference', Tensor? pairs=None, int[] order=[]) -> Tensor",
     _lift,
     _lift_fake,
-)
-define(
-    "rms_norm_quantize_lift",
-    "(Tensor x, Tensor gain, float eps, Tensor column_map, ScalarType dtype, str backend='reference',"
-    " Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor)",
-    _rms_norm_quantize_lift,
-    _rms_norm_quantize_lift_fake,
-)
-define(
-    "add_rms_norm_quantize_lift",
-    "(Tensor x, Tensor residual, Tensor gain, float eps, Tensor column_map, ScalarType dtype,"
-    " str backend='reference', Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
-    _add_rms_norm_quantize_lift,
-    _add_rms_norm_quantize_lift_fake,
-)
-define(
-    "silu_mul_quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
-    " -> (Tensor, Tensor)",
-    _silu_mul_quantize_lift,
-    _quantize_lift_fake,
 )
 define(
     "gemm",
@@ -311,18 +230,6 @@ one kernel, without them the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, pairs, order) -> lifted activations [M, K'], as ``quantize_lift``."""
-
-rms_norm_quantize_lift = torch.ops.slidesparse.rms_norm_quantize_lift
-"""(x [M, K], gain [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]:
-:func:`slidesparse.lifting.prologue.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
-
-add_rms_norm_quantize_lift = torch.ops.slidesparse.add_rms_norm_quantize_lift
-"""(x [M, K], residual [M, K], gain [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'],
-scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.lifting.prologue.add_rms_norm`."""
-
-silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
-"""(x [M, 2K] gate then up, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]: the same with
-:func:`slidesparse.lifting.prologue.silu_mul`."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.backend.Backend.matmul`; ``backend`` is a backend's name."""

@@ -1,7 +1,7 @@
 """Run a computation as inference: autocast is off inside, and a backward pass through it is an error.
 
 Rounding has no gradient, so what autograd would find is wrong or nothing at all. A forward pass alone is no mistake:
-whoever evaluates a model outside of ``torch.no_grad`` has parameters that require gradients.
+a model that is evaluated outside of ``torch.no_grad`` has parameters that require gradients.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class LayerMeasurement:
         for name in self.backends:
             try:  # all kernels at once, in parallel: one by one they would be compiled while the budget runs
                 form = _Form.of(self.packed, name)
-                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device, form.module.spec().order)
+                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device)
                 forms.append(form)
             except SlideSparseError as error:
                 self._faults[name] = str(error)

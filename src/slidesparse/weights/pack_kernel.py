@@ -69,7 +69,7 @@ class PackVariant:
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
         metadata: Whether metadata are written too.
         checked: Whether the weight was checked before, so that nothing is checked.
-        width: The power of two that holds a group.
+        padded_group: The power of two that holds a group.
         block: Groups of a program.
     """
 
@@ -82,7 +82,7 @@ class PackVariant:
     non_finite: int
     metadata: bool
     checked: bool
-    width: int
+    padded_group: int
     block: int = BLOCK
 
     @property
@@ -141,7 +141,7 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
     exists = (nth < P.groups)[:, None]
     start = _start(nth, group_ids, P)
 
-    position = tl.arange(0, P.width)[None, :]
+    position = tl.arange(0, P.padded_group)[None, :]
     column, inside = _column(start, position, P)
     magnitude = tl.load(weight + column, mask=inside & exists, other=0) & P.magnitude
     zeros = tl.where((magnitude == 0) & (position < P.group), position, -1)
@@ -166,7 +166,7 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
 
     if P.metadata:
         WINDOWS: tl.constexpr = P.group // 2 - 1
-        window = tl.arange(0, P.width // 2)[None, :]
+        window = tl.arange(0, P.padded_group // 2)[None, :]
         first = 2 * window
         low = (first >= a).to(tl.int32) + (first + 1 >= b).to(tl.int32)
         high = 1 + (first + 1 >= a).to(tl.int32) + (first + 2 >= b).to(tl.int32)
@@ -180,7 +180,7 @@ def copy_kernel(weight, group_ids, values, row_stride, P: tl.constexpr):
     row = (tl.program_id(0) // _blocks(P)).to(tl.int64)
     weight += row * row_stride
     nth = _nth(P)
-    position = tl.arange(0, P.width)[None, :]
+    position = tl.arange(0, P.padded_group)[None, :]
     column, inside = _column(_start(nth, group_ids, P), position, P)
     here = (nth < P.groups)[:, None] & (position < P.group)
     bits = tl.load(weight + column, mask=inside & here, other=0)
@@ -194,7 +194,7 @@ def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.con
     """Count faults as pack_kernel does, and non-zeros in each group's fullest row: int32 [2 + groups], 0 before."""
     nth = _nth(P)
     exists = (nth < P.groups)[:, None]
-    column, inside = _column((nth * P.group - P.k_offset)[:, None], tl.arange(0, P.width)[None, :], P)
+    column, inside = _column((nth * P.group - P.k_offset)[:, None], tl.arange(0, P.padded_group)[None, :], P)
     largest = tl.full((P.block,), 0, tl.int32)
     broken = 0
     first = (tl.program_id(0) // _blocks(P)).to(tl.int64) * ROWS
@@ -302,7 +302,7 @@ def _prepared(
         non_finite=non_finite,
         metadata=metadata,
         checked=checked,
-        width=1 << (group - 1).bit_length(),
+        padded_group=1 << (group - 1).bit_length(),
     )
     return variant, Launcher(kernel, (variant, *constants), num_warps=4)
 

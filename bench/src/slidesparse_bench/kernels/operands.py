@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 
 from slidesparse import ops
-from slidesparse.gemm import BACKENDS, Operand, Problem, get_backend
+from slidesparse.gemm import Operand, Problem, get_backend
+from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.layout import Layout
-from slidesparse.offline.tune_job import recipe_for as rounding_for
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
@@ -63,7 +63,7 @@ def packed_weight(
 
 def recipe_for(backend: str, dtype: str) -> Rounding:
     """Return how the weights are rounded that a backend is measured with."""
-    return rounding_for(backend) if dtype == "int8" and backend in BACKENDS else "absmax"
+    return "6bit" if backend == HopperSixBits.name and dtype == "int8" else "absmax"
 
 
 @lru_cache(maxsize=KEPT)

@@ -1,4 +1,4 @@
-"""The Hopper backend: our own 2:4 GEMM (``gemm/hopper/sparse_gemm.cu``), scales and bias applied where the sum ends.
+"""The Hopper backend: our own 2:4 GEMM (``gemm/hopper/csrc``), scales and bias applied where the sum ends.
 
 One launch multiplies the dense and the 2:4 segment into one accumulator, applies ``scale_x``, ``scale_w`` and the bias
 in float32 and rounds once. Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the
@@ -26,14 +26,16 @@ from slidesparse.gemm.backend import (
 )
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
+from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
-from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SparseForm, dense_steps, sparse_steps
+from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.weights import METADATA, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift
-from slidesparse.lifting.layout import ColumnOrder, check_slabs
+from slidesparse.lifting.layout import check_slabs
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 from slidesparse.weights.support import check_vector
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 REVISION = "hopper-7"
-"""Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""
+"""Incremented when the kernel or its tiles change in speed: measured times belong to one revision."""
 
 CAPABILITY = (9, 0)
 """The compute capability that the kernel is written for."""
@@ -54,7 +56,7 @@ class Hopper(Backend):
     name = "hopper"
     accelerated = True
     layout = METADATA
-    width = 8
+    value_bits = 8
     """Bits of a kept value in memory."""
 
     def why_not(self, problem: Problem) -> str | None:
@@ -75,7 +77,7 @@ class Hopper(Backend):
         return None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
-        """See :class:`slidesparse.gemm.backend.Backend`; the other one reads 0.8 of the bytes of such a weight."""
+        """See :class:`slidesparse.gemm.backend.Backend`; for six bits the other one reads 0.8 of the bytes."""
         return ("hopper-6bit", "hopper-6bit reads fewer bytes") if problem.bits == 6 else None
 
     def library(self) -> str:
@@ -89,11 +91,15 @@ class Hopper(Backend):
         write them must have ended.
         """
         operand = weights.HopperOperand(
-            dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed), self.width)
+            dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed), self.value_bits)
         )
         if operand.sparse.is_cuda:
             torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand
+
+    def form_of(self, sparse: torch.Tensor) -> SparseForm:
+        """Return the form of the 2:4 segment of a weight of this backend: metadata with every step."""
+        return SparseForm(sparse.shape[1], windows=0, value_bits=self.value_bits)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
         """See :class:`slidesparse.gemm.backend.Backend`; it launches twice, with only addresses between."""
@@ -101,7 +107,7 @@ class Hopper(Backend):
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
         kernel_lift = cast("KernelLift", lift)
-        return HopperLinear(kernel_lift, by_parts, self.width) if kernel_lift.tokens else by_parts
+        return HopperLinear(kernel_lift, by_parts, self.value_bits) if kernel_lift.tokens else by_parts
 
     def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -112,11 +118,10 @@ class Hopper(Backend):
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, order: tuple[int, ...]) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        field = SparseForm.of_order(ColumnOrder(*order), dtype.itemsize).field  # type: ignore[arg-type] # their number
-        load_kernels(TILES, dtype, out_dtype, index, field, self.width)
+        load_kernels(TILES, dtype, out_dtype, index, 0, self.value_bits)
 
     def matmul(
         self,
@@ -137,7 +142,9 @@ class Hopper(Backend):
         if sparse.get_device() != device or dense.get_device() != device:
             raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
-        gemm = find_launch(x.shape, x.dtype, dense.shape, sparse.shape, out_features, out_dtype, device, tile)
+        gemm = find_launch(
+            x.shape, x.dtype, self.form_of(sparse), dense.shape, sparse.shape, out_features, out_dtype, device, tile
+        )
         check_slabs(x, gemm.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
@@ -154,25 +161,14 @@ class Hopper(Backend):
         return y
 
 
-class HopperCounts(Hopper):
-    """The same with counts in place of metadata (:data:`slidesparse.gemm.hopper.weights.COUNTS`): fewer bytes.
-
-    ``auto`` does not take it: few products decode faster with counts, and at 256 tokens most take longer.
-    """
-
-    name = "hopper-counts"
-    accelerated = False
-    layout = COUNTS
-
-
 class HopperSixBits(Hopper):
-    """The same for INT8 weights whose values are all multiples of 4: they have six bits in memory.
+    """The same for INT8 weights whose values are all multiples of 4, stored in six bits.
 
     ``slidesparse prune --recipe 6bit`` makes such weights.
     """
 
     name = "hopper-6bit"
-    width = bits = 6
+    value_bits = bits = 6
     stand_in = Hopper.name
 
     def why_not(self, problem: Problem) -> str | None:
@@ -194,11 +190,3 @@ class HopperSixBits(Hopper):
             what = f"values of a weight for {self.name}"
             raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
         return super().prepare(packed)
-
-
-class HopperSixBitCounts(HopperSixBits):
-    """The same with counts in place of metadata: the fewest bytes of all. Like :class:`HopperCounts`, it is slower."""
-
-    name = "hopper-6bit-counts"
-    accelerated = False
-    layout = COUNTS

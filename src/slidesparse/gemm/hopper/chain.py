@@ -1,13 +1,13 @@
 """Run linears in a row on the Hopper kernel: launch after launch, with one workspace for everything between them.
 
-The product of a linear is read by the next linear alone, so it need not be a tensor. Besides the last product and the
-last residual a chain allocates one workspace, however long it is::
+Only the next linear reads the product of a linear, so it need not be a tensor. Besides the last product and the last
+residual, a chain allocates one workspace, whatever its length::
 
     lifted values and scales | products but the last | residuals but the last
 
 All linears share the first two parts. Kernels of a stream run in turn: quantise + lift has read the product of the
 linear before it when the GEMM after it overwrites that product, and the GEMM has read the lifted values when the next
-linear lifts. A kernel may start early (programmatic dependent launch), but it waits for all kernels before it before it
+linear lifts. A kernel may start early (programmatic dependent launch), but waits for all earlier kernels before it
 writes.
 """
 
@@ -40,18 +40,19 @@ class ChainedLinear(NamedTuple):
     Attributes:
         linear: The runner that launches it.
         slots: The slots of its tensors.
-        ends: Whether its product is the chain's.
-        total_start: Start of its new residual in the workspace; None where it has none, or the chain returns it.
+        ends: Whether its product is the chain's result.
+        residual_start: Offset of its new residual in the workspace; None without one, and where the chain
+            returns it.
     """
 
     linear: HopperLinear
     slots: Slots
     ends: bool
-    total_start: int | None
+    residual_start: int | None
 
 
 class CheckedWeight(NamedTuple):
-    """The addresses of a chain's weight that was checked.
+    """The addresses of a weight of a chain, after its checks.
 
     Attributes:
         weight: Addresses that the GEMM reads.
@@ -81,14 +82,14 @@ class HopperChain:
         self._one_by_one = OneByOne(linears)
         self._lift, self._out = runners[0].lift, runners[-1].out
         self._adding = [runners[i].lift for i in adding]
-        tokens, width = self._lift.tokens, self._lift.source.itemsize
+        tokens, item_bytes = self._lift.tokens, self._lift.source.itemsize
         self._product_start = _rounded(max(runner.workspace_bytes for runner in runners))
-        end = self._product_start + _rounded(width * tokens * max(runner.out for runner in runners[:-1]))
-        total_starts = {}
+        end = self._product_start + _rounded(item_bytes * tokens * max(runner.out for runner in runners[:-1]))
+        residual_starts = {}
         for i in adding[:-1]:
-            total_starts[i], end = end, end + _rounded(width * tokens * runners[i].lift.order.in_features)
+            residual_starts[i], end = end, end + _rounded(item_bytes * tokens * runners[i].lift.order.in_features)
         self._workspace_bytes, last = end, len(linears) - 1
-        self._linears = [ChainedLinear(*pair, i == last, total_starts.get(i)) for i, pair in enumerate(linears)]
+        self._linears = [ChainedLinear(*pair, i == last, residual_starts.get(i)) for i, pair in enumerate(linears)]
         self._own = itemgetter(*(slot for _, slots in linears for slot in slots.read))
         self._known = _known(tuple((runner.kind, slots) for runner, slots in linears))
         self._ready = False
@@ -102,25 +103,25 @@ class HopperChain:
         return self._launch(x, residual, weights)
 
     def _launch(self, x: torch.Tensor, residual: torch.Tensor | None, weights: Sequence[CheckedWeight]) -> Products:
-        lift, total, last_total_at = self._lift, residual, None
+        lift, residual_out, last_residual_at = self._lift, residual, None
         residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
         if self._adding:
-            total = empty_here(*self._adding[0].shape, lift.source)
-            last_total_at = total.data_ptr()
+            residual_out = empty_here(*self._adding[0].shape, lift.source)
+            last_residual_at = residual_out.data_ptr()
         y = empty_here(lift.tokens, self._out, lift.source)
         workspace = empty_here(1, self._workspace_bytes, torch.uint8)
         start, x_at, x_stride = workspace.data_ptr(), x.data_ptr(), x.stride()[0]
-        for (linear, slots, ends, total_start), (weight, gain, pairs) in zip(self._linears, weights, strict=True):
-            total_at = None
+        for (linear, slots, ends, residual_start), (weight, gain, pairs) in zip(self._linears, weights, strict=True):
+            residual_out_at = None
             if slots.adds:
                 inputs = LiftInputs(x_at, residual_at, gain, pairs, x_stride, residual_stride)
-                total_at = last_total_at if total_start is None else start + total_start
-                residual_at, residual_stride = total_at, linear.lift.order.in_features
+                residual_out_at = last_residual_at if residual_start is None else start + residual_start
+                residual_at, residual_stride = residual_out_at, linear.lift.order.in_features
             else:
                 inputs = LiftInputs(x_at, None, gain, pairs, x_stride, 0)
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
-            linear.launch(inputs, total_at, start, weight, x_at, slots.eps)
-        return y, total
+            linear.launch(inputs, residual_out_at, start, weight, x_at, slots.eps)
+        return y, residual_out
 
     def _takes(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether the first launches can read these activations and this residual."""
@@ -153,7 +154,7 @@ class HopperChain:
         return checked
 
     def _can_launch(self) -> bool:
-        """Whether every kernel is compiled and can read the product before it; asked until the answer is yes."""
+        """Whether every kernel is compiled and can read the product before it; asked again until it holds."""
         # A residual between linears has rows as long as the product that is added to it.
         strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(

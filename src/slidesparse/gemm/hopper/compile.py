@@ -1,6 +1,6 @@
-"""Compile ``gemm/hopper/sparse_gemm.cu`` for one tile and one pair of types, by NVRTC and with a cache on disk.
+"""Compile the kernel in ``gemm/hopper/csrc`` for one tile and one pair of types, by NVRTC and with a cache on disk.
 
-The cache key is a hash of the source, the options and NVRTC's version, so the cache never needs to be cleared. A file
+The cache key is a hash of all sources, the options and NVRTC's version, so the cache never needs to be cleared. A file
 starts with the digest of its contents, so that a damaged one is compiled again.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,16 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper.tiles import Tile
 
-SOURCE = Path(__file__).with_name("sparse_gemm.cu")
+FOLDER = Path(__file__).with_name("csrc")
 ARCH = "sm_90a"
+
+MAINLOOPS = {
+    (False, 8): "metadata.cu",
+    (True, 8): "counts.cu",
+    (False, 6): "six_bits.cu",
+    (True, 6): "six_bit_counts.cu",
+}
+"""Whether weights have counts, and the bits of a kept value -> the source to compile."""
 
 TYPES = {
     torch.int8: "S8",
@@ -31,18 +41,35 @@ TYPES = {
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
+def sources(count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
+    """Return the sources of a mainloop by the names that ``#include`` uses, first the one to compile, then all headers.
+
+    Args:
+        count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
+    """
+    compiled = MAINLOOPS[count_bits > 0, value_bits]
+    paths = FOLDER / compiled, *sorted(FOLDER.glob("*.cuh"))
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
 def options(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0, width: int = 8
+    tile: Tile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    grouped: bool = False,
+    count_bits: int = 0,
+    value_bits: int = 8,
 ) -> list[str]:
-    """Return the options for NVRTC, which the top of the source lists.
+    """Return the options for NVRTC, which ``sparse_gemm.cuh`` lists.
 
     Args:
         tile: The geometry.
         dtype: Type of weights and activations.
         out_dtype: Type of the product.
         grouped: For the weights of many experts.
-        field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
-        width: Bits of a kept value in memory: 6, or 8 for all others.
+        count_bits: See :func:`sources`.
+        value_bits: See :func:`sources`.
     """
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
@@ -57,8 +84,8 @@ def options(
         "SPLIT": tile.split,
         "BLOCKS": tile.blocks,
         "GROUPED": int(grouped),
-        "FIELD": field,
-        "WIDTH": width,
+        "COUNT_BITS": count_bits,
+        "VALUE_BITS": value_bits,
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -73,20 +100,25 @@ def options(
 
 
 def cubin(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0, width: int = 8
+    tile: Tile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    grouped: bool = False,
+    count_bits: int = 0,
+    value_bits: int = 8,
 ) -> bytes:
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped, field, width)
+    files, opts = sources(count_bits, value_bits), options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     major, minor = nvrtc_version()
-    key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
+    key = hashlib.sha256("\0".join([*chain(*files.items()), *opts, f"{major}.{minor}"]).encode())
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
     known = _read(path)
     if known is None:
-        known, _ = compile_source(source, opts)
+        known, _ = compile_sources(files, opts)
         _write(path, known)
     return known
 
@@ -136,14 +168,20 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def compile_source(source: bytes, opts: list[str]) -> tuple[bytes, str]:
+def compile_sources(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, str]:
     """Return machine code and the compiler's log.
+
+    Args:
+        files: As :func:`sources` returns them.
+        opts: From :func:`options`.
 
     Raises:
         UnsupportedError: With the first line of the log when the compiler refuses.
     """
     nvrtc = _nvrtc()
-    status, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
+    (name, source), *headers = [(name.encode(), text.encode()) for name, text in files.items()]
+    includes, contents = [name for name, _ in headers], [text for _, text in headers]
+    status, program = nvrtc.nvrtcCreateProgram(source, name, len(headers), contents, includes)
     _check(int(status), "nvrtcCreateProgram")
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(opts), [option.encode() for option in opts])

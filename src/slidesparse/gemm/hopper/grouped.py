@@ -1,7 +1,7 @@
-"""The grouped product on Hopper: one launch multiplies the tokens of all experts of a mixture by their own weights.
+"""Grouped GEMM on Hopper: one launch multiplies the rows of all experts of a mixture by their weights.
 
-Rows of X stand in the order of their experts, and each token tile has one expert (lifting/routed/expert_order.py). The
-kernel is that of a single weight; it finds the expert of a tile, and the number of tiles with rows, in memory.
+Rows of X are sorted by expert, and each token tile has one expert (lifting/routed/expert_order.py). The kernel of a
+single weight runs, and reads the expert of each tile and the number of used tiles from memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
+from slidesparse.gemm.grouped import GroupedOperand
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels, multiprocessors
-from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.kernel import Arguments, load_grouped, load_kernels, multiprocessors
+from slidesparse.gemm.hopper.tiles import GROUP, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
-from slidesparse.lifting.layout import SLAB_BYTES, Lifted, check_slabs
+from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
 from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.support import check_vector
@@ -27,69 +29,72 @@ class HopperExperts:
     """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
     layout = COUNTS
-    """An expert gets few tokens, so that bytes decide."""
+    """Each expert gets few tokens, so the bytes of its weight decide."""
 
-    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`).
+    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
+        """Return the 2:4 steps of all experts, uint8 [experts, ...] (:func:`~.weights.sparse_steps`), and their form.
 
-        Their values have six bits in memory where those of every expert fit.
+        Values are stored in six bits if those of every expert fit.
         """
-        bundle, width = self.layout.bundle(experts[0]), self.width_of(experts)
-        steps = torch.stack([sparse_steps(packed, bundle, width) for packed in experts])
+        first, value_bits = experts[0], self.value_bits_of(experts)
+        order = ColumnOrder.of(first, self.layout.multiple_of(first.dtype), self.layout.bundle(first))
+        steps = torch.stack([sparse_steps(packed, order.bundle, value_bits) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
-        return steps
+        return GroupedOperand(steps, SparseForm.of_order(order, first.dtype.itemsize, value_bits))
 
-    def width_of(self, experts: Sequence[PackedWeight]) -> int:
+    def value_bits_of(self, experts: Sequence[PackedWeight]) -> int:
         """Return the bits of a kept value in memory."""
         return common_bits(experts)
 
-    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Tile, ...]:
+    def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
-        slabs = (SparseForm.of(operand.shape[1:]).slabs for operand in operands)
-        sizes = tuple(zip(out_features, slabs, strict=True))
-        return choose_grouped(pairs, operands[0].shape[0], sizes, multiprocessors(operands[0].get_device()))
+        sizes = tuple((out, operand.form.slabs) for out, operand in zip(out_features, operands, strict=True))
+        weights = operands[0].weights
+        return choose_grouped(pairs, weights.shape[0], sizes, multiprocessors(weights.get_device()))
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[torch.Tensor]) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
         """Compile and load every tile for these weights, of :meth:`prepare`.
 
         Raises:
-            UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
+            UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
         """
-        for form in {SparseForm.of(operand.shape[1:])._replace(slabs=0) for operand in operands}:
-            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), form.field, form.width, grouped=True)
+        device = operands[0].weights.get_device()
+        for bits in {(operand.form.count_bits, operand.form.value_bits) for operand in operands}:
+            load_kernels(GROUPED_TILES, dtype, out_dtype, device, *bits, grouped=True)
 
     def multiply(
         self,
         x: Lifted,
-        operand: torch.Tensor,
+        operand: GroupedOperand,
         scale: torch.Tensor,
-        at: Arrangement,
+        arrangement: Arrangement,
         out_dtype: torch.dtype,
         tile: Tile,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.grouped.GroupedProduct`; rows of nobody hold anything."""
-        device = operand.get_device()
+        """See :class:`slidesparse.gemm.grouped.GroupedProduct`; the contents of padding rows are undefined."""
+        weights, form = operand
+        device = weights.get_device()
         if not is_current(device):
             with torch.cuda.device(device):
-                return self.multiply(x, operand, scale, at, out_dtype, tile)
+                return self.multiply(x, operand, scale, arrangement, out_dtype, tile)
         (rows, columns), (experts, out), dtype = x.values.shape, scale.shape, x.values.dtype
-        form, field, needed = _form_of(operand.shape, experts, out, dtype.itemsize)
-        fits = operand.shape == needed and columns * dtype.itemsize == form.slabs * SLAB_BYTES
-        if not fits or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
+        count_bits, needed = _needed(form, experts, out, dtype.itemsize)
+        fits = weights.shape == needed and columns * dtype.itemsize == form.slabs * SLAB_BYTES
+        if not fits or rows != tile.tokens * len(arrangement.experts) or out_dtype not in OUTPUTS:
             raise InputError(
                 "grouped product",
-                got=f"activations {[rows, columns]}, weights {list(operand.shape)}, {len(at.experts)} tiles",
+                got=f"activations {[rows, columns]}, weights {list(weights.shape)}, {len(arrangement.experts)} tiles",
                 needed=f"{form.slabs * SLAB_BYTES} bytes a row, weights {list(needed)}, {rows // tile.tokens} tiles",
             )
         check_slabs(x.values, SLABS.padded(rows) * SLAB_BYTES * form.slabs)
-        check_vector("token scales for the grouped product", x.scale, rows, operand.device, (torch.float32,))
+        check_vector("token scales for the grouped product", x.scale, rows, weights.device, (torch.float32,))
         y = empty(rows, out, out_dtype, device)
         if not y.numel():
             return y
         arguments = Arguments(
             x=x.values.data_ptr(),
-            sparse=operand.data_ptr(),
+            sparse=weights.data_ptr(),
             scale_x=None if x.scale is None else x.scale.data_ptr(),
             scale_w=scale.data_ptr(),
             y=y.data_ptr(),
@@ -97,18 +102,17 @@ class HopperExperts:
             channels=out,
             sparse_slabs=form.slabs,
             group=GROUP,
-            experts=at.experts.data_ptr(),
-            used=at.used.data_ptr(),
+            experts=arrangement.experts.data_ptr(),
+            used=arrangement.used.data_ptr(),
             windows=form.windows,
             row=out,
         )
-        kernel = load_grouped(tile, dtype, out_dtype, device, field, form.width)
+        kernel = load_grouped(tile, dtype, out_dtype, device, count_bits, form.value_bits)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y
 
 
 @lru_cache(maxsize=1 << 10)
-def _form_of(operand: torch.Size, experts: int, out: int, itemsize: int) -> tuple[SparseForm, int, tuple[int, ...]]:
-    """Return the form of weights, the bits of its counts, and the shape that these sizes need in it."""
-    form = SparseForm.of(operand[1:])
-    return form, form.field, (experts, *form.shape(out, itemsize))
+def _needed(form: SparseForm, experts: int, out: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
+    """Return the bits of the counts of a form, and the shape that weights of these sizes have in it."""
+    return form.count_bits, (experts, *form.shape(out, itemsize))

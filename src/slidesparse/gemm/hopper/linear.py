@@ -1,9 +1,8 @@
 """Run a whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
 
-Called separately, the two steps cost the host more time than their launches: each allocates its own tensors and checks,
-in general terms, everything that its kernel reads by address. In a model of small layers that takes longer than the GPU
-needs. Here everything that does not depend on the tensors is computed once, and one workspace holds lifted values and
-scales.
+As separate calls, the two steps cost the host more than their launches do: each allocates its own tensors and checks
+everything that its kernel reads by address. In a model of small layers the host then takes longer than the GPU. Here
+everything that does not depend on the tensors is computed once, and one workspace holds lifted values and scales.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.weights.support import is_vector
@@ -32,28 +31,32 @@ class HopperLinear:
 
     Args:
         lift: Quantises and lifts the tokens.
-        by_parts: The runner of the cases that this one cannot run.
-        width: Bits of a kept value in memory.
+        by_parts: The runner for the cases that this one cannot handle.
+        value_bits: Bits of a kept value in memory.
         tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
 
     Attributes:
         lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
-        kind: Everything that decides which weights, gains and indices of pairs it can read.
+        kind: Everything that determines which weights, gains and indices of pairs it can read.
     """
 
     __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
 
-    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, width: int = 8, tile: Tile | None = None) -> None:
+    def __init__(
+        self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: Tile | None = None
+    ) -> None:
         self.out = by_parts.out_features
-        self._dense, self._sparse = step_shapes(lift.order, lift.target.itemsize, self.out, width)
+        item_bytes = lift.target.itemsize
+        form = SparseForm.of_order(lift.order, item_bytes, value_bits)
+        self._dense, self._sparse = dense_shape(lift.order, item_bytes, self.out), form.shape(self.out, item_bytes)
         self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
-        activations = torch.Size((lift.tokens, lift.width))
-        sizes = activations, lift.target, self._dense, self._sparse, self.out
+        activations = torch.Size((lift.tokens, lift.k_packed))
+        sizes = activations, lift.target, form, self._dense, self._sparse, self.out
         self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
 
     def _size(self, lift: KernelLift, by_parts: LiftThenMultiply, gemm: GemmLaunch) -> None:
@@ -64,7 +67,7 @@ class HopperLinear:
     def for_tokens(self, tokens: int) -> HopperLinear:
         """Return the same linear for another number of tokens, with the tile that is the fastest for it.
 
-        This takes a fraction of the time of making it anew; a server meets most numbers of tokens once.
+        This is much faster than constructing it anew; a server meets most numbers of tokens once.
         """
         lift, made = self.lift.for_tokens(tokens), HopperLinear.__new__(HopperLinear)
         made.out, made.kind, made._dense, made._sparse = self.out, self.kind, self._dense, self._sparse
@@ -79,11 +82,11 @@ class HopperLinear:
         if inputs is None or weight is None:
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
-        total = None if residual is None else empty_here(*lift.shape, lift.source)
+        residual_out = None if residual is None else empty_here(*lift.shape, lift.source)
         workspace, y = empty_here(1, self.workspace_bytes, torch.uint8), empty_here(lift.tokens, self.out, lift.source)
-        total_at = None if total is None else total.data_ptr()
-        self.launch(inputs, total_at, workspace.data_ptr(), weight, y.data_ptr(), eps)
-        return y, total
+        residual_out_at = None if residual_out is None else residual_out.data_ptr()
+        self.launch(inputs, residual_out_at, workspace.data_ptr(), weight, y.data_ptr(), eps)
+        return y, residual_out
 
     def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
         """Return a weight's addresses; None where the kernel cannot read its sizes, types, strides or device."""
@@ -106,20 +109,20 @@ class HopperLinear:
         return WeightAddresses(dense.data_ptr(), sparse.data_ptr(), scale_at, bias_at, bias_type)
 
     def launch(
-        self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
+        self, inputs: LiftInputs, residual_out: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
     ) -> None:
         """Launch both kernels by addresses; nothing is checked.
 
         Args:
             inputs: Addresses that the lift reads.
-            total: Address of memory for the new residual; None where there is none.
+            residual_out: Address of memory for the new residual; None where there is none.
             workspace: Address of ``workspace_bytes`` bytes.
             weight: From :meth:`weight_addresses`.
             y: Address of memory for the product [M, out] in the type of the activations.
             eps: The norm's epsilon.
         """
         scale = workspace + self._scales_start if self.lift.quantised else None
-        self.lift.launch(inputs, eps, total=total, values=workspace, scale=scale)
+        self.lift.launch(inputs, eps, residual_out=residual_out, values=workspace, scale=scale)
         self._gemm.launch(workspace, scale, weight, y)
 
     def __repr__(self) -> str:

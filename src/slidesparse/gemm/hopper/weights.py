@@ -8,16 +8,16 @@ A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a ro
 Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
-follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
-each. The slabs of a bundle (:func:`lifting.layout.in_bundles`) have the same 32 groups, so the counts stand once a
-bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
-instructions.
+follow from its two left-out positions, which two counts of 3 or 4 bits encode: how many kept entries precede
+each. The slabs of a bundle (:func:`lifting.layout.in_bundles`) share 32 groups, so the counts are stored once a
+bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread derives its metadata from them in some
+13 instructions.
 
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
-swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
+swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ PLANE_BYTES = 512
 """One bit of all counts of a row block in a bundle, with a word for each thread."""
 
 PADDING = Fraction(51, 50)
-"""Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
+"""The most slabs with bundles for each slab without; beyond that, padding to whole bundles costs more than it saves."""
 
 
-def value_bytes(width: int) -> int:
+def value_bytes(value_bits: int) -> int:
     """Return the bytes of the values of a row block in a 2:4 step, of 6 or 8 bits each; those of 16 bits have 8."""
-    return VALUE_BYTES // 8 * width
+    return VALUE_BYTES // 8 * value_bits
 
 
-def step_bytes(itemsize: int, width: int = 8) -> int:
+def step_bytes(itemsize: int, value_bits: int = 8) -> int:
     """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512.
 
     Args:
         itemsize: Bytes of a weight.
-        width: Bits of a kept value in memory: 6, or 8 for all others.
+        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
     """
-    return value_bytes(width) + 1024 // itemsize
+    return value_bytes(value_bits) + 1024 // itemsize
 
 
 def bundle_of(packed: PackedWeight) -> int:
@@ -84,10 +84,10 @@ def bundle_of(packed: PackedWeight) -> int:
 
 
 METADATA = Layout(slabs=SLABS)
-"""Metadata stand with the values of every step."""
+"""With metadata next to the values of every step."""
 
 COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
-"""Counts stand once a bundle, wherever they are better."""
+"""With counts once a bundle, wherever they are smaller; see :func:`bundle_of`."""
 
 
 class SparseForm(NamedTuple):
@@ -95,57 +95,45 @@ class SparseForm(NamedTuple):
 
     Attributes:
         slabs: Its slabs.
-        windows: Slabs of a bundle; 0 where metadata stand with the values of every step.
-        width: Bits of a kept value in memory: 6, or 8 for all others.
+        windows: Slabs of a bundle; 0 with metadata in every step.
+        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
     """
 
     slabs: int
     windows: int
-    width: int = 8
+    value_bits: int = 8
 
     @classmethod
-    def of(cls, shape: torch.Size) -> SparseForm:
-        """Return the form of a tensor of :func:`sparse_steps`."""
-        if len(shape) == 4:
-            return cls(shape[1], 0, 6 if shape[3] == step_bytes(1, 6) else 8)
-        windows, width = _BUNDLES.get(shape[2], (1, 8))  # others fit nothing
-        return cls(shape[1] * windows, windows, width)
-
-    @classmethod
-    def of_order(cls, order: ColumnOrder, itemsize: int, width: int = 8) -> SparseForm:
+    def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> SparseForm:
         """Return the form of the weight whose activations have this order in slabs."""
         windows = order.group // 2 - 1 if order.bundle > 1 else 0
-        return cls(order.slid_columns * itemsize // SLAB_BYTES, windows, width)
+        return cls(order.slid_columns * itemsize // SLAB_BYTES, windows, value_bits)
 
     @property
-    def field(self) -> int:
+    def count_bits(self) -> int:
         """Bits of a count; 0 where there is none."""
-        return field_bits(self.windows) if self.windows else 0
+        return count_bits_of(self.windows) if self.windows else 0
 
     def shape(self, out_features: int, itemsize: int) -> torch.Size:
         """Return the shape of the tensor of a weight with this many rows."""
         tiles = -(-out_features // TILE_ROWS)
         if not self.windows:
-            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.width)))
-        return torch.Size((tiles, self.slabs // self.windows, bundle_bytes(self.windows, self.width)))
+            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.value_bits)))
+        return torch.Size((tiles, self.slabs // self.windows, bundle_bytes(self.windows, self.value_bits)))
 
 
-def field_bits(windows: int) -> int:
+def count_bits_of(windows: int) -> int:
     """Return the bits of a count of kept entries, 0 to twice the windows of a group.
 
-    >>> [field_bits(windows) for windows in (2, 3, 4, 7)]
+    >>> [count_bits_of(windows) for windows in (2, 3, 4, 7)]
     [3, 3, 4, 4]
     """
     return (WINDOW_KEEP * windows).bit_length()
 
 
-def bundle_bytes(windows: int, width: int) -> int:
+def bundle_bytes(windows: int, value_bits: int) -> int:
     """Return the bytes of a bundle of a row tile: counts, then the values of its steps."""
-    return BLOCKS * (field_bits(windows) * PLANE_BYTES + windows * value_bytes(width))
-
-
-_BUNDLES = {bundle_bytes(windows, width): (windows, width) for windows in COUNTED for width in (6, 8)}
-"""Bytes of a bundle -> its windows, and bits of a kept value; no two have as many."""
+    return BLOCKS * (count_bits_of(windows) * PLANE_BYTES + windows * value_bytes(value_bits))
 
 
 class HopperOperand(NamedTuple):
@@ -160,27 +148,25 @@ class HopperOperand(NamedTuple):
     sparse: torch.Tensor
 
 
-def step_shapes(order: ColumnOrder, itemsize: int, out_features: int, width: int = 8) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of an :class:`HopperOperand`, dense first.
+def dense_shape(order: ColumnOrder, itemsize: int, out_features: int) -> torch.Size:
+    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs.
 
     Args:
-        order: The packed column order in slabs.
+        order: The packed column order.
         itemsize: Bytes of a weight.
         out_features: Rows of the weight.
-        width: Bits of a kept value in memory.
     """
-    slab = SLAB_BYTES // itemsize
-    dense = (-(-out_features // TILE_ROWS), 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES)
-    return torch.Size(dense), SparseForm.of_order(order, itemsize, width).shape(out_features, itemsize)
+    tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
+    return torch.Size((tiles, 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES))
 
 
-def sparse_steps(packed: PackedWeight, bundle: int, width: int = 8) -> torch.Tensor:
+def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
     """Return the 2:4 segment in steps.
 
     Args:
         packed: The weight.
         bundle: Groups of a bundle of its activations, as its layout says.
-        width: Bits of a kept value in memory: 6, or 8 for all others.
+        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
 
     Returns:
         uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
@@ -189,16 +175,16 @@ def sparse_steps(packed: PackedWeight, bundle: int, width: int = 8) -> torch.Ten
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
-        return torch.empty(SparseForm(0, 0, width).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
+        return torch.empty(SparseForm(0, 0, value_bits).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
     if bundle > 1:
-        return _bundles(segment.values, segment.code, packed.pattern, width)
-    values = _row_steps(segment.values) if width == 8 else _six_bits(segment.values)
+        return _bundles(segment.values, segment.code, packed.pattern, value_bits)
+    values = _row_steps(segment.values) if value_bits == 8 else _six_bits(segment.values)
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)
     missing = values.shape[1] * windows - nibbles.shape[1]
     nibbles = F.pad(nibbles, (0, missing, 0, -out % TILE_ROWS), value=ZERO_NIBBLE)
     words = _metadata_words(nibbles, windows) if itemsize == 1 else _metadata_words_16(nibbles, windows)
-    if width == 6:  # of each thread: three words of values, one of metadata
+    if value_bits == 6:  # of each thread: three words of values, one of metadata
         return _row_tiles(torch.cat([values, words.unflatten(-1, (-1, 4))], -1).flatten(2))
     return _row_tiles(torch.cat([values, words], -1))
 
@@ -213,21 +199,21 @@ def dense_steps(packed: PackedWeight) -> torch.Tensor:
     return _row_tiles(F.pad(steps, (0, 0, 0, steps.shape[1] % 2)))
 
 
-def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, width: int) -> torch.Tensor:
+def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, value_bits: int) -> torch.Tensor:
     """Arrange the kept values [out, n * keep] and codes [out, n] of groups as :func:`sparse_steps` says."""
     windows = as_bits(values).unflatten(1, (-1, pattern.windows, WINDOW_KEEP))
     in_order = in_bundles(windows, 0).flatten(1)
-    if width == 6:  # of an instruction two words of every thread, then the third
+    if value_bits == 6:  # of an instruction two words of every thread, then the third
         words = _six_bits(in_order).unflatten(2, (2, -1))
         steps = _row_tiles(torch.cat([words[..., :8].flatten(3), words[..., 8:].flatten(3)], -1).flatten(2))
     else:
         steps = _row_tiles(_row_steps(in_order))
     a, b = decode_group(code, pattern)
-    # No entry stands after a group that keeps its first ones: so are groups and rows that are padding.
+    # Padding groups and rows keep their first entries: all kept entries precede both left-out positions.
     counts = torch.stack([a, b - 1], -1).unsqueeze(2)
     counts = in_bundles(counts, pattern.keep).squeeze(2)
     counts = F.pad(counts, (0, 0, 0, 0, 0, 0, 0, -len(counts) % TILE_ROWS), value=pattern.keep)
-    words = _row_tiles(_count_words(counts, field_bits(pattern.windows)))
+    words = _row_tiles(_count_words(counts, count_bits_of(pattern.windows)))
     steps = steps.unflatten(1, (-1, pattern.windows))
     return torch.cat([words.flatten(2), steps.flatten(2)], 2)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2]
 
-SUFFIXES = (".cu", ".json", ".py")
+SUFFIXES = (".cu", ".cuh", ".json", ".py")
 """Files that decide what runs: Python, the CUDA kernel, and tables."""
 
 

@@ -1,10 +1,10 @@
-"""Put the tokens of a mixture into the order of its experts, in one launch or two in place of fifteen small ones.
+"""Sort the pairs of a mixture by expert, in one launch or two in place of fifteen small ones.
 
-Few pairs: a program is an expert. It counts the pairs of all experts, which gives the rows before its own, and then
-numbers its own pairs in their order. So every program reads all pairs twice, which suits decoding and short prompts.
+Few pairs: one program an expert. It counts the pairs of all experts, which gives its first row, and then numbers its
+own pairs in order. So every program reads all pairs twice, which suits decoding and short prompts.
 
-Many pairs: a program is a chunk of pairs. One launch counts the pairs of each expert in each chunk. In the next each
-program adds what chunks before its own have, sorts its pairs by expert, and numbers them.
+Many pairs: one program a chunk of pairs. The first launch counts the pairs of each expert in each chunk. In the second,
+each program adds up the counts of the chunks before its own, sorts its pairs by expert, and numbers them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from slidesparse.base.triton_launcher import Launcher
 CHUNK = 1024
 NUM_WARPS = 4
 FEW_PAIRS = 4096
-"""Up to here one launch is made, whose loops are unrolled; those past the last pair are left out."""
+"""The most pairs of a single launch, whose loops are unrolled; iterations past the last pair are skipped."""
 COUNTS_AT_ONCE = 8
 """Chunks whose counts a program adds at once."""
 MOST_EXPERTS = 1023
-"""What the counts of a program's experts can be held for."""
+"""The most experts for which a program can hold all counts."""
 
 
 @triton.jit
 def _experts_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
-    """Load the experts of some pairs; EXPERTS for those that are not here, and past the last pair."""
+    """Load the experts of some pairs; EXPERTS for experts on other GPUs, and past the last pair."""
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32)
     return tl.where(expert < 0, EXPERTS, expert)
 
@@ -105,7 +105,7 @@ def place_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Arrange the pairs of one chunk, and name the experts of some tiles. ``tokens`` holds -1."""
+    """Arrange the pairs of one chunk, and store the experts of some tiles. ``tokens`` holds -1."""
     own, chunks = tl.program_id(0), tl.num_programs(0)
     bins = tl.arange(0, BINS)
     total = tl.full((BINS,), 0, tl.int32)
@@ -151,11 +151,11 @@ def arrange(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the fields of a :class:`slidesparse.lifting.routed.expert_order.Arrangement`.
 
-    Arguments are checked, and such as it :func:`takes`.
+    The caller has checked the arguments, and that :func:`takes` holds.
 
     Args:
         chosen: Contiguous integers [M, k].
-        experts: Number of experts here.
+        experts: Number of experts on this GPU.
         tile: Tokens of a tile.
         rows: P, from :func:`slidesparse.lifting.routed.expert_order.rows_needed`.
     """
@@ -181,13 +181,13 @@ def arrange(
 
 
 def _bins(experts: int) -> int:
-    """Return the counts of a program, one of them for pairs whose experts are not here."""
+    """Return the number of counts of a program, one of them for pairs of experts on other GPUs."""
     return int(triton.next_power_of_2(experts + 1))
 
 
 @lru_cache(maxsize=256)
 def _one_launch(dtype: torch.dtype, k: int, experts: int, device: torch.device) -> Launcher:
-    """Return the launcher for a type of numbers of experts, and the sizes of a mixture, on one device."""
+    """Return the launcher for one integer type and one size of a mixture, on one device."""
     return Launcher(arrange_kernel, (k, experts, _bins(experts), FEW_PAIRS, CHUNK), num_warps=NUM_WARPS)
 
 

@@ -1,4 +1,4 @@
-"""Sum the products of a token's experts by the weights of its router."""
+"""Sum the outputs of each token's experts, weighted by its router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slidesparse.errors import InputError
 def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return ``sum over k of weights[t, k] * x[rows[t, k]]`` in float32, in the order of k, rounded once to x's type.
 
-    On a GPU a Triton kernel computes it; elsewhere, and without Triton, torch does, with the same bits.
+    A Triton kernel computes it on a GPU. Elsewhere, and without Triton, torch does, bit for bit the same.
 
     Args:
         x: [P, N], contiguous, bfloat16, float16 or float32.

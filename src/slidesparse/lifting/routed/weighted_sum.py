@@ -1,4 +1,4 @@
-"""Sum the products of a token's experts, weighted by its router: the end of a mixture.
+"""Sum the outputs of each token's experts, weighted by its router: the last step of a mixture.
 
     y[t] = sum over k of weight[t, k] * x[row[t, k]]
 
@@ -22,7 +22,7 @@ NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["tokens"])
 def weighted_sum_kernel(x, row_ptr, weight_ptr, y, tokens, columns, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``COLUMNS`` columns of one token, see the top of this file; a row of -1 counts nothing."""
+    """Sum ``COLUMNS`` columns of one token, see the top of this file; rows of -1 are skipped."""
     blocks = tl.cdiv(columns, COLUMNS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     token = (tl.program_id(0) // blocks).to(tl.int64)

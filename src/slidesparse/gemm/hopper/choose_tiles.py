@@ -1,0 +1,291 @@
+"""Choose the Hopper kernel's tiles by their costs: a pure function of the problem's size.
+
+The blocks of a launch walk over the tiles in parallel, so a launch takes as many *waves* as the busiest multiprocessor
+has tiles, and a wave takes its steps plus a fixed cost of a tile; a split tile has several blocks, each with a part of
+the steps. Of the tiles timed on an H100 in a case, the choice is 0.3 % slower than the best on average at the linears
+of Qwen2.5-7B and 1.2 % at those of other models (results/h100/hopper-few-tokens.jsonl); for many tokens, of tiles that
+are not split, it is 0.1 % on both GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+
+from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.weights import TILE_ROWS
+from slidesparse.lifting.routed.expert_order import rows_needed
+
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200 SXM. An H100 PCIe has 114 and an H20 78: other tiles fill their waves there."""
+
+CLUSTER_MULTIPROCESSORS = 18
+"""Multiprocessors of a GPC, on which all blocks of a cluster run. Chips differ in which of the 8 GPCs have fewer, so
+the count of clusters is CUTLASS's: as many full GPCs as there can be, and one with what is left (its
+gemm/kernel/tile_scheduler_params.h). Where a GPC runs clusters of four, two of its multiprocessors idle."""
+
+TOKEN_STEP = 16
+"""Tokens of every tile are a multiple of it, so that no choice changes in between."""
+
+TWO_BAND_TOKENS = range(80, 4097)
+"""Numbers of tokens with which a product may have two bands. With fewer, memory decides; with more, a last wave is a
+small part of the time."""
+
+SECOND_LAUNCH = 8000
+"""Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
+number the choice between one and two bands is 0.8 % slower than the better one, and never 5 % slower than one."""
+
+MOST_PLANNED = 1 << 15
+"""The largest number of tokens that the plan of a weight's tiles covers."""
+
+
+# -- the cost of a product -------------------------------------------------------------------------------------------
+
+
+class _Columns(NamedTuple):
+    """Numbers of several tiles, float64 [tiles, 1] each: what the cost of a product depends on."""
+
+    tokens: torch.Tensor
+    channels: torch.Tensor
+    split: torch.Tensor
+    blocks: torch.Tensor
+    concurrent: torch.Tensor
+    sums_in_ring: torch.Tensor
+    step_cycles: torch.Tensor
+    tile_cycles: torch.Tensor
+
+
+@lru_cache(maxsize=256)
+def _columns(tiles: tuple[Tile, ...], multiprocessors: int) -> _Columns:
+    rows = [
+        (
+            *(tile.tokens, tile.channels, tile.split, tile.blocks, concurrent_blocks(tile, multiprocessors)),
+            *(tile.sums_in_ring, TILES[tile].step, TILES[tile].tile),
+        )
+        for tile in tiles
+    ]
+    return _Columns(*torch.tensor(rows, dtype=torch.float64, device="cpu").unsqueeze(-1).unbind(1))
+
+
+def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Return the blocks that run at one time, one to a multiprocessor.
+
+    Blocks of which a multiprocessor runs several find room for their clusters everywhere. Clusters of three would not
+    fit as counted here: some GPCs have 16 multiprocessors (results/history/h100/hopper-halves-2.jsonl).
+
+    >>> [concurrent_blocks(tile) for tile in TILES if str(tile) in ("64x128", "64x128/2", "64x128/4", "64x64/2b2")]
+    [132, 132, 116, 132]
+    """
+    cluster = tile.split if tile.blocks == 1 else 1
+    gpcs, rest = divmod(multiprocessors, CLUSTER_MULTIPROCESSORS)
+    return gpcs * (CLUSTER_MULTIPROCESSORS // cluster * cluster) + rest // cluster * cluster
+
+
+def work(
+    tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
+
+    Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
+    blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
+    their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
+
+    Args:
+        tiles: The tiles.
+        blocks: float64 [tiles, n], the blocks of n products in each; see :func:`blocks_of`.
+        steps: The steps of a tile.
+        multiprocessors: Those of the GPU.
+
+    Returns:
+        Two tensors of the shape of ``blocks``.
+    """
+    at = _columns(tiles, multiprocessors)
+    most = (blocks / at.concurrent).ceil()
+    load = torch.where(at.blocks == 1, most, (blocks / multiprocessors).clamp(min=1.0))
+    in_sequence = load * steps / at.split
+    return in_sequence.masked_fill((at.sums_in_ring > 0) & (most > 1), math.inf), (most / at.blocks).ceil()
+
+
+def blocks_of(
+    tiles: tuple[Tile, ...], tokens: int | torch.Tensor, channels: int | torch.Tensor, multiprocessors: int
+) -> torch.Tensor:
+    """Return the blocks of products in each of some tiles: float64 [tiles, n].
+
+    Args:
+        tiles: The tiles.
+        tokens: M, of one product or of each, [n].
+        channels: Rows of the weight, of one product or of each.
+        multiprocessors: Those of the GPU.
+    """
+    at = _columns(tiles, multiprocessors)
+    return (tokens / at.tokens).ceil() * (channels / at.channels).ceil() * at.split
+
+
+def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int) -> torch.Tensor:
+    """Return the clock cycles that products are estimated to take in each of some tiles.
+
+    The arguments are those of :func:`work`, and so is the shape of the result.
+    """
+    at, (in_sequence, paid) = _columns(tiles, multiprocessors), work(tiles, blocks, steps, multiprocessors)
+    return at.step_cycles * in_sequence + at.tile_cycles * paid
+
+
+# -- one product -----------------------------------------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """What a launch computes of a product: some neighbouring channels, in one kind of tiles."""
+
+    tile: Tile
+    channels: int
+
+
+def choose_bands(
+    tokens: int, channels: int, sparse_slabs: int, dense_slabs: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[Band, ...]:
+    """Return the launches of a product, one or two, with the fewest estimated cycles.
+
+    The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
+    it, and smaller ones compute the channels that are left in less time than that wave takes.
+
+    Args:
+        tokens: M.
+        channels: Rows of the weight.
+        sparse_slabs: Slabs of its 2:4 segment.
+        dense_slabs: Slabs of its dense segment, two steps each.
+        multiprocessors: Those of the GPU.
+
+    >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
+    ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
+    >>> [f"{band.channels} in {band.tile}" for band in choose_bands(384, 37888, 42, 0)]
+    ['33792 in 192x256', '4096 in 96x128']
+    """
+    steps = sparse_slabs + 2 * dense_slabs
+    if tokens > MOST_PLANNED:
+        return (Band(cheapest(tokens, channels, steps, multiprocessors), channels),)
+    ends, bands = plan(channels, steps, multiprocessors)
+    return bands[bisect_left(ends, tokens)]
+
+
+def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
+    """Return the tile with the fewest estimated cycles for a product in one launch."""
+    return _fewest_cycles(tokens, channels, steps, multiprocessors)[1][0]
+
+
+@lru_cache(maxsize=1024)
+def plan(channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[list[int], list[tuple[Band, ...]]]:
+    """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
+
+    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
+
+    Returns:
+        The largest number of tokens of each range, in order, and the range's launches.
+    """
+    tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
+    cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
+    bands: list[tuple[Band, ...]] = [(Band(tile, channels),) for tile in best]
+    some = (tokens >= TWO_BAND_TOKENS.start) & (tokens < TWO_BAND_TOKENS.stop)
+    first = int(some.nonzero()[0])
+    in_two = two_bands(tokens[some], channels, steps, multiprocessors)
+    for at, ((both, two), one) in enumerate(zip(in_two, cycles[some].tolist(), strict=True), first):
+        if both < one:
+            bands[at] = two
+    last = [at for at, (here, after) in enumerate(pairwise(bands)) if here != after] + [len(bands) - 1]
+    return [int(tokens[at]) for at in last], [bands[at] for at in last]
+
+
+def two_bands(
+    tokens: torch.Tensor, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+) -> list[tuple[float, tuple[Band, ...]]]:
+    """Return the best two launches for each number of tokens, and their cycles; infinitely many where there are none.
+
+    In the first launch a large tile fills all of its waves, but for less than one row of tiles.
+    """
+    found: list[tuple[float, tuple[Band, ...]]] = [(math.inf, ())] * len(tokens)
+    for tile in TILES:
+        if tile.channels < TILE_ROWS or tile.split > 1:
+            continue
+        waves = tile.count(tokens, channels) // multiprocessors
+        first = (waves * multiprocessors // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
+        after, rest = _fewest_cycles(tokens, channels - first, steps, multiprocessors)
+        blocks = blocks_of((tile,), tokens, first, multiprocessors)
+        both = cycles_of((tile,), blocks, steps, multiprocessors)[0] + after + SECOND_LAUNCH
+        both[(first == 0) | (first == channels)] = math.inf
+        for at, (cycles, own) in enumerate(zip(both.tolist(), first.tolist(), strict=True)):
+            found[at] = min(found[at], (cycles, (Band(tile, own), Band(rest[at], channels - own))), key=itemgetter(0))
+    return found
+
+
+def _fewest_cycles(
+    tokens: int | torch.Tensor, channels: int | torch.Tensor, steps: int, multiprocessors: int
+) -> tuple[torch.Tensor, list[Tile]]:
+    """Return the cycles of the cheapest tile for each number of tokens, and the tile; the first of equal ones."""
+    tiles = tuple(TILES)
+    cycles = cycles_of(tiles, blocks_of(tiles, tokens, channels, multiprocessors), steps, multiprocessors)
+    best = cycles.argmin(0)
+    return cycles.gather(0, best[None])[0], [tiles[at] for at in best.tolist()]
+
+
+# -- mixtures of experts ---------------------------------------------------------------------------------------------
+
+GROUPED_TILES = tuple(tile for tile in TILES if tile.split == 1)
+"""The tiles of grouped products: a cluster would need all of its blocks to have work, or none."""
+
+
+ROW_STEP = 0.25
+"""Clock cycles of the whole GPU in which a slab of one row, 128 lifted bytes and what they are made of, is read and
+written before the product. An estimate from bytes, some 600 at 4 TB/s; it was not fitted to times."""
+
+
+@lru_cache(maxsize=4096)
+def choose_grouped(
+    pairs: int, experts: int, sizes: tuple[tuple[int, int], ...], multiprocessors: int = MULTIPROCESSORS
+) -> tuple[Tile, ...]:
+    """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
+
+    The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
+    expert one half is empty on average. Padding rows count as if they were lifted, although the kernel skips them: all
+    measured times of layers belong to this choice.
+
+    Args:
+        pairs: Tokens times the experts of each.
+        experts: Experts here.
+        sizes: Of each linear the rows of its weight, and its steps.
+        multiprocessors: Those of the GPU.
+
+    >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
+    ['16x64b3', '16x64b3']
+    >>> [str(tile) for tile in choose_grouped(131072, 128, ((1536, 24), (2048, 9)))]
+    ['160x256', '160x256']
+    """
+
+    def cycles(channels: int, steps: int) -> dict[Tile, float]:
+        counts = [_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels) for tile in GROUPED_TILES]
+        blocks = torch.tensor(counts, dtype=torch.float64, device="cpu").round().unsqueeze(1)
+        return dict(
+            zip(GROUPED_TILES, cycles_of(GROUPED_TILES, blocks, steps, multiprocessors)[:, 0].tolist(), strict=True)
+        )
+
+    costs = [cycles(*size) for size in sizes]
+    best: tuple[float, tuple[Tile, ...]] | None = None
+    for tokens in sorted({tile.tokens for tile in GROUPED_TILES}):
+        like = [tile for tile in GROUPED_TILES if tile.tokens == tokens]
+        chosen = tuple(min(like, key=cost.__getitem__) for cost in costs)
+        lifted = rows_needed(pairs, experts, tokens) * sum(steps for _, steps in sizes) * ROW_STEP
+        total = lifted + sum(cost[tile] for tile, cost in zip(chosen, costs, strict=True))
+        if best is None or total < best[0]:
+            best = total, chosen
+    assert best is not None
+    return best[1]
+
+
+def _token_tiles(pairs: int, experts: int, tokens: int) -> float:
+    """Token tiles of all experts, where each pair has a random one."""
+    touched = experts * (1 - (1 - 1 / experts) ** pairs)
+    return max(1.0, touched * max(1.0, pairs / touched / tokens + 0.5))

@@ -1,0 +1,214 @@
+"""Compile, load and launch a variant of the Hopper kernel by the CUDA driver (cuda-bindings)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.hopper.compile import cubin
+from slidesparse.gemm.hopper.tiles import Tile
+
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""
+
+
+class Arguments(ctypes.Structure):
+    """``struct Arguments`` of the source, field for field (tests/gemm/test_hopper_launch.py compares the two)."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("dense", ctypes.c_void_p),
+        ("sparse", ctypes.c_void_p),
+        ("scale_x", ctypes.c_void_p),
+        ("scale_w", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("tokens", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("dense_slabs", ctypes.c_int),
+        ("sparse_slabs", ctypes.c_int),
+        ("bias_type", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("experts", ctypes.c_void_p),
+        ("used", ctypes.c_void_p),
+        ("windows", ctypes.c_int),
+        ("row", ctypes.c_int),
+        ("band", ctypes.c_int),
+    )
+
+
+class Kernel:
+    """A variant that is loaded on a device.
+
+    Args:
+        function: ``CUfunction``.
+        context: ``CUcontext`` of the device.
+        tile: The variant's geometry.
+        shared_bytes: Shared memory of a block.
+        multiprocessors: Multiprocessors of the device.
+    """
+
+    def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
+        self.function, self.context, self.tile = function, context, tile
+        self.shared_bytes, self.multiprocessors = shared_bytes, multiprocessors
+        self._configs: dict[tuple[int, int], Any] = {}  # one for each grid and stream: few, and never dropped
+
+    def grid(self, tiles: int) -> int:
+        """Return the blocks of a launch over this many tiles."""
+        tile = self.tile  # a cluster computes one tile; blocks without a cluster walk over several
+        return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
+
+    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
+        """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.
+
+        The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
+        kernel before it on the stream allows that, as quantise-and-lift does, the first weights are fetched while that
+        kernel still runs. So an earlier kernel must have written the weights.
+        """
+        config = self._configs.get((grid, stream)) or self._configure(grid, stream)
+        # The driver copies the struct before the call returns.
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        driver = _driver()
+        launch = config, self.function, ctypes.addressof(pointer), 0
+        (status,) = driver.cuLaunchKernelEx(*launch)
+        if status:
+            if int(status) == INVALID_CONTEXT:
+                _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")
+                (status,) = driver.cuLaunchKernelEx(*launch)
+            _check(status, "cuLaunchKernelEx")
+
+    def _configure(self, grid: int, stream: int) -> Any:
+        """Return the configuration of a launch, and keep it: making it takes longer than a launch."""
+        driver = _driver()
+        early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value.programmaticStreamSerializationAllowed = 1
+        early.value = value
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.tile.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
+        config.attrs, config.numAttrs = [early], 1
+        self._configs[grid, stream] = config
+        return config
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Return the multiprocessors of a CUDA device, by which tiles are chosen."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def load_kernel(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+) -> Kernel:
+    """Return the variant, loaded on a device for the life of the process.
+
+    Args:
+        tile: The geometry.
+        dtype: Type of weights and activations.
+        out_dtype: Type of the product.
+        device: Index of the CUDA device.
+        count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        value_bits: Bits of a kept value in memory.
+
+    Raises:
+        UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
+    """
+    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, False)
+
+
+@cache
+def load_grouped(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+) -> Kernel:
+    """Return the variant for the weights of many experts; see :func:`load_kernel`."""
+    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, True)
+
+
+def _load(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
+) -> Kernel:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
+            remedy="run the layer once with as many tokens before the capture",
+        )
+    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    with torch.cuda.device(device):
+        status, context = driver.cuDevicePrimaryCtxRetain(device)
+        _check(status, "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context)[0], "cuCtxSetCurrent")
+        status, module = driver.cuModuleLoadData(code)
+        _check(status, "cuModuleLoadData")
+        status, function = driver.cuModuleGetFunction(module, b"sparse_gemm")
+        _check(status, "cuModuleGetFunction")
+        shared = tile.shared_bytes(dtype.itemsize, count_bits, value_bits)
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
+        _check(status, "cuFuncSetAttribute")
+    return Kernel(function, context, tile, shared, multiprocessors(device))
+
+
+def load_kernels(
+    tiles: Iterable[Tile],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: int,
+    count_bits: int,
+    value_bits: int,
+    grouped: bool = False,
+) -> None:
+    """Load the variants of many tiles; those that no cache holds are compiled in parallel. See :func:`load_kernel`.
+
+    Raises:
+        UnsupportedError: As :func:`load_kernel`.
+    """
+    tiles = list(tiles)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits), tiles))
+    load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
+    for tile in tiles:
+        load(tile, dtype, out_dtype, device, count_bits, value_bits)
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> int:
+    """Return the major version of CUDA that the driver supports.
+
+    Raises:
+        UnsupportedError: There are no bindings, or no driver.
+    """
+    driver = _driver()
+    try:
+        status, version = driver.cuDriverGetVersion()
+    except RuntimeError:
+        raise UnsupportedError("the CUDA driver cannot be loaded", remedy="install the NVIDIA driver") from None
+    _check(status, "cuDriverGetVersion")
+    return int(version) // 1000
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return driver
+
+
+def _check(status: Any, call: str) -> None:
+    if int(status):
+        raise UnsupportedError(
+            f"the Hopper kernel: {call} failed",
+            got=getattr(status, "name", status),
+            remedy="run with CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel is the cause",
+        )

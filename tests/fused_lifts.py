@@ -1,0 +1,39 @@
+"""Lifts with a prologue, as the fused forms of the operator ``linear`` run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slidesparse.gemm import get_backend
+from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.prologue import Prologue
+from slidesparse.ops.resolve import resolve_lift
+
+
+def fused_lift(
+    prologue: Prologue,
+    given: Sequence[Any],
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "reference",
+    pairs: torch.Tensor | None = None,
+    order: Sequence[int] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Return lifted values, their scale, and the new residual with ``add_rms_norm``.
+
+    Args:
+        prologue: Applied first.
+        given: Its arguments: (x, gain, eps), (x, residual, gain, eps) or (x,).
+        column_map: See :class:`slidesparse.lifting.layout.LinearTensors`, as for ``pairs``.
+        dtype: Type of the values.
+        backend: The backend whose layout they have.
+        pairs: See above.
+        order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers`.
+    """
+    x, *residual, gain, eps = given if len(given) > 1 else (*given, None, 0.0)
+    lift = resolve_lift(get_backend(backend), prologue, x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    tensors = LinearTensors(column_map, pairs, (), None, None, gain)
+    return tuple(made for made in lift(x, residual[0] if residual else None, tensors, eps) if made is not None)
