@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
@@ -32,7 +31,7 @@ from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.offline.treated import find_treated
-from slidesparse.prune import Linears, RowPruner, get_pruner
+from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     FLOATS,
@@ -47,9 +46,6 @@ from slidesparse.weights.quant import (
     ternary_weight,
 )
 from slidesparse.weights.support import check_weight
-
-MOST_AT_ONCE = 8
-"""Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
 
 
 class PruneJob:
@@ -212,9 +208,8 @@ class PruneJob:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
             # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
             sets = dict.fromkeys(tuple(self.set_of[name]) for name in here)
-            with closing(ahead(lambda names: self._treated(names, here), sets, self._threads())) as treated:
-                for tensors in treated:
-                    self._write(writer, tensors, advance)
+            for names in sets:
+                self._write(writer, self._treated(names, here), advance)
         return writer.digests
 
     def _prune_expert(self, tensor: str) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -229,41 +224,14 @@ class PruneJob:
 
         return prune
 
-    def _threads(self) -> int:
-        """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
-        return min(torch.get_num_threads(), MOST_AT_ONCE) if torch.device(self.device).type == "cpu" else 1
-
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
         stored: dict[str, torch.Tensor] = {}
         with self._enough_memory(names):
-            if self._row_by_row(names[0]):
-                for name in (name for name in names if name in here):
-                    stored |= self._pruned_rows(name, here[name])
-                return stored
             for name, weight in self._prune_set(names).items():
                 if name in here:
                     stored |= self._stored_form(name, here[name], weight)
         return stored
-
-    def _row_by_row(self, name: str) -> bool:
-        """Whether rows of a linear can be pruned and quantised while they are in a processor's cache."""
-        pattern = self.patterns[name]
-        alone = isinstance(self.pruner, RowPruner) and pattern.is_uniform and pattern != DENSE
-        return alone and self.source_dtype is None and self.dtype in QUANTISED and self.recipe != "ternary"
-
-    def _pruned_rows(self, name: str, tensor: str) -> dict[str, torch.Tensor]:
-        """Return a linear as it is stored: pruned and quantised, some rows at a time."""
-        pruner, pattern = cast("RowPruner", self.pruner), self.patterns[name]
-        weight = self.float_weight(name)
-        values, scale = quantize_weight(
-            weight,
-            self.dtype,
-            name=tensor,
-            first=lambda rows: pruner.prune_rows(rows, pattern),
-            recipe=self.rounding,
-        )
-        return {tensor: values, f"{tensor}_scale": scale}
 
     @contextmanager
     def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
