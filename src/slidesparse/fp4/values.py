@@ -1,15 +1,15 @@
-"""NVFP4 and MXFP4: E2M1 values in blocks along K, each with a scale of 8 bits; quantised and read back.
+"""NVFP4 and MXFP4: E2M1 codes, two to a byte, in blocks along K that share a scale of 8 bits.
 
-- **NVFP4**: blocks of 16, an E4M3 scale each, and one float32 scale a tensor. Source: NVIDIA, "Pretraining Large
-  Language Models with NVFP4", and vLLM's ``ref_nvfp4_quant``, which multiplies by reciprocals where this divides:
-  ``tensor_scale = absmax(tensor) / (6 * 448)`` and ``scale = e4m3(absmax(block) / (6 * tensor_scale))``.
-  ``tensor_scale`` multiplies, as ModelOpt's ``weight_scale_2`` does; compressed-tensors stores its inverse.
-- **MXFP4**: blocks of 32, an E8M0 scale each, a power of two. Source: OCP MX 1.0, section 6.3:
-  ``scale = 2^(floor(log2(absmax(block))) - 2)``, 2 being the exponent of 4, E2M1's largest power of two. So the
-  largest value of a block, up to 8 scales, may saturate at 6.
+- **E2M1** (OCP Microscaling Formats 1.0, section 5.3.3): code ``c`` of 0 to 7 is the ``c``-th of :data:`MAGNITUDES`,
+  bit 3 is the sign. There is no Inf and no NaN. Code 8 is -0: it is read, and never written.
+- **NVFP4**: blocks of 16 with an E4M3 scale each, and one float32 scale a tensor. Source: NVIDIA, "Pretraining Large
+  Language Models with NVFP4": ``tensor_scale = absmax(tensor) / (6 * 448)`` and
+  ``scale = e4m3(absmax(block) / (6 * tensor_scale))``. It multiplies, as ModelOpt's ``weight_scale_2`` does.
+- **MXFP4**: blocks of 32 with an E8M0 scale each, a power of two. Source: OCP MX 1.0, section 6.3:
+  ``scale = 2^(floor(log2(absmax(block))) - 2)``, so the largest value of a block may saturate at 6.
 
 Values are ``e2m1(x / (scale * tensor_scale))`` in both, rounded once. A product of the three factors has at most 30
-significant bits, so float64 holds it, and :meth:`Fp4Tensor.dequantize` is exact.
+significant bits, so float64 holds it exactly.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from slidesparse.base.arguments import require_integer, shown
+from slidesparse.base.arguments import require_integer
 from slidesparse.errors import InputError
-from slidesparse.fp4.e2m1 import MAGNITUDES, check_even, decode, encode, pack_bytes, unpack_bytes
 from slidesparse.weights.quant import FP8_MAX
 from slidesparse.weights.support import check_weight, require_dense
 
-E8M0_BIAS = 127
-E8M0_NAN = 255
-LARGEST_EXPONENT = 2
-"""Of E2M1: 4 is its largest power of two."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between code ``i`` and code ``i + 1``."""
+
+SIGN = 8
+E8M0_BIAS, E8M0_NAN = 127, 255
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Fp4Format:
     Attributes:
         name: ``nvfp4`` or ``mxfp4``.
         block: Consecutive columns that share a scale in an ordinary tensor.
-        vector: Consecutive *lifted* columns that share a scale in a sparse instruction, for either operand. It is
-            twice the block, since a sparse instruction covers twice the columns with as many scales (CUTLASS,
+        vector: Consecutive *lifted* columns that share a scale in a sparse instruction, twice the block (CUTLASS,
             ``blackwell_functionality.md``, "SF Vector Size (Sparse)").
         scale_dtype: Type of the block scales; E8M0 is kept as its bits, in uint8.
     """
@@ -56,11 +56,12 @@ MXFP4 = Fp4Format("mxfp4", 32, 64, torch.uint8)
 
 @dataclass(frozen=True)
 class Fp4Tensor:
-    """A matrix [rows, K] of FP4 values, or one that was lifted.
+    """A matrix [rows, K] of FP4 values, ordinary or lifted.
 
     Attributes:
         format: NVFP4 or MXFP4.
-        pairs: Two values to a byte, the earlier one in the low bits: uint8 [rows, K / 2].
+        pairs: Two codes to a byte, the earlier column in the low bits, as in ``torch.float4_e2m1fn_x2``: uint8
+            [rows, K / 2].
         scale: One for each block of a row: [rows, ceil(K / block)] in ``format.scale_dtype``.
         tensor_scale: Multiplies everything: float32 []. 1 for MXFP4.
         block: Columns that share a scale: ``format.block``, or ``format.vector`` after lifting.
@@ -76,20 +77,20 @@ class Fp4Tensor:
     block: int
 
     def __post_init__(self) -> None:
-        what = f"a tensor in {self.format.name}"
-        for tensor, name in ((self.pairs, "pairs"), (self.scale, "scales"), (self.tensor_scale, "tensor scale")):
-            require_dense(tensor, f"{name} of {what}")
-        if self.pairs.dim() != 2 or self.pairs.dtype != torch.uint8 or not self.pairs.shape[1]:
-            raise InputError(f"pairs of {what}", got=_form(self.pairs), needed="uint8 [rows, K / 2], K > 0")
-        blocks = -(-self.columns // self.block)
-        if self.scale.shape != (self.pairs.shape[0], blocks) or self.scale.dtype != self.format.scale_dtype:
-            needed = f"{self.format.scale_dtype} [{self.pairs.shape[0]}, {blocks}]"
-            raise InputError(f"scales of {what}", got=_form(self.scale), needed=needed)
-        if self.tensor_scale.dtype != torch.float32 or self.tensor_scale.dim():
-            raise InputError(f"tensor scale of {what}", got=_form(self.tensor_scale), needed="float32 []")
+        rows = self.pairs.shape[0]
+        blocks, what = -(-self.columns // self.block), f"of a tensor in {self.format.name}"
+        for tensor, name, dtype, shape in (
+            (self.pairs, "pairs", torch.uint8, (rows, self.columns // 2)),
+            (self.scale, "scales", self.format.scale_dtype, (rows, blocks)),
+            (self.tensor_scale, "tensor scale", torch.float32, ()),
+        ):
+            require_dense(tensor, f"{name} {what}")
+            if tensor.dtype != dtype or tensor.shape != shape:
+                got, needed = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(shape)}"
+                raise InputError(f"{name} {what}", got=got, needed=needed)
         exact = self.exact_scale()
-        if not bool((exact >= 0).all()) or not bool(torch.isfinite(exact).all()):
-            raise InputError(f"scales of {what}", got="a negative one, NaN or Inf", needed="finite scales >= 0")
+        if not bool(((exact >= 0) & torch.isfinite(exact)).all()):
+            raise InputError(f"scales {what}", got="a negative one, NaN or Inf", needed="finite scales >= 0")
 
     @property
     def columns(self) -> int:
@@ -104,12 +105,49 @@ class Fp4Tensor:
         """Return the scales of the blocks as numbers, without the tensor's: float64 like ``scale``."""
         if self.format.scale_dtype != torch.uint8:
             return self.scale.to(torch.float64)
-        powers = [2.0 ** (bits - E8M0_BIAS) for bits in range(E8M0_NAN)] + [float("nan")]
-        return torch.tensor(powers, dtype=torch.float64, device=self.scale.device)[self.scale.long()]
+        powers = torch.ldexp(torch.ones_like(self.scale, dtype=torch.float64), self.scale.to(torch.int64) - E8M0_BIAS)
+        return torch.where(self.scale == E8M0_NAN, torch.nan, powers)
 
     def dequantize(self) -> torch.Tensor:
         """Return the numbers, exactly: float64 [rows, K]."""
         return decode(unpack_bytes(self.pairs)) * by_column(self.exact_scale(), self.block, self.columns)
+
+
+def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the codes of the values nearest to ``x / scale``; ties go to the even code, and what is too large to 6.
+
+    ``|x|`` is compared with ``midpoint * scale``, which float64 holds exactly for scales of up to 50 significant bits,
+    so each code is rounded once. What rounds to zero becomes +0, and so does everything under a scale of 0.
+
+    Args:
+        x: float [...], finite.
+        scale: float64 >= 0, of a shape that broadcasts to that of ``x``.
+
+    >>> encode(torch.tensor([0.25, 0.75, -1.0, -0.1, 100.0]), torch.tensor(1.0)).tolist()
+    [0, 2, 10, 0, 7]
+    """
+    unit, size = scale.to(torch.float64), x.to(torch.float64).abs()
+    code = torch.zeros_like(size, dtype=torch.uint8)
+    for lower, midpoint in enumerate(MIDPOINTS):
+        code += size > midpoint * unit if lower % 2 == 0 else size >= midpoint * unit
+    code = torch.where(unit > 0, code, 0)
+    return torch.where((x < 0) & (code != 0), code | SIGN, code)
+
+
+def decode(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of codes: uint8 [...], each 0 to 15 -> float64 like them; code 8 gives -0.0."""
+    table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Return pairs of codes as bytes, the earlier column low: uint8 [..., K], K even -> uint8 [..., K / 2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_bytes(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the codes of pairs: uint8 [..., n] -> uint8 [..., 2n]; the inverse of :func:`pack_bytes`."""
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
 
 
 def quantize_fp4(x: torch.Tensor, fp4: Fp4Format, *, share: int | None = None, name: str = "weight") -> Fp4Tensor:
@@ -133,12 +171,12 @@ def quantize_fp4(x: torch.Tensor, fp4: Fp4Format, *, share: int | None = None, n
     check_weight(x, name)
     if not x.is_floating_point() or x.element_size() == 1:
         raise InputError(f"{name} is quantised already", got=x.dtype, needed="bf16, fp16 or fp32")
-    check_even(x, f"columns of {name}")
+    check_even(x, name)
     share = fp4.block if share is None else share
     require_integer(share, "columns that share a scale")
     if share < 1 or share % fp4.block:
         raise InputError(
-            "columns that share a scale", got=shown(share), needed=f"a multiple of {fp4.name}'s block, {fp4.block}"
+            "columns that share a scale", got=share, needed=f"a multiple of {fp4.name}'s block, {fp4.block}"
         )
     wide = x.to(torch.float32)
     size = F.pad(wide.abs(), (0, -x.shape[1] % share)).unflatten(-1, (-1, share)).amax(-1)
@@ -149,6 +187,12 @@ def quantize_fp4(x: torch.Tensor, fp4: Fp4Format, *, share: int | None = None, n
     scaled = Fp4Tensor(fp4, empty, bits.view(fp4.scale_dtype), tensor_scale, fp4.block)
     codes = encode(wide, by_column(scaled.exact_scale(), fp4.block, x.shape[1]))
     return Fp4Tensor(fp4, pack_bytes(codes), scaled.scale, tensor_scale, fp4.block)
+
+
+def check_even(matrix: torch.Tensor, name: str) -> None:
+    """Refuse a matrix whose columns do not come in pairs."""
+    if matrix.shape[-1] % 2:
+        raise InputError(f"columns of {name} do not come in pairs", got=matrix.shape[-1], needed="an even number")
 
 
 def by_column(scale: torch.Tensor, block: int, columns: int) -> torch.Tensor:
@@ -168,10 +212,6 @@ def _nvfp4_scales(size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _mxfp4_scales(size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 1 and the E8M0 bits of blocks of a given absmax; a block of zeros gets the smallest scale."""
-    exponent = torch.frexp(size.to(torch.float64)).exponent - 1 - LARGEST_EXPONENT
+    exponent = torch.frexp(size.to(torch.float64)).exponent - 1 - 2  # 2: E2M1's largest power of two is 4
     bits = (exponent + E8M0_BIAS).clamp(0, E8M0_NAN - 1)
     return size.new_ones(()), torch.where(size == 0, 0, bits).to(torch.uint8)
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
