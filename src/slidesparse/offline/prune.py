@@ -31,6 +31,7 @@ from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
+from slidesparse.offline.calibrate.calibrated_steps import foldable
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.calibrate.rounded_inputs import describe_rounding, rounding_costs
 from slidesparse.offline.check_options import check_options, require_one_process
@@ -187,7 +188,7 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding=rounding_costs(rounded),
-        rounded_inputs=describe_rounding(rounded, job.foldable),
+        rounded_inputs=describe_rounding(rounded, lambda: foldable(job)),
         borrowed=_borrowed(losses),
         source_bytes=prepared.checkpoint.n_bytes,
         destination_bytes=prepared.n_bytes,

@@ -24,7 +24,7 @@ from slidesparse.models.parts import text_config
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
-from slidesparse.offline.calibrate.calibrated_steps import Source, steps_of
+from slidesparse.offline.calibrate.calibrated_steps import CalibratedSteps
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.plan.plan_file import StoredPlan
@@ -36,7 +36,6 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     FLOATS,
     QUANTISED,
-    Quantised,
     dequantize,
     dtype_name,
     quantize_weight,
@@ -70,7 +69,7 @@ class PruneJob:
         refuse_faults(self.meta, checkpoint)
         self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
-        run = run_once(self.meta.model)
+        run = self.run = run_once(self.meta.model)
         quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
         rounded = self.source_dtype is None and self.dtype in QUANTISED
 
@@ -98,8 +97,7 @@ class PruneJob:
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options, run)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.calibrated_patterns, run)
-        self.steps = steps_of(options, self.source, self.dtype)
+        self.steps = CalibratedSteps(options, self)
         self.calibrated: PrunedLayers | None = None
         # What --ignore leaves alone keeps its type: joined with others, it differs from what is dense in 8 bits, too.
         everything = treated_without(()).linears if options.ignore else self.targets.linears
@@ -107,19 +105,16 @@ class PruneJob:
         require_alike(self.meta.model, everything, forms, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
-        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
         stored = stored_names(self.meta)
         self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
-        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
+        self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
         self._check_tensors()
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
-        self.checkpoint = self.steps.prepare(
-            self.checkpoint, self.calibrated_patterns, self.windows, folder, self.device, progress
-        )
+        self.checkpoint = self.steps.prepare(self.checkpoint, self.windows, folder, self.device, progress)
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
@@ -141,12 +136,6 @@ class PruneJob:
         pruned = [name for name, pattern in everything.items() if pattern != DENSE]
         layers = f"{find_layer_list(self.meta.model, pruned or self.patterns).name}."
         return {name: one for name, one in self.patterns.items() if one != DENSE or name.startswith(layers)}
-
-    def foldable(self) -> set[str] | None:
-        """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
-        if self.source_dtype is not None:
-            return None
-        return set() if self.steps.smooth is not None else self.source.foldable()
 
     def _calibration_windows(self, options: PruneOptions, run: Callable[[], object] | None) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
@@ -226,12 +215,14 @@ class PruneJob:
 
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
-        stored: dict[str, torch.Tensor] = {}
         with self._enough_memory(names):
-            for name, weight in self._prune_set(names).items():
-                if name in here:
-                    stored |= self._stored_form(name, here[name], weight)
-        return stored
+            pruned = self._prune_set(names)
+            return {
+                key: one
+                for name in names
+                if name in here
+                for key, one in self._stored_form(name, here[name], pruned[name]).items()
+            }
 
     @contextmanager
     def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
@@ -265,7 +256,12 @@ class PruneJob:
             return {tensor: requantize(weight, self._scale(name), self.dtype)}
         if self.dtype not in QUANTISED:
             return {tensor: weight}
-        values, scale = self._quantise(name, tensor, weight)
+        if self.recipe == "ternary":
+            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
+            values, scale = ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
+        else:
+            recipe = rounding_of(self.rounding, self.patterns[name])
+            values, scale = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -277,24 +273,17 @@ class PruneJob:
 
     def float_weight(self, name: str) -> torch.Tensor:
         """Read a treated linear's weight onto the device: float [out, in], as the method sees it."""
-        tensor = f"{self.prefixes[name]}.weight"
+        tensor = f"{self.meta.prefix(name)}.weight"
         weight = self.checkpoint.tensor(tensor, self.device)
         check_weight(weight, tensor)
         return dequantize(weight, self._scale(name)) if self.source_dtype else weight
 
     def _scale(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale", self.device)
+        return self.checkpoint.tensor(f"{self.meta.prefix(name)}.weight_scale", self.device)
 
     def _in_8_bits(self, name: str) -> bool:
         tensor = self.meta.names.origins.get(f"{name}.weight")
         return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
-
-    def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
-        if self.recipe == "ternary":
-            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
-            return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
-        recipe = rounding_of(self.rounding, self.patterns[name])
-        return quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's own names of linears, where they are others than transformers' names.
