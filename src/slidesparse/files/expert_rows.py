@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from slidesparse.base.traced_tensor import Origin, replay, sources
+from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertTensor
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import LEAVE_DENSE, Experts
+
+ROW_BITS = 32
+"""Lowest bits of a number that say which row of an expert it is; those above say which expert of which tensor."""
 
 
 @dataclass(frozen=True)
@@ -60,51 +63,39 @@ def find_expert_rows(
                 origin = meta.names.origins.get(state)
                 if origin is None or not {*sources(origin)} <= {*tensors}:
                     continue
-                numbers = _Numbers(checkpoint, tensors, origin)
+                numbers = _Numbers(checkpoint, tensors)
                 parameter = replay(origin, numbers.of)
                 experts = [parameter] if member is not None else list(parameter)
                 for expert, weight in enumerate(experts):
-                    name = one.expert(leaf, expert if member is None else member)
-                    rows += numbers.found(name, weight.flatten())
+                    rows += numbers.found(one.expert(leaf, expert if member is None else member), weight.flatten())
     return rows
 
 
 class _Numbers:
-    """Gives each row of some tensors a number, and finds the rows again by it."""
+    """Gives each row of each expert in some tensors a number, and finds the rows again by it."""
 
-    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, ExpertTensor], origin: Origin) -> None:
-        self.tensors = tensors
-        self.shapes = {name: checkpoint.stored(name).shape for name in sources(origin)}
-        self.firsts: dict[int, tuple[str, int, int]] = {}
-        self.begin: dict[str, int] = {}
-        number = 0
-        for name in self.shapes:
-            self.begin[name] = number
-            count, height = self._size(name)
-            for index in range(count):
-                self.firsts[number + index * height] = name, index, height
-            number += count * height
-
-    def _size(self, name: str) -> tuple[int, int]:
-        """Return how many experts a tensor holds, and how many rows it has of each."""
-        shape = self.shapes[name]
-        return (1 if len(shape) == 2 else shape[0]), shape[-1 if self.tensors[name].transposed else -2]
+    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, ExpertTensor]) -> None:
+        self.checkpoint, self.tensors = checkpoint, tensors
+        self.places: list[tuple[str, int, int]] = []  # tensor, index, rows
 
     def of(self, name: str) -> torch.Tensor:
         """Return the numbers of a tensor's rows in its form, with one column."""
-        count, height = self._size(name)
-        numbers = torch.arange(self.begin[name], self.begin[name] + count * height).reshape(count, height, 1)
-        numbers = numbers.transpose(1, 2) if self.tensors[name].transposed else numbers
-        return numbers[0] if len(self.shapes[name]) == 2 else numbers
+        shape, transposed = self.checkpoint.stored(name).shape, self.tensors[name].transposed
+        count, height = (1 if len(shape) == 2 else shape[0]), shape[-1 if transposed else -2]
+        first = len(self.places)
+        self.places += [(name, index, height) for index in range(count)]
+        numbers = (torch.arange(first, first + count).unsqueeze(1) << ROW_BITS) + torch.arange(height)
+        numbers = numbers.unsqueeze(1 if transposed else 2)
+        return numbers[0] if len(shape) == 2 else numbers
 
     def found(self, weight: str, numbers: torch.Tensor) -> Iterable[ExpertRows]:
         """Yield which tensors an expert's rows are from, by their numbers."""
         begin = 0
         while begin < len(numbers):
-            first = int(numbers[begin])
-            name, index, height = self.firsts.get(first, ("", 0, 0))
+            place = int(numbers[begin]) >> ROW_BITS
+            name, index, height = self.places[place] if 0 <= place < len(self.places) else ("", 0, 0)
             end = begin + height
-            if not height or not torch.equal(numbers[begin:end], torch.arange(first, first + height)):
+            if not height or not torch.equal(numbers[begin:end], (place << ROW_BITS) + torch.arange(height)):
                 raise UnsupportedError(
                     f"the rows of {weight} come from the checkpoint in an order of their own",
                     needed="whole tensors below each other",
