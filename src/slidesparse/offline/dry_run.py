@@ -12,8 +12,8 @@ import torch
 
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError
-from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
+from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
 from slidesparse.offline.outcome import Outcome

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.ranks import Ranks
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
@@ -29,15 +29,13 @@ from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
-from slidesparse.offline.prune_options import PruneOptions, resolve_dtypes
+from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
-    FLOATS,
     QUANTISED,
     dequantize,
-    dtype_name,
     quantize_weight,
     requantize,
     rounding_of,
@@ -108,7 +106,8 @@ class PruneJob:
         stored = stored_names(self.meta)
         self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
-        self._check_tensors()
+        for tensor in self.layer_of:
+            check_type(tensor, checkpoint.stored(tensor), self.source_dtype, self.dtype)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
@@ -143,19 +142,6 @@ class PruneJob:
             return None
         require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), run)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
-
-    def _check_tensors(self) -> None:
-        allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
-        for tensor in self.layer_of:
-            stored = self.checkpoint.stored(tensor)
-            if stored.dtype not in allowed:
-                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
-            if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
-                raise InputError(
-                    f"pruning without quantising keeps the type of {tensor}",
-                    got=dtype_name(self.dtype),
-                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
-                )
 
     @property
     def left(self) -> dict[str, str]:
