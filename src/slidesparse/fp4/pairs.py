@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class PackedPairs:
 
     Attributes:
         format: NVFP4 or MXFP4.
-        packed: The pairs, as int8: patterns, groups and windows of it are those of pairs.
+        packed: The pairs, as int8: patterns, groups and windows are those of pairs.
         scale: One for each vector of lifted columns: [out, vectors] in the format's type.
         tensor_scale: float32 [].
     """
@@ -115,9 +115,7 @@ class PackedPairs:
 
     def metadata(self) -> torch.Tensor:
         """Return the metadata nibble of every window of four pairs: uint8 [out, windows]."""
-        nibbles = self.packed.metadata()
-        assert nibbles is not None  # the pattern is uniform, so there is a 2:4 segment
-        return nibbles
+        return cast("torch.Tensor", self.packed.metadata())  # the pattern is uniform, so there is a 2:4 segment
 
     def operand(self) -> Fp4Tensor:
         """Return the slid weight, zeros in place, which multiplies lifted activations: [out, K']."""

@@ -15,13 +15,14 @@ significant bits, so float64 holds it exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from slidesparse.base.arguments import require_integer
 from slidesparse.errors import InputError
-from slidesparse.weights.quant import FP8_MAX
+from slidesparse.weights.quant import FLOATS, FP8_MAX
 from slidesparse.weights.support import check_weight, require_dense
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -32,16 +33,11 @@ SIGN = 8
 E8M0_BIAS, E8M0_NAN = 127, 255
 
 
-@dataclass(frozen=True)
-class Fp4Format:
-    """How FP4 values share scales.
+class Fp4Format(NamedTuple):
+    """How FP4 values share scales: one for each ``block`` of columns, of the type ``scale_dtype``; E8M0 as uint8 bits.
 
-    Attributes:
-        name: ``nvfp4`` or ``mxfp4``.
-        block: Consecutive columns that share a scale in an ordinary tensor.
-        vector: Consecutive *lifted* columns that share a scale in a sparse instruction, twice the block (CUTLASS,
-            ``blackwell_functionality.md``, "SF Vector Size (Sparse)").
-        scale_dtype: Type of the block scales; E8M0 is kept as its bits, in uint8.
+    A sparse instruction reads one for each ``vector`` of *lifted* columns, twice the block (CUTLASS,
+    ``blackwell_functionality.md``, "SF Vector Size (Sparse)").
     """
 
     name: str
@@ -77,20 +73,17 @@ class Fp4Tensor:
     block: int
 
     def __post_init__(self) -> None:
-        rows = self.pairs.shape[0]
-        blocks, what = -(-self.columns // self.block), f"of a tensor in {self.format.name}"
-        for tensor, name, dtype, shape in (
-            (self.pairs, "pairs", torch.uint8, (rows, self.columns // 2)),
-            (self.scale, "scales", self.format.scale_dtype, (rows, blocks)),
-            (self.tensor_scale, "tensor scale", torch.float32, ()),
-        ):
-            require_dense(tensor, f"{name} {what}")
-            if tensor.dtype != dtype or tensor.shape != shape:
-                got, needed = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(shape)}"
-                raise InputError(f"{name} {what}", got=got, needed=needed)
+        shapes = self.pairs.shape, (self.pairs.shape[0], -(-self.columns // self.block)), ()
+        dtypes = torch.uint8, self.format.scale_dtype, torch.float32
+        for part, shape, dtype in zip(("pairs", "scale", "tensor_scale"), shapes, dtypes, strict=True):
+            tensor, name = getattr(self, part), f"{part} of a tensor in {self.format.name}"
+            require_dense(tensor, name)
+            if tensor.shape != shape or tensor.dtype != dtype:
+                got = f"{tensor.dtype} {list(tensor.shape)}"
+                raise InputError(name, got=got, needed=f"{dtype} {list(shape)}")
         exact = self.exact_scale()
         if not bool(((exact >= 0) & torch.isfinite(exact)).all()):
-            raise InputError(f"scales {what}", got="a negative one, NaN or Inf", needed="finite scales >= 0")
+            raise InputError(f"scale of a tensor in {self.format.name}", needed="finite scales >= 0")
 
     @property
     def columns(self) -> int:
@@ -114,10 +107,10 @@ class Fp4Tensor:
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the codes of the values nearest to ``x / scale``; ties go to the even code, and what is too large to 6.
+    """Return the codes nearest to ``x / scale``, uint8 like ``x``; ties go to the even code, what is too large to 6.
 
-    ``|x|`` is compared with ``midpoint * scale``, which float64 holds exactly for scales of up to 50 significant bits,
-    so each code is rounded once. What rounds to zero becomes +0, and so does everything under a scale of 0.
+    ``|x|`` is compared with ``midpoint * scale``, which float64 holds exactly, so each code is rounded once. What
+    rounds to zero becomes +0, and so does everything under a scale of 0.
 
     Args:
         x: float [...], finite.
@@ -169,24 +162,22 @@ def quantize_fp4(x: torch.Tensor, fp4: Fp4Format, *, share: int | None = None, n
     [[1.0, -6.0, 0.0, 3.0]]
     """
     check_weight(x, name)
-    if not x.is_floating_point() or x.element_size() == 1:
+    if x.dtype not in FLOATS:
         raise InputError(f"{name} is quantised already", got=x.dtype, needed="bf16, fp16 or fp32")
     check_even(x, name)
     share = fp4.block if share is None else share
     require_integer(share, "columns that share a scale")
     if share < 1 or share % fp4.block:
-        raise InputError(
-            "columns that share a scale", got=share, needed=f"a multiple of {fp4.name}'s block, {fp4.block}"
-        )
-    wide = x.to(torch.float32)
-    size = F.pad(wide.abs(), (0, -x.shape[1] % share)).unflatten(-1, (-1, share)).amax(-1)
-    tensor_scale, scale = _mxfp4_scales(size) if fp4.scale_dtype == torch.uint8 else _nvfp4_scales(size)
-    blocks = -(-x.shape[1] // fp4.block)
-    bits = scale.view(torch.uint8).repeat_interleave(share // fp4.block, -1)[:, :blocks].contiguous()
-    empty = torch.zeros(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
-    scaled = Fp4Tensor(fp4, empty, bits.view(fp4.scale_dtype), tensor_scale, fp4.block)
-    codes = encode(wide, by_column(scaled.exact_scale(), fp4.block, x.shape[1]))
-    return Fp4Tensor(fp4, pack_bytes(codes), scaled.scale, tensor_scale, fp4.block)
+        raise InputError("columns that share a scale", got=share, needed=f"a multiple of the block, {fp4.block}")
+    wide, columns = x.to(torch.float32), x.shape[1]
+    largest = F.pad(wide.abs(), (0, -columns % share)).unflatten(-1, (-1, share)).amax(-1)
+    tensor_scale, scale = _mxfp4_scales(largest) if fp4.scale_dtype == torch.uint8 else _nvfp4_scales(largest)
+    bits = scale.view(torch.uint8).repeat_interleave(share // fp4.block, -1)[:, : -(-columns // fp4.block)]
+    scale = bits.contiguous().view(fp4.scale_dtype)
+    empty = torch.zeros(len(x), columns // 2, dtype=torch.uint8, device=x.device)
+    scaled = Fp4Tensor(fp4, empty, scale, tensor_scale, fp4.block)
+    codes = encode(wide, by_column(scaled.exact_scale(), fp4.block, columns))
+    return Fp4Tensor(fp4, pack_bytes(codes), scale, tensor_scale, fp4.block)
 
 
 def check_even(matrix: torch.Tensor, name: str) -> None:
