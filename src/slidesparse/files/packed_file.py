@@ -79,9 +79,9 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
-        tensor, pattern = f"{prefix}.weight", marker.pattern_of(name)
-        groups[name] = check_pattern(checkpoint.tensor(tensor), pattern, name=name)
-        layouts |= _layout(name, checkpoint.stored(tensor), pattern, groups[name])
+        own, pattern = f"{prefix}.weight", marker.pattern_of(name)
+        groups[name] = check_pattern(checkpoint.tensor(own), pattern, name=name)
+        layouts |= _layout(name, checkpoint.stored(own), pattern, groups[name])
     require_space(file, sum(stored.n_bytes for stored in layouts.values()))
     metadata = {
         "slidesparse_packed_version": PACKED_VERSION,
@@ -173,9 +173,13 @@ def _check(found: dict[str, Stored], name: str, weight: Stored, pattern: Pattern
         raise CheckpointError(f"packed {error}", remedy=again) from error
     for part in (*needed, *found):
         if found.get(part) != needed.get(part):
-            raise CheckpointError(f"packed {part}", got=found.get(part), needed=needed.get(part), remedy=again)
+            raise CheckpointError(
+                f"packed {part}", got=_text(found.get(part)), needed=_text(needed.get(part)), remedy=again
+            )
     if len(slid) < pattern.following(total) or (pattern == DENSE and len(slid)):
-        raise CheckpointError(f"packed groups of {name}", got=f"{len(slid)} of {total}", needed=pattern, remedy=again)
+        raise CheckpointError(
+            f"packed groups of {name}", got=f"{len(slid)} of {total}", needed=str(pattern), remedy=again
+        )
 
 
 def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
@@ -198,3 +202,7 @@ def _layout(name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> 
         part: Stored(STORED_NAMES[one.dtype], (weight.shape[0], *one.shape[1:]) if one.dim() == 2 else (*one.shape,))
         for part, one in _parts(name, no_rows).items()
     }
+
+
+def _text(stored: Stored | None) -> str:
+    return "none" if stored is None else f"{stored.dtype} {list(stored.shape)}"
