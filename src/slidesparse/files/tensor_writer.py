@@ -127,3 +127,11 @@ class TensorWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.rename(self.path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors that are in memory into a file, with their digests."""
+    stored = {name: Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with TensorWriter(path, stored, metadata, with_digests=True) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.cpu())

@@ -15,8 +15,14 @@ import torch
 from slidesparse.base.traced_tensor import sources
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
-from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
+from slidesparse.files.expert_tensors import (
+    ExpertRowsByName,
+    ExpertTensor,
+    find_expert_rows,
+    find_expert_tensors,
+    marker_name,
+    read_experts,
+)
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import single_experts, transformers_reads
 from slidesparse.files.stored import STORED_NAMES, Stored
