@@ -112,8 +112,9 @@ def dry_run(
     missing = bytes_to_write(prepared.destination, lambda: job_record(prepared, options), size)
     tensor_of, origins = {name: tensor for tensor, name in job.layer_of.items()}, job.meta.names.origins
     treated = {name: [tensor_of[name]] for name in job.patterns}
+    why_left = {**job.dense, **job.targets.other}
     left = {name: job.experts.stored(name) for name in job.experts.dense}
-    for name in job.left.keys() - left.keys():
+    for name in why_left.keys() - left.keys():
         tensor = origins.get(f"{name}.weight", origins.get(name))
         left[name] = [tensor] if isinstance(tensor, str) else []
     experts = {name: [name] for name in job.experts.tensors if job.experts.treats(name)}
@@ -124,7 +125,7 @@ def dry_run(
         experts=_by_fate(
             prepared, {name: str(job.experts.patterns[job.experts.tensors[name].layer]) for name in experts}, experts
         ),
-        left=_by_fate(prepared, job.left, left),
+        left=_by_fate(prepared, why_left, left),
         others=_tensors(prepared, [tensor for tensor in prepared.checkpoint.files if tensor not in known]),
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
         destination_bytes=size,

@@ -180,7 +180,7 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         **prepared.outcome(),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
-        dense={**job.targets.dense, **job.routers, **job.experts.dense},
+        dense=job.dense,
         other=job.targets.other,
         links=list(files.links),
         unexpected=list(job.meta.names.unexpected),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,47 +68,55 @@ class PruneJob:
         refuse_faults(self.meta, checkpoint)
         self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
-        run = self.run = run_once(self.meta.model)
-        quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
-        rounded = self.source_dtype is None and self.dtype in QUANTISED
-
-        def treated_without(ignore: Sequence[str]) -> Targets:
-            return find_treated(
-                self.meta,
-                self.experts.found,
-                self.routers,
-                ignore,
-                run,
-                quantise=rounded,
-                lm_head=options.lm_head,
-                also_ignore=quantised.get("ignore", []),
-                part=options.part,
-            )
-
-        self.targets = treated_without(options.ignore)
+        self.run = run_once(self.meta.model)
+        self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
         if followed is not None:
             followed.compare_names(treated, checkpoint.path)
         patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
+        # What follows needs the patterns; the steps need all that is set before them.
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.pruner = get_pruner(options.method)
-        self.windows = self._calibration_windows(options, run)
+        self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
         self.steps = CalibratedSteps(options, self)
         self.calibrated: PrunedLayers | None = None
-        # What --ignore leaves alone keeps its type: joined with others, it differs from what is dense in 8 bits, too.
-        everything = treated_without(()).linears if options.ignore else self.targets.linears
-        forms = dict.fromkeys(everything, "left alone" if rounded else DENSE) | self.patterns
-        require_alike(self.meta.model, everything, forms, run)
-        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
+        self._require_alike(options)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, self.run)
         self.set_of = {name: names for names in self.sets for name in names}
-        stored = stored_names(self.meta)
-        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
         for tensor in self.layer_of:
             check_type(tensor, checkpoint.stored(tensor), self.source_dtype, self.dtype)
+
+    def _find_targets(self, options: PruneOptions, ignore: Sequence[str]) -> Targets:
+        quantised = source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+        return find_treated(
+            self.meta,
+            self.experts.found,
+            self.routers,
+            ignore,
+            self.run,
+            quantise=self.rounds,
+            lm_head=options.lm_head,
+            also_ignore=quantised.get("ignore", []),
+            part=options.part,
+        )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights of a float type become 8 bits."""
+        return self.source_dtype is None and self.dtype in QUANTISED
+
+    def _require_alike(self, options: PruneOptions) -> None:
+        """Refuse linears that servers join and that would differ.
+
+        What ``--ignore`` leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
+        """
+        everything = self._find_targets(options, ()).linears if options.ignore else self.targets.linears
+        forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
+        require_alike(self.meta.model, everything, forms, self.run)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
@@ -136,17 +145,17 @@ class PruneJob:
         layers = f"{find_layer_list(self.meta.model, pruned or self.patterns).name}."
         return {name: one for name, one in self.patterns.items() if one != DENSE or name.startswith(layers)}
 
-    def _calibration_windows(self, options: PruneOptions, run: Callable[[], object] | None) -> torch.Tensor | None:
+    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         if options.calibration is None:
             return None
-        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), run)
+        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), self.run)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
 
     @property
-    def left(self) -> dict[str, str]:
-        """Layers that are left alone -> why."""
-        return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
+    def dense(self) -> dict[str, str]:
+        """Linears, routers and experts' weights that are left alone -> why."""
+        return {**self.targets.dense, **self.routers, **self.experts.dense}
 
     @property
     def dense_head(self) -> str | None:
@@ -165,7 +174,7 @@ class PruneJob:
         if tensor not in self.layer_of:
             return {tensor: stored}
         out = {tensor: Stored(STORED_NAMES[self.dtype], stored.shape)}
-        if self.dtype in QUANTISED and self.source_dtype is None:
+        if self.rounds:
             out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
         return out
 
@@ -222,9 +231,14 @@ class PruneJob:
                 remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
             ) from error
 
+    @cached_property
+    def _parameters(self) -> set[str]:
+        stored = stored_names(self.meta)
+        return {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
+
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
-        if tensor in self.parameters or tensor in self.experts.tensors:
+        if tensor in self._parameters or tensor in self.experts.tensors:
             check_finite(value, tensor)
         return value
 
@@ -301,7 +315,7 @@ class PruneJob:
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
-        if self.source_dtype is None and self.dtype in QUANTISED:
+        if self.rounds:
             entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *unused]
             head = treated_head(self.meta.model, self.targets.linears)
             config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries), head)
