@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from slidesparse.errors import CheckpointError, UnsupportedError
+from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED

@@ -15,11 +15,11 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY

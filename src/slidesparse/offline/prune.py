@@ -33,11 +33,10 @@ from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibrated_steps import foldable
 from slidesparse.offline.calibrate.calibration import digest
-from slidesparse.offline.calibrate.rounded_inputs import describe_rounding, rounding_costs
 from slidesparse.offline.check_options import check_options, require_one_process
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.outcome import PruneSummary
+from slidesparse.offline.outcome import PruneSummary, describe_rounding, rounding_costs
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions
