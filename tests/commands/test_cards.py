@@ -92,7 +92,7 @@ def test_info_says_it_of_every_card_and_of_this_machines(monkeypatch: pytest.Mon
     )
     found["gpus"] = [info._gpu(0)]
     text = info.describe(found)
-    assert "measured by nobody that this project knows of" in text
+    assert "measured by nobody known to this project" in text
     assert "GB10" in text
     assert "the paper's authors: slower than dense" in text
     assert cards.describe_fp4() in text

@@ -416,7 +416,7 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     inspection = inspect_checkpoint(tmp_path / "m")
     assert inspection.expert_layers == []
-    assert "experts that nobody can read: 2 x model.layers.*.mlp.experts: 4 experts" in inspection.table()
+    assert "experts in an unknown layout: 2 x model.layers.*.mlp.experts: 4 experts" in inspection.table()
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("re:.*experts",)))
     assert slidesparse.load(tmp_path / "s")
 
@@ -613,7 +613,7 @@ def test_plan_does_not_foretell_how_a_mixture_is_served(
     words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--speedup", "1.1", "--at", "mixed"]
     assert main([*map(str, words), "--calibration", str(write_text(tmp_path / "text.txt")), *more]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "slidesparse: how fast a mixture of experts is served cannot be foretold; got --at and"
+        "slidesparse: the speed of a served mixture of experts cannot be predicted; got --at and"
         " model.layers.0.mlp.experts; needed records of a whole mixture that was served dense and at each pattern;"
         " leave out --at, and matrix products alone are modelled"
     )

@@ -142,7 +142,7 @@ def hub_model(folder: Path) -> HubModel | None:
 
 
 def _answers(repository: str, revision: str | None) -> bool:
-    """Return whether the hub answers in time, be it with an error: ``snapshot_download`` waits for ever."""
+    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -206,8 +206,8 @@ def _explained(repository: str, revision: str | None, reached: bool) -> Iterator
         no_folder, name = f"there is no folder {repository}", "correct the name"
         if isinstance(error, errors.GatedRepoError):
             what, remedy = (
-                "is given to those alone who were granted access",
-                "ask for it on the model's page, and set HF_TOKEN",
+                "is a gated model",
+                "request access on the model's page, and set HF_TOKEN",
             )
             raise CheckpointError(f"{repository} {what}", remedy=remedy) from error
         if isinstance(error, errors.RevisionNotFoundError):

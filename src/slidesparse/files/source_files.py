@@ -86,7 +86,7 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files into a folder, with their times and permissions, and nothing else of theirs.
+        """Copy the files into a folder, with their times and permissions but no other metadata.
 
         Raises:
             CheckpointError: A file has changed since it was looked at.

@@ -1,6 +1,6 @@
 """Write a folder so that it is either complete under its name or not there at all.
 
-``NAME.partial``, which nobody else may write, is the place of work::
+``NAME.partial``, writable by this user alone, is the working folder::
 
     plan.json    everything that decides the output
     output/      becomes NAME
@@ -97,7 +97,7 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
 
     Args:
         destination: Must not exist.
-        source: The folder of the data; ``destination`` may neither be it nor lie inside.
+        source: The folder of the data; ``destination`` must be neither this folder nor inside it.
         record: Everything that decides the output, ready for JSON; runs with equal records can use each other's files.
         n_bytes: Size of the output, checked against the free space.
 

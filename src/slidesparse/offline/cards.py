@@ -167,7 +167,7 @@ def describe_measurement(device_name: str) -> str:
     """Return who has measured sparse layers on a GPU, and what they found, in one sentence."""
     card = find_card(device_name)
     if card is None or card.measured_by == "nobody":
-        return "by nobody that this project knows of: slidesparse tune measures it"
+        return "by nobody known to this project: measure it with slidesparse tune"
     if card.measured_by == "us" and AUTHORS_H100 not in device_name:
         return "by this project: docs/measured.md, docs/cards.md"
     gains = "; ".join(f"{dtype} {', '.join(f'{gain:.2f}' for gain in row)}" for dtype, row in card.authors.items())

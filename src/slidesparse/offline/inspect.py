@@ -139,7 +139,7 @@ class Inspection:
             *_describe_choices(self.layers),
             *describe_dense({**self.dense, **self.other}),
             *describe_expert_layers(self.expert_layers),
-            *(f"experts that nobody can read: {line}" for line in describe_experts(unread)),
+            *(f"experts in an unknown layout: {line}" for line in describe_experts(unread)),
             *(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
         ]
         problems = [f"PROBLEM: {problem}" for problem in self._problems()]

@@ -60,7 +60,7 @@ class ExpertLayer:
 def inspect_experts(
     checkpoint: Checkpoint, meta: MetaModel, marker: Marker | None, *, progress: bool | None = None
 ) -> list[ExpertLayer]:
-    """Return what the experts of a checkpoint are; those of which nobody knows how they multiply are left out."""
+    """Return the experts of a checkpoint, without those whose weight layout is unknown."""
     layers: dict[str, dict[str, ExpertTensor]] = {}
     for one in find_experts(meta.model):
         try:

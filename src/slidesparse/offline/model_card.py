@@ -95,7 +95,7 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
 # {name}, {counts[0][0] if counts else "dense"}, {dtype.upper()}
 
 {_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
-Of the weights of a linear at 6:8, at most six in each group of eight are not zero; the other patterns read likewise.
+Of the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise.
 
 | | |
 |---|---|
@@ -166,7 +166,7 @@ def add_measurements(card: Path, rows: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _read_card(card: Path) -> tuple[str, list[str], str]:
-    """Return what stands before the measurements, their lines without the head, and what stands after them."""
+    """Return the text before the measurements, their lines without the table head, and the text after them."""
     remedy = f"{NO_CARD}, or prune again: prune writes a card"
     try:
         text = read_regular(card, MAX_BYTES).decode("utf-8")

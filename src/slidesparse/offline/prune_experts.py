@@ -102,7 +102,7 @@ class ExpertJob:
 
         Raises:
             InputError: The ternary recipe, or a part of the experts where servers have one form for all.
-            UnsupportedError: Experts of one layer that nobody stores quantised in this form.
+            UnsupportedError: Experts for which no server reads this quantised form.
             CheckpointError: A type that cannot be pruned.
         """
         if not self.layers:
