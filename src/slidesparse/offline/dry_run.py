@@ -16,7 +16,7 @@ from slidesparse.files.source_files import Links
 from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
-from slidesparse.offline.outcome import Outcome
+from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune import Prepared, job_record, prepare
 from slidesparse.offline.prune_options import PruneOptions
@@ -44,7 +44,7 @@ class Tensors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun(Outcome):
+class DryRun(PruneOutcome):
     """What pruning would do.
 
     Attributes:

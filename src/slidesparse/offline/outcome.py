@@ -35,7 +35,7 @@ LEAST = 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PruneOutcome:
     """What a run and a dry run say alike.
 
     Attributes:
@@ -82,7 +82,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneSummary(Outcome):
+class PruneSummary(PruneOutcome):
     """The outcome of pruning a checkpoint.
 
     Attributes:

@@ -69,7 +69,7 @@ class Prepared:
         return sum(stored.n_bytes for shard in self.outputs.values() for stored in shard.values())
 
     def outcome(self) -> dict[str, Any]:
-        """Return the fields of :class:`Outcome` but for the size."""
+        """Return the fields of :class:`PruneOutcome` but for the size."""
         job = self.job
         return {
             "destination": str(self.destination),

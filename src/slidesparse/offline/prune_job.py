@@ -232,13 +232,14 @@ class PruneJob:
             ) from error
 
     @cached_property
-    def _parameters(self) -> set[str]:
+    def parameters(self) -> set[str]:
+        """The tensors of the source that are parameters of the model."""
         stored = stored_names(self.meta)
         return {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
-        if tensor in self._parameters or tensor in self.experts.tensors:
+        if tensor in self.parameters or tensor in self.experts.tensors:
             check_finite(value, tensor)
         return value
 
