@@ -53,16 +53,16 @@ def test_file_names_come_where_no_word_is_known() -> None:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_nothing_of_the_parser_is_missing(shell: str) -> None:
     script = completion.script(shell, build_parser())
-    commands = completion._commands(build_parser())
+    commands = completion.commands_of(build_parser())
     assert {"prune", "completion", "tune"} < set(commands)
     for name, parser in commands.items():
         lines = [line for line in script.splitlines() if name in line]
-        for option in completion._options(parser):
-            for flag in option.flags:
+        for option in parser._actions:
+            for flag in option.option_strings:
                 spelt = f"-l {flag[2:]} " if flag.startswith("--") else f"-s {flag[1:]} "
                 assert any((spelt if shell == "fish" else flag) in line for line in lines), (name, flag)
-            for value in option.values:
-                assert value in script
+            for value in option.choices or ():
+                assert str(value) in script
     assert "%(default)s" not in script
 
 
@@ -78,11 +78,8 @@ def test_the_shell_reads_its_script(shell: str, capsys: pytest.CaptureFixture[st
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_texts_with_signs_of_the_shells() -> None:
-    option = completion.Option(("--x",), "it's [a]: \\b", (), True)
-    assert completion._quoted(completion._zsh_spec(option, "--x")) == r"""'*--x[it'\''s \[a\]\: \\b]:value:_files'"""
-    assert completion._escaped(option.text) == r"""'it\'s [a]: \\b'"""
-    assert completion._quoted("it's") == r"'it'\''s'"
+def test_texts_with_signs_of_fish() -> None:
+    assert completion._told("it's [a]: \\b") == r"""'it\'s [a]: \\b'"""
 
 
 def test_an_unknown_shell_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

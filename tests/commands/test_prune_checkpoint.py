@@ -92,7 +92,7 @@ def test_a_device_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def prune(*arguments: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    monkeypatch.setattr("slidesparse.prune.Magnitude.prune_rows", prune)
+    monkeypatch.setattr("slidesparse.prune.Magnitude.prune", prune)
     says = r"the memory of cpu is too small to prune .*down_proj; got OutOfMemoryError.*; use --device cpu, which makes"
     with pytest.raises(UnsupportedError, match=says):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)

@@ -25,8 +25,8 @@ from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
-from slidesparse.offline.calibrate.rounded_inputs import describe_rounding
 from slidesparse.offline.calibrate.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.offline.outcome import describe_rounding
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.prune import rounding_error

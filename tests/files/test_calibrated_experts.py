@@ -17,8 +17,7 @@ import slidesparse
 from slidesparse.base.traced_tensor import TracedTensor, origin_of
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_rows import ExpertRows, find_expert_rows
-from slidesparse.files.expert_tensors import ExpertTensor
+from slidesparse.files.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import Experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
@@ -192,8 +191,8 @@ def test_rows_of_experts_that_are_joined_and_turned() -> None:
 
 def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = source(tmp_path, "mixtral")
-    numbers = "slidesparse.files.expert_rows._Numbers.of"
-    monkeypatch.setattr(numbers, lambda self, name: torch.arange(10**6, 10**6 + self._size(name)[1]).reshape(-1, 1))
+    of = _Numbers.of
+    monkeypatch.setattr(_Numbers, "of", lambda self, name: of(self, name).flip(-2))
     with pytest.raises(
         UnsupportedError, match=r"rows of model.*gate_up_proj.0 come .* in an order of their own.*--method"
     ):

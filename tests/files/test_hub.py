@@ -170,7 +170,7 @@ def test_commands_do_not_make_a_name_of_a_path(
             "there is no folder maker/smal, and no such model on the hub; correct the name; a",
         ),
         ("maker/private", None, "there is no folder maker/private, and no such model on the hub"),
-        ("maker/gated", None, "maker/gated is given to those alone who were granted access; ask for it"),
+        ("maker/gated", None, "maker/gated is a gated model; request access"),
         ("maker/small", "v2", "maker/small has no such revision; got v2; needed a branch, a tag or a commit"),
     ],
 )

@@ -22,7 +22,7 @@ from slidesparse.files.staging import Workplace, differences, new_folder, staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.prune import PruneOptions, plan_of, prepare, prune_checkpoint
+from slidesparse.offline.prune import PruneOptions, job_record, prepare, prune_checkpoint
 
 INT8 = PruneOptions("6:8", "int8")
 LAYOUT = {"x": Stored("F32", (3, 4))}
@@ -258,7 +258,7 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
 
 
 def plans(tmp_path: Path, options: PruneOptions, device: str) -> dict[str, Any]:
-    return plan_of(prepare(tmp_path / "m", tmp_path / "s", options, device, "refuse"), options)
+    return job_record(prepare(tmp_path / "m", tmp_path / "s", options, device, "refuse"), options)
 
 
 def test_another_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

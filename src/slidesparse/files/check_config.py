@@ -1,4 +1,4 @@
-"""Check config.json for what transformers takes without a word, and what it would build for days."""
+"""Check config.json for what transformers takes without a word, what it would build for days, and other quantisers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.models.config_keys import MARKER_KEY
 
 COUNTS = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
@@ -15,6 +17,13 @@ COUNTS = frozenset(
 
 SHARED_LAYERS = 256
 """Layers that a model may have whose layers share their tensors, as ALBERT's do."""
+
+
+QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
+"""Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
+
+QUANTISER_TENSORS = (".qweight", ".qzeros")
+"""Ends of the names of their tensors."""
 
 
 def require_plausible(checkpoint: Checkpoint) -> None:
@@ -67,3 +76,28 @@ def _is_listed(model_class: Any, config: Any) -> bool:
     lists = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
     found = [classes[config.model_type] for classes in lists if config.model_type in classes]
     return any(model_class.__name__ in ((name,) if isinstance(name, str) else name) for name in found)
+
+
+def other_quantisation(checkpoint: Checkpoint) -> CheckpointError | None:
+    """Return the error that names the quantisation of a checkpoint that lacks weights; None where nothing shows one."""
+    config = checkpoint.config
+    try:
+        if not is_bitnet(config):
+            quantisation_dtype(config)
+    except CheckpointError as error:
+        return error
+    signs = [] if source_quantisation(config) or MARKER_KEY in config else _signs(checkpoint)
+    if not signs:
+        return None
+    return CheckpointError(
+        "quantisation of the source",
+        got=f"{' and '.join(signs)}, as GPTQ and AWQ write them",
+        needed="none, or compressed-tensors W8A8",
+        remedy=FROM_FLOAT,
+    )
+
+
+def _signs(checkpoint: Checkpoint) -> list[str]:
+    """Return what shows GPTQ or AWQ without a key: settings in a file of their own, and one of the tensors."""
+    files = [name for name in QUANTISER_FILES if (checkpoint.path / name).is_file()]
+    return files + [name for name in checkpoint.files if name.endswith(QUANTISER_TENSORS)][:1]

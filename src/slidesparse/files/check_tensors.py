@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from slidesparse.errors import CheckpointError, UnsupportedError
+from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
@@ -127,22 +127,17 @@ class _Allowed:
 
 
 def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
-    found = checkpoint.stored(tensor).dtype
+    found, scale = checkpoint.stored(tensor).dtype, f"{tensor}_scale"
     if found not in types:
         needed = f"{' or '.join(sorted(types))}: {why}" if types else why
         yield CheckpointError(f"type of {tensor}", got=found, needed=needed)
-        return
-    scale = f"{tensor}_scale"
-    if found not in QUANTISED_NAMES:
-        if scale in checkpoint.files and tensor.endswith(".weight"):
-            yield CheckpointError(
-                f"{tensor} has a scale and is not quantised", got=f"{found} and {scale}", remedy=f"remove {scale}"
-            )
-        return
-    if scale not in checkpoint.files:
+    elif found in QUANTISED_NAMES and scale not in checkpoint.files:
         yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {found}", needed="its scales")
-        return
-    yield from _scale_faults(tensor, checkpoint)
+    elif found in QUANTISED_NAMES:
+        yield from _scale_faults(tensor, checkpoint)
+    elif scale in checkpoint.files and tensor.endswith(".weight"):
+        got = f"{found} and {scale}"
+        yield CheckpointError(f"{tensor} has a scale and is not quantised", got=got, remedy=f"remove {scale}")
 
 
 def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
@@ -150,15 +145,11 @@ def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointErr
     stored = checkpoint.stored(name)
     if stored.dtype not in SCALE_NAMES:
         yield CheckpointError(f"type of {name}", got=stored.dtype, needed=" or ".join(sorted(SCALE_NAMES)))
-    elif stored.shape not in ((rows, 1), (rows,)):
+        return
+    if stored.shape not in ((rows, 1), (rows,)):
         yield CheckpointError(f"shape of {name}", got=list(stored.shape), needed=f"[{rows}, 1]")
-    else:
-        yield from _scale_value_faults(name, checkpoint.tensor(name).flatten(), tensor, checkpoint)
-
-
-def _scale_value_faults(
-    name: str, scale: torch.Tensor, tensor: str, checkpoint: Checkpoint
-) -> Iterator[CheckpointError]:
+        return
+    scale = checkpoint.tensor(name).flatten()
     if not is_finite(scale):
         yield CheckpointError(f"{name} holds NaN or Inf", needed="positive numbers")
         return
@@ -167,9 +158,8 @@ def _scale_value_faults(
         wrong |= (scale == 0) & is_nonzero(checkpoint.tensor(tensor)).any(1)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        yield CheckpointError(
-            f"{name} is not positive", got=f"{float(scale[row]):g} at row {row}", needed="positive numbers"
-        )
+        got = f"{float(scale[row]):g} at row {row}"
+        yield CheckpointError(f"{name} is not positive", got=got, needed="positive numbers")
 
 
 def check_values(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> None:
@@ -179,7 +169,7 @@ def check_values(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) 
         CheckpointError: Naming its tensor.
     """
     for tensor in not_finite(meta, checkpoint, read):
-        raise _holds_no_numbers(tensor)
+        raise CheckpointError(f"{tensor} holds NaN or Inf", needed="finite numbers")
 
 
 def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> Iterator[str]:
@@ -198,8 +188,4 @@ def check_finite(tensor: torch.Tensor, name: str) -> None:
         CheckpointError: Naming it.
     """
     if not is_finite(tensor):
-        raise _holds_no_numbers(name)
-
-
-def _holds_no_numbers(name: str) -> CheckpointError:
-    return CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")
+        raise CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")

@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slidesparse.base.apart import run_apart
 from slidesparse.base.paths import usable_path
@@ -32,14 +32,11 @@ OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*")
 NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 ADDRESS = re.compile(
-    r"(https?://[^/\s]+|(www\.)?huggingface\.co|hf\.co)/(?P<namespace>[\w.-]+)/(?P<name>[\w.-]+?)(\.git)?"
-    r"(/(tree|blob|resolve)/(?P<revision>[^/?#\s]+).*)?/?([?#].*)?$",
+    r"(?:https?://[^/\s]+|(?:www\.)?huggingface\.co|hf\.co)/(?!(?:datasets|spaces|docs|papers|collections|blog)/)"
+    r"([\w.-]+/[\w.-]+?)(?:\.git)?(?:/(?:tree|blob|resolve)/([^/?#\s]+).*)?/?(?:[?#].*)?$",
     re.ASCII,
 )
-"""Address of a model's page, or of one of its files, on the hub or a mirror."""
-
-NO_MODELS = ("datasets", "spaces", "docs", "papers", "collections", "blog")
-"""Beginnings of addresses of other things."""
+"""Address of a model's page, or of one of its files, on the hub or a mirror: the model's name, and a revision."""
 
 MAX_SHARDS = 10_000
 """Most weight files of a model. huggingface_hub compares each name with each file."""
@@ -51,8 +48,7 @@ SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<c
 """Path of a snapshot in huggingface_hub's cache."""
 
 
-@dataclass(frozen=True)
-class HubModel:
+class HubModel(NamedTuple):
     """Where in a hub a folder comes from.
 
     Attributes:
@@ -105,11 +101,10 @@ def _named_in_address(source: str) -> str | None:
     'give Qwen/Qwen2.5-7B, of revision v1'
     """
     found = ADDRESS.match(source)
-    if found is None or found["namespace"] in NO_MODELS:
+    if found is None:
         return None
-    revision = found["revision"]
-    of = "" if revision in (None, "main") else f", of revision {revision}"
-    return f"give {found['namespace']}/{found['name']}{of}"
+    name, revision = found.groups()
+    return f"give {name}" if revision in (None, "main") else f"give {name}, of revision {revision}"
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
@@ -126,20 +121,13 @@ def fetch(repository: str, revision: str | None = None) -> Path:
 
     reached = _answers(repository, revision)
     with _explained(repository, revision, reached):
-        options: dict[str, Any] = {"library_name": "slidesparse", "tqdm_class": _bar_class()}
-        options["local_files_only"] = not reached
-        folder = Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=list(DESCRIPTIONS),
-                ignore_patterns=list(OTHER_WEIGHTS),
-                **options,
-            )
-        )
+        bars: Any = _bar_class()
+        download = partial(snapshot_download, library_name="slidesparse", tqdm_class=bars, local_files_only=not reached)
+        patterns = {"allow_patterns": [*DESCRIPTIONS], "ignore_patterns": [*OTHER_WEIGHTS]}
+        folder = Path(download(repository, revision=revision, **patterns))
         weights = [*_weight_files(folder), PACKED_FILE]
         # The commit that the descriptions are of: a branch may move on meanwhile.
-        snapshot_download(repository, revision=folder.name, allow_patterns=weights, **options)
+        download(repository, revision=folder.name, allow_patterns=weights)
     return folder
 
 
@@ -154,7 +142,7 @@ def hub_model(folder: Path) -> HubModel | None:
 
 
 def _answers(repository: str, revision: str | None) -> bool:
-    """Return whether the hub answers in time, be it with an error: ``snapshot_download`` waits for ever."""
+    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -214,34 +202,31 @@ def _explained(repository: str, revision: str | None, reached: bool) -> Iterator
         yield
     except SlideSparseError:
         raise
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{repository} is given to those alone who were granted access",
-            remedy="ask for it on the model's page, and set HF_TOKEN",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{repository} has no such revision", got=revision, needed="a branch, a tag or a commit of it"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"there is no folder {repository}, and no such model on the hub",
-            remedy="correct the name; a private model needs HF_TOKEN",
-        ) from error
     except Exception as error:  # of the network, in the classes of whichever library huggingface_hub builds on
+        no_folder, name = f"there is no folder {repository}", "correct the name"
+        if isinstance(error, errors.GatedRepoError):
+            what, remedy = (
+                "is a gated model",
+                "request access on the model's page, and set HF_TOKEN",
+            )
+            raise CheckpointError(f"{repository} {what}", remedy=remedy) from error
+        if isinstance(error, errors.RevisionNotFoundError):
+            what, needed = f"{repository} has no such revision", "a branch, a tag or a commit of it"
+            raise CheckpointError(what, got=revision, needed=needed) from error
+        if isinstance(error, errors.RepositoryNotFoundError):
+            remedy = f"{name}; a private model needs HF_TOKEN"
+            raise CheckpointError(f"{no_folder}, and no such model on the hub", remedy=remedy) from error
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
-                f"there is no folder {repository}, and not all of such a model is in the cache",
+                f"{no_folder}, and not all of such a model is in the cache",
                 got="HF_HUB_OFFLINE, so nothing is fetched",
-                remedy="correct the name, or fetch the model without HF_HUB_OFFLINE",
+                remedy=f"{name}, or fetch the model without HF_HUB_OFFLINE",
             ) from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"the disk of {constants.HF_HUB_CACHE} is full",
-                remedy="free some space, or let HF_HOME name another place, and run again: it goes on from there",
-            ) from error
+            remedy = "free some space, or let HF_HOME name another place, and run again: it goes on from there"
+            raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error
+        got = first_line(error) if reached else f"no answer from {constants.ENDPOINT}"
+        remedy = f"{name}, or run again: what was fetched is kept"
         raise CheckpointError(
-            f"there is no folder {repository}, and a model of that name cannot be fetched",
-            got=first_line(error) if reached else f"no answer from {constants.ENDPOINT}",
-            remedy="correct the name, or run again: what was fetched is kept",
+            f"{no_folder}, and a model of that name cannot be fetched", got=got, remedy=remedy
         ) from error

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.tensor_writer import write_tensors
 
 
 def kept_tensors(path: Path, find: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -24,10 +23,6 @@ def kept_tensors(path: Path, find: Callable[[], Mapping[str, torch.Tensor]]) -> 
     """
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
-        found = find()
-        stored = {name: Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in found.items()}
-        with TensorWriter(path, stored, {}, with_digests=True) as writer:
-            for name, tensor in found.items():
-                writer.write(name, tensor.cpu())
+        write_tensors(path, find())
     reader = TensorReader(path)
     return {name: reader.verified(name) for name in reader.stored}

@@ -164,44 +164,31 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             "the checkpoint has a sparsity_config, which vLLM no longer loads",
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
+
+    def other(what: str, got: str, needed: str = "none, or compressed-tensors W8A8 with one group") -> CheckpointError:
+        return CheckpointError(f"quantisation {what}of the source", got=got[:300], needed=needed, remedy=FROM_FLOAT)
+
     method, groups = value.get("quant_method"), value.get("config_groups") or {}
     if method != "compressed-tensors":
-        raise CheckpointError(
-            "quantisation of the source",
-            got=" ".join(str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None)
-            or "no quant_method",
-            needed="none, or compressed-tensors W8A8",
-            remedy=FROM_FLOAT,
-        )
+        words = [str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None]
+        raise other("", " ".join(words) or "no quant_method")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         found = f"{len(groups)} config groups" if isinstance(groups, Mapping) else f"config groups {groups!r:.80}"
-        raise CheckpointError(
-            "quantisation of the source",
-            got=f"{method}, {found}",
-            needed="none, or compressed-tensors W8A8 with one group",
-            remedy=FROM_FLOAT,
-        )
+        raise other("", f"{method}, {found}")
     (group,) = (_object(value, "a config group") for value in groups.values())
     weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
-    found_scheme = {
+    keys = ("num_bits", "type", "strategy", "symmetric")
+    scheme = {
         "targets": _without_head(group.get("targets")),
-        "weights": tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")),
-        "activations": tuple(activations.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "dynamic")),
+        "weights": tuple(weights.get(key) for key in keys),
+        "activations": tuple(activations.get(key) for key in (*keys, "dynamic")),
     }
     for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
-        needed = {
-            "targets": [LINEAR],
-            "weights": (8, kind, "channel", True),
-            "activations": (8, kind, "token", True, True),
-        }
-        if found_scheme == needed:
+        as_needed = {"weights": (8, kind, "channel", True), "activations": (8, kind, "token", True, True)}
+        if scheme == {"targets": [LINEAR], **as_needed}:
             return dtype
-    raise CheckpointError(
-        "quantisation scheme of the source",
-        got=str(found_scheme)[:300],
-        needed="8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers",
-        remedy=FROM_FLOAT,
-    )
+    needed = "8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers"
+    raise other("scheme ", str(scheme), needed)
 
 
 def _without_head(targets: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Say what stands in the place of a checkpoint, and what to do: people give adapters, GGUF files and single shards."""
+"""Explain what was given in place of a checkpoint, and what to do: an adapter, a GGUF file, a single shard."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.progress import progress_bar
-from slidesparse.errors import CheckpointError
-from slidesparse.files.check_packed import KINDS, check_packed_layer
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.check_tensors import check_values, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import SCHEME, fingerprint
@@ -35,7 +34,7 @@ from slidesparse.files.write_errors import locked, require_space, write_errors
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.weights.packed import PackedWeight, Segment
 from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import check_pattern
 
 FILE_NAME = "slidesparse.weights.packed"
@@ -63,17 +62,12 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
     with locked(checkpoint.path, "packing"):
         if os.path.lexists(file) and not file.is_symlink():  # a link gives way to a file
             raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
-        _remove_leftovers(checkpoint.path)
+        for leftover in checkpoint.path.glob(f"{FILE_NAME}*.tmp"):  # of killed runs
+            if leftover.is_symlink() or not leftover.is_dir():
+                leftover.unlink(missing_ok=True)
         with write_errors(file, f"free some space and run again: slidesparse pack {path}"):
             _write(checkpoint, marker, file, progress)
     return file
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of killed runs; the folder must be locked."""
-    for leftover in folder.glob(f"{FILE_NAME}*.tmp"):
-        if leftover.is_symlink() or not leftover.is_dir():
-            leftover.unlink(missing_ok=True)
 
 
 def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
@@ -85,10 +79,9 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
-        weight = checkpoint.tensor(f"{prefix}.weight")
-        groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
-        no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
-        layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
+        own, pattern = f"{prefix}.weight", marker.pattern_of(name)
+        groups[name] = check_pattern(checkpoint.tensor(own), pattern, name=name)
+        layouts |= _layout(name, checkpoint.stored(own), pattern, groups[name])
     require_space(file, sum(stored.n_bytes for stored in layouts.values()))
     metadata = {
         "slidesparse_packed_version": PACKED_VERSION,
@@ -119,27 +112,16 @@ class PackedFile:
             self.reader = TensorReader(path)
         except CheckpointError as error:
             raise CheckpointError.of(error, again) from error
-        found = self.reader.metadata.get("slidesparse_packed_version")
-        if found != PACKED_VERSION:
-            raise CheckpointError(
-                f"version of {path}", got=found, needed=PACKED_VERSION, remedy="remove the file and pack again"
-            )
-        packed_from = self.reader.metadata.get("fingerprint", "")
-        if not packed_from.startswith(f"{SCHEME}:"):
-            raise CheckpointError(
-                f"{path} says in another way which weights it is of",
-                got="a file of another version of slidesparse",
-                remedy=again,
-            )
+        found, packed_from = (
+            self.reader.metadata.get(key, "") for key in ("slidesparse_packed_version", "fingerprint")
+        )
+        if found != PACKED_VERSION or not packed_from.startswith(f"{SCHEME}:"):
+            raise CheckpointError(f"{path} is of another version of slidesparse", got=found or None, remedy=again)
         if packed_from != fingerprint(checkpoint, checkpoint.config.get(MARKER_KEY)):
             raise CheckpointError(f"{path} is not of these weight files", remedy=again)
 
     def verify(self) -> None:
-        """Read all data.
-
-        Raises:
-            CheckpointError: Other data than were written.
-        """
+        """Read all data, and raise a CheckpointError where they are other ones than were written."""
         for name in self.reader.stored:
             self.reader.verified(name, "cpu")
 
@@ -157,18 +139,18 @@ class PackedFile:
             CheckpointError: The file holds no such layer, or other tensors of it than the pattern needs, or other data
                 than were written.
         """
-        found = {kind: self.reader.stored[f"{name}.{kind}"] for kind in KINDS if f"{name}.{kind}" in self.reader.stored}
+        shape, stored = (weight.shape[0], weight.shape[1]), self.reader.stored
+        found = {part: one for part, one in stored.items() if part.rpartition(".")[0] == name}
         if not found:
             raise CheckpointError(f"{self.reader.path} holds no {name}")
-        shape = weight.shape[0], weight.shape[1]
 
         def part(kind: str) -> torch.Tensor | None:
-            return self.reader.verified(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
+            return self.reader.verified(f"{name}.{kind}", device) if f"{name}.{kind}" in stored else None
 
         values, code, dense, groups = part("values"), part("code"), part("dense"), part("groups")
-        check_packed_layer(found, groups, pattern, weight, name)
         everything = torch.arange(pattern.groups(shape[1]), device=device)
-        slid = groups.long() if groups is not None else everything if values is not None else everything[:0]
+        slid = groups.flatten().long() if groups is not None else everything if values is not None else everything[:0]
+        _check(found, name, weight, pattern, slid)
         segments = []
         if dense is not None:
             segments.append(Segment("dense", everything[~torch.isin(everything, slid)], dense))
@@ -176,6 +158,28 @@ class PackedFile:
             segments.append(Segment("2:4", slid, values, code))
         scale = None if scale is None else scale.flatten().to(torch.float32)
         return PackedWeight(pattern, shape, 0, tuple(segments), scale)
+
+
+def _check(found: dict[str, Stored], name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> None:
+    """Refuse parts that are not those of a layer: kernels read them by address, and past the end of one too short.
+
+    Raises:
+        CheckpointError: A part is missing, superfluous, or of wrong type or shape; or other groups slide than may.
+    """
+    again, total = "remove the packed file and pack again", pattern.groups(weight.shape[1])
+    try:
+        needed = _layout(name, weight, pattern, slid)
+    except InputError as error:
+        raise CheckpointError(f"packed {error}", remedy=again) from error
+    for part in (*needed, *found):
+        if found.get(part) != needed.get(part):
+            raise CheckpointError(
+                f"packed {part}", got=_text(found.get(part)), needed=_text(needed.get(part)), remedy=again
+            )
+    if len(slid) < pattern.following(total) or (pattern == DENSE and len(slid)):
+        raise CheckpointError(
+            f"packed groups of {name}", got=f"{len(slid)} of {total}", needed=str(pattern), remedy=again
+        )
 
 
 def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
@@ -190,7 +194,15 @@ def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _stored(tensor: torch.Tensor, rows: int) -> Stored:
-    """Return the type and shape of a part that has ``rows`` rows, from the part of a weight without rows."""
-    shape = (rows, *tensor.shape[1:]) if tensor.dim() == 2 else tuple(tensor.shape)
-    return Stored(STORED_NAMES[tensor.dtype], shape)
+def _layout(name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> dict[str, Stored]:
+    """Return the type and shape of every part of a layer, some of whose groups slide, from a weight without rows."""
+    dtype = next(dtype for dtype, stored in STORED_NAMES.items() if stored == weight.dtype)
+    no_rows = pack(torch.empty(0, weight.shape[1], dtype=dtype), pattern, groups=slid.cpu(), name=name)
+    return {
+        part: Stored(STORED_NAMES[one.dtype], (weight.shape[0], *one.shape[1:]) if one.dim() == 2 else (*one.shape,))
+        for part, one in _parts(name, no_rows).items()
+    }
+
+
+def _text(stored: Stored | None) -> str:
+    return "none" if stored is None else f"{stored.dtype} {list(stored.shape)}"

@@ -17,7 +17,7 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
 from slidesparse.files.staging import (
-    PLAN,
+    RECORD,
     Workplace,
     as_stored,
     differences,
@@ -30,7 +30,7 @@ from slidesparse.files.staging import (
 
 @contextmanager
 def staged_together(
-    ranks: Ranks, destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int
+    ranks: Ranks, destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int
 ) -> Iterator[Workplace]:
     """Give all processes one place to write in: see :func:`slidesparse.files.staging.staged`.
 
@@ -43,23 +43,23 @@ def staged_together(
         InputError: A process was started with other options or another source.
     """
     if ranks.is_first:
-        with staged(destination, source, plan, n_bytes) as work:
-            ranks.gather(as_stored(plan))
+        with staged(destination, source, record, n_bytes) as work:
+            ranks.gather(as_stored(record))
             with _stopped_together(ranks):
                 ranks.wait()  # for the checks of the others
                 yield work
                 ranks.wait()
     else:
-        theirs = ranks.gather(as_stored(plan))[0]
+        theirs = ranks.gather(as_stored(record))[0]
         work = Workplace(partial_folder(new_folder(destination, source)))
         with _stopped_together(ranks), with_what_is_kept(work, destination):  # counts before others clear up
-            if theirs != as_stored(plan):
+            if theirs != as_stored(record):
                 raise InputError(
                     f"rank {ranks.rank} would prune otherwise than rank 0",
-                    got=f"another {', '.join(differences(theirs, as_stored(plan)))}",
+                    got=f"another {', '.join(differences(theirs, as_stored(record)))}",
                     needed="the same options, text and source, and one version and kind of device, for every process",
                 )
-            _require_visible(ranks, work, plan)
+            _require_visible(ranks, work, record)
             ranks.wait()
             yield work
             ranks.wait()
@@ -77,9 +77,9 @@ def _stopped_together(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _require_visible(ranks: Ranks, work: Workplace, plan: Mapping[str, Any]) -> None:
-    path = work.path / PLAN
-    if not os.path.exists(path) or read_json(path) != as_stored(plan):
+def _require_visible(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> None:
+    path = work.path / RECORD
+    if not os.path.exists(path) or read_json(path) != as_stored(record):
         raise CheckpointError(
             f"rank {ranks.rank} does not see what rank 0 writes in {work.path}",
             needed="a folder that all machines share",

@@ -24,7 +24,7 @@ class SingleExperts:
     Attributes:
         shared: End of the name of the tensor with all experts.
         parts: Ends of an expert's names, ``{}`` for its number; the rows of its weight are cut among them.
-        transposed: Whether the shared tensor is [experts, in, out]; what stands alone is [out, in] always.
+        transposed: Whether the shared tensor is [experts, in, out]; a tensor of one expert is always [out, in].
     """
 
     shared: str

@@ -42,16 +42,12 @@ class SourceFile:
     Attributes:
         name: Relative to the source, and to the copy.
         path: The file itself, after all links.
-        size: Bytes.
-        mode: Permissions, without those that let others run it as its owner.
-        time_ns: Time of the last change.
+        status: Its size, permissions and time when it was looked at.
     """
 
     name: Path
     path: str
-    size: int
-    mode: int
-    time_ns: int
+    status: os.stat_result
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class SourceFiles:
     @property
     def n_bytes(self) -> int:
         """Bytes of all files to copy."""
-        return sum(file.size for file in self.copied)
+        return sum(file.status.st_size for file in self.copied)
 
     def set_aside(self, name: str, mark: str) -> tuple[SourceFiles, str | None]:
         """Return the files with one of them under another name, and that name; None where there is no such file.
@@ -90,7 +86,7 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files into a folder, with their times and permissions, and nothing else of theirs.
+        """Copy the files into a folder, with their times and permissions but no other metadata.
 
         Raises:
             CheckpointError: A file has changed since it was looked at.
@@ -149,8 +145,7 @@ class _Survey:
                 require_no_holes(Path(entry))
             except InputError as error:
                 raise CheckpointError(str(error)) from error
-            mode = stat.S_IMODE(status.st_mode) & 0o777
-            self.copied.append(SourceFile(name, entry, status.st_size, mode, status.st_mtime_ns))
+            self.copied.append(SourceFile(name, entry, status))
         self.copied.sort(key=lambda file: file.name)
         return SourceFiles(tuple(self.copied), tuple(sorted(self.not_copied)), tuple(sorted(self.skipped)))
 
@@ -217,9 +212,10 @@ def _modules(folder: Path) -> list[Path]:
 def _copy(file: SourceFile, target: Path) -> None:
     reading = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(reading, "rb") as source:
-        status = os.fstat(reading)
-        if not stat.S_ISREG(status.st_mode) or (status.st_size, status.st_mtime_ns) != (file.size, file.time_ns):
+        status, before = os.fstat(reading), file.status
+        same = (status.st_size, status.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        if not stat.S_ISREG(status.st_mode) or not same:
             raise CheckpointError(f"{file.path} changed while the source was copied", remedy="run again")
-        with open(os.open(target, NEW_FILE, file.mode), "wb") as copy:
+        with open(os.open(target, NEW_FILE, status.st_mode & 0o777), "wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
-    os.utime(target, ns=(file.time_ns, file.time_ns))
+    os.utime(target, ns=(before.st_mtime_ns, before.st_mtime_ns))

@@ -1,6 +1,6 @@
 """Write a folder so that it is either complete under its name or not there at all.
 
-``NAME.partial``, which nobody else may write, is the place of work::
+``NAME.partial``, writable by this user alone, is the working folder::
 
     plan.json    everything that decides the output
     output/      becomes NAME
@@ -8,20 +8,21 @@
     kept/        other files from which a run goes on (layers that calibration has pruned)
     failed       the error with which the last run ended, if it ended with one
 
-It stays when a run is killed, and a second run with the same plan takes the finished files over, after it has compared
-them with their digests. A run with another plan refuses, so that hours of work are not lost. Only after an error does
-it take the place of the earlier run, since other options are the usual remedy. Where nothing is finished, nothing is
-left.
+It stays when a run is killed, and a second run with the same record takes the finished files over, after it has
+compared them with their digests. A run with another record refuses, so that hours of work are not lost. Only after an
+error does it take the place of the earlier run, since other options are the usual remedy. Where nothing is finished,
+nothing is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,12 @@ from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.write_errors import locked, require_space, write_errors
+from slidesparse.files.write_errors import innermost_folder, locked, require_space, write_errors
 
-PLAN, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
+RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
 
 LAYOUT = 2
-"""Version of the place of work, part of every plan: a run does not go on from the files of another version."""
+"""Version of the place of work, part of every record: a run does not go on from the files of another version."""
 
 
 class Workplace:
@@ -91,24 +92,24 @@ class Workplace:
 
 
 @contextmanager
-def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
+def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
     """Give a place to write in, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
         destination: Must not exist.
-        source: The folder of the data; ``destination`` may neither be it nor lie inside.
-        plan: Everything that decides the output, ready for JSON; runs with equal plans can use each other's files.
+        source: The folder of the data; ``destination`` must be neither this folder nor inside it.
+        record: Everything that decides the output, ready for JSON; runs with equal records can use each other's files.
         n_bytes: Size of the output, checked against the free space.
 
     Raises:
-        CheckpointError: The destination exists, another run is writing it, the plan differs or the disk is full.
+        CheckpointError: The destination exists, another run is writing it, the record differs or the disk is full.
     """
     destination = new_folder(destination, source)
     work = Workplace(partial_folder(destination))
     made = _make(work.path)
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
-            stored = as_stored(plan)
+            stored = as_stored(record)
             _refuse_what_others_may_write(work.path)
             refuse_another_run(work, stored)
             with _left_in_order(work, destination):
@@ -123,6 +124,39 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only where it is empty
+
+
+def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int) -> int:
+    """Return how many bytes :func:`staged` would still write, or raise what it would raise.
+
+    The space on the disk is not compared. Nor is the owner of a place of work that others may write: that takes a file.
+
+    Args:
+        destination: As :func:`new_folder` returns it.
+        record: Returns everything that decides the output. It is called only where an earlier run has left something.
+        n_bytes: Size of the output.
+
+    Raises:
+        CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
+    """
+    work = Workplace(partial_folder(destination))
+    require_unlinked(work.path)
+    if not os.path.lexists(work.path):
+        where = innermost_folder(work.path)
+        if not os.access(where, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot make {work.path}", got=_why_closed(where))
+        return n_bytes
+    if not os.access(work.path, os.R_OK | os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot use {work.path}", got=_why_closed(work.path))
+    with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
+        refuse_another_run(work, as_stored(record()))
+        return n_bytes - work.size()
+
+
+def _why_closed(folder: Path) -> str:
+    """Return the system's words for why nothing can be made in a folder."""
+    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if read_only else errno.EACCES)
 
 
 def new_folder(destination: Path, source: Path) -> Path:
@@ -194,55 +228,55 @@ def require_unlinked(partial: Path) -> None:
         raise CheckpointError(f"{partial} is {found}", remedy=f"remove {partial} and run again")
 
 
-def as_stored(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan as the place of work has it."""
-    stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **plan}))
+def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as the place of work has it."""
+    stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **record}))
     return stored
 
 
-def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
-    """Refuse a place of work in which another run has work to lose; ``plan`` is as stored."""
-    path, again = work.path / PLAN, f"remove {work.path} and run again"
+def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
+    """Refuse a place of work in which another run has work to lose; ``record`` is as stored."""
+    path, again = work.path / RECORD, f"remove {work.path} and run again"
     try:
         known = read_json(path) if path.exists() else None
     except CheckpointError as error:
         raise CheckpointError.of(error, again) from error
     if known is None and all(found.suffix == ".tmp" for found in work.path.iterdir()):
         return
-    if known is None or (known != plan and work.files() and not (work.path / FAILED).exists()):
+    if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(differences(known, plan))}",
+            got=None if known is None else f"another {', '.join(differences(known, record))}",
             needed=None if known is None else "those of that run, or another destination",
             remedy=again,
         )
 
 
-def differences(plan: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs between two plans: options one by one, all else as a whole.
+def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two records: options one by one, all else as a whole.
 
     >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
     ['options.pattern']
     """
-    options = [one["options"] for one in (plan, other) if isinstance(one.get("options"), dict)]
+    options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
     names = [f"options.{key}" for key in _differing(*options)] if len(options) == 2 else []
-    return names + [key for key in _differing(plan, other) if not names or key != "options"]
+    return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [key for key in dict.fromkeys((*one, *other)) if one.get(key, ...) != other.get(key, ...)]
 
 
-def _begin(work: Workplace, plan: dict[str, Any]) -> None:
-    """Clear up what an earlier run has left, and write the plan."""
+def _begin(work: Workplace, record: dict[str, Any]) -> None:
+    """Clear up what an earlier run has left, and write the record."""
     for leftover in work.path.rglob("*.tmp"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink()
-    path = work.path / PLAN
-    if path.exists() and read_json(path) != plan:
+    path = work.path / RECORD
+    if path.exists() and read_json(path) != record:
         _clear(work.path)
     (work.path / FAILED).unlink(missing_ok=True)
-    write_json(path, plan)
+    write_json(path, record)
     for folder in (work.output, work.notes, work.kept):
         folder.mkdir(exist_ok=True)
 

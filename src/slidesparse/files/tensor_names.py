@@ -8,13 +8,14 @@ that have no values and remember where they come from.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
 from slidesparse.files.single_experts import joined
 from slidesparse.files.stored import Stored
@@ -58,7 +59,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for the quantiser's own tensors
-    with _quiet():
+    with quiet_transformers(logging.CRITICAL):  # what is missing is reported here
         try:
             model, info = _load(known, config, state)
         except RuntimeError:  # a tensor of another shape; transformers 4 loads otherwise when it may pass over those
@@ -95,7 +96,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
 
 def _computed(known: Any, config: Any, state: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
     """Return the values that transformers gives to parameters which no checkpoint holds; all others stay without."""
-    with _quiet():
+    with quiet_transformers(logging.CRITICAL):
         model, _ = _load(known, config, state, device_map={"": "cpu"})
     return {name: model.get_parameter(name).detach() for name in names}
 
@@ -128,19 +129,3 @@ def _misshapen(reported: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
 
 def _end(name: str) -> tuple[str, ...]:
     return tuple(name.split(".")[-2:])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting what is missing, as we do that, and from drawing a bar."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

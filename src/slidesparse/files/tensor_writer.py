@@ -19,7 +19,6 @@ import torch
 
 from slidesparse.base.whole_file import NEW_FILE
 from slidesparse.files.data_digest import DIGITS, RunningDigest, data_digest
-from slidesparse.files.early_flush import EarlyFlush
 from slidesparse.files.stored import DIGESTS, HEADER, ITEM_BYTES, STORED_NAMES, Stored, header_digest
 
 
@@ -71,7 +70,6 @@ class TensorWriter:
         self.file.seek(self.start + self.offsets[name][0])
         if n_bytes:
             self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        self.early.wrote(n_bytes)
         self.digests[name] = data_digest(tensor)
         self.missing.discard(name)
 
@@ -84,7 +82,6 @@ class TensorWriter:
                 raise ValueError(f"{name} was announced as {stored}, and has a part {part.dtype} {tuple(part.shape)}")
             part = part.contiguous()
             self.file.write(part.view(-1).view(torch.uint8).numpy().data)
-            self.early.wrote(part.nbytes)
             digest.add(part)
             count += 1
         if count != stored.shape[0]:
@@ -108,14 +105,12 @@ class TensorWriter:
 
     def __enter__(self) -> TensorWriter:
         self.file = os.fdopen(os.open(self.temporary, NEW_FILE, 0o666), "wb")
-        self.early = EarlyFlush(self.file.fileno())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.early.close()
             if kind is None:
                 self._finish()
         finally:
@@ -132,3 +127,11 @@ class TensorWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.rename(self.path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors that are in memory into a file, with their digests."""
+    stored = {name: Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with TensorWriter(path, stored, metadata, with_digests=True) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.cpu())

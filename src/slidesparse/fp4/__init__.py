@@ -5,10 +5,8 @@ The sparse FP4 instructions of Blackwell keep two of four *pairs* (PTX ISA, "Spa
 with a byte for a weight, and only the scales are new. Nothing here runs on a GPU: ``docs/fp4.md`` says why.
 """
 
-from slidesparse.fp4.packed_pairs import PackedPairs, pack_pairs, pair_mask
-from slidesparse.fp4.product import ExactProduct, product
-from slidesparse.fp4.scales import MXFP4, NVFP4, Fp4Format, Fp4Tensor, quantize_fp4
-from slidesparse.fp4.spans import Span, lift_scale, span
+from slidesparse.fp4.pairs import ExactProduct, PackedPairs, Span, lift_scale, pack_pairs, pair_mask, product, span
+from slidesparse.fp4.values import MXFP4, NVFP4, Fp4Format, Fp4Tensor, quantize_fp4
 
 __all__ = [
     "MXFP4",

@@ -8,7 +8,7 @@ there are several, for several loads, each has a budget of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -255,29 +255,26 @@ class _Limit:
 
 
 def _limits(sets: Sequence[PlanSet], target: Target, times: Times) -> list[_Limit]:
-    if target.speedup is not None:
-        return [_time_limit(sets, target.speedup, time) for time in times]
+    """Return what the target limits: the time at each load, what is left of the numbers, or the bytes."""
 
-    def cost(one: PlanSet, pattern: Pattern) -> float:
-        if target.sparsity is None:
-            return float(one.n_bytes(pattern))
-        return float(sum(_numbers_left(pattern, *shape) for shape in one.shapes))
+    def limit(name: str, cost: Callable[[PlanSet, Pattern], float], budget: Callable[[float], float]) -> _Limit:
+        costs = [[float(cost(one, choice.pattern)) for choice in one.choices] for one in sets]
+        return _Limit(name, costs, budget(sum(float(cost(one, DENSE)) for one in sets)))
 
-    costs = [[cost(one, choice.pattern) for choice in one.choices] for one in sets]
-    if target.sparsity is None:
-        assert target.gigabytes is not None
-        return [_Limit("memory", costs, target.gigabytes * 1e9)]
-    return [_Limit("zeros", costs, sum(cost(one, DENSE) for one in sets) * (1 - target.sparsity))]
+    def left(one: PlanSet, pattern: Pattern) -> int:
+        return sum(out * (columns - least_zeros(pattern, columns)) for out, columns in one.shapes)
 
+    speedup, sparsity, gigabytes = target.speedup, target.sparsity, target.gigabytes
+    if speedup is not None:
 
-def _numbers_left(pattern: Pattern, out: int, columns: int) -> int:
-    return out * (columns - least_zeros(pattern, columns))
+        def within(time: StepTime) -> Callable[[float], float]:
+            return lambda dense: (time.rest_before + dense) / speedup - time.rest
 
-
-def _time_limit(sets: Sequence[PlanSet], speedup: float, time: StepTime) -> _Limit:
-    costs = [[time.of(one, choice.pattern) for choice in one.choices] for one in sets]
-    dense = time.rest_before + sum(time.of(one, DENSE) for one in sets)
-    return _Limit(time.name, costs, dense / speedup - time.rest)
+        return [limit(time.name, time.of, within(time)) for time in times]
+    if sparsity is not None:
+        return [limit("zeros", left, lambda dense: dense * (1 - sparsity))]
+    assert gigabytes is not None
+    return [limit("memory", lambda one, pattern: float(one.n_bytes(pattern)), lambda _: gigabytes * 1e9)]
 
 
 def _solve(damages: Sequence[Sequence[float]], limits: Sequence[_Limit]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from slidesparse.models.layer_kinds import kind_of
+from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 
 LEAVE_DENSE = "--ignore 're:.*experts'"
 """The option that leaves all experts alone."""
@@ -177,17 +177,11 @@ def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
 
 def describe_experts(found: list[Experts]) -> list[str]:
     """Return a line for all layers whose experts differ only by the layer's number."""
-    kinds: dict[tuple[object, ...], list[Experts]] = {}
-    for one in found:
-        kinds.setdefault((kind_of(one.name), one.count, *one.weights.items()), []).append(one)
-    return [_describe(group) for group in kinds.values()]
-
-
-def _describe(group: list[Experts]) -> str:
-    one = group[0]
-    name = one.name if len(group) == 1 else f"{len(group)} x {kind_of(one.name)}"
-    shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in one.weights.items())
-    return f"{name}: {one.count} experts, {shapes}"
+    lines = []
+    for group in alike(found, lambda one: (kind_of(one.name), one.count, *one.weights.items())):
+        shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in group[0].weights.items())
+        lines.append(f"{shared_name([one.name for one in group])}: {group[0].count} experts, {shapes}")
+    return lines
 
 
 def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
@@ -197,15 +191,16 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
         found: Experts of a model.
         patterns: Name of :meth:`Experts.layer` -> pattern.
     """
-    kinds: dict[tuple[str, int, tuple[int, ...], str], list[str]] = {}
-    for one in found:
-        for leaf, shape in one.weights.items():
-            if (name := one.layer(leaf)) in patterns:
-                kind = kind_of(name), one.count, shape[-2:], patterns[name]
-                kinds.setdefault(kind, []).append(name)
+    treated = [
+        (name, one.count, list(shape[-2:]), patterns[name])
+        for one in found
+        for leaf, shape in one.weights.items()
+        if (name := one.layer(leaf)) in patterns
+    ]
     return [
-        f"{names[0] if len(names) == 1 else f'{len(names)} x {kind}'}, {count} experts of {list(shape)}, at {pattern}"
-        for (kind, count, shape, pattern), names in kinds.items()
+        f"{shared_name([name for name, *_ in group])}, {count} experts of {shape}, at {pattern}"
+        for group in alike(treated, lambda one: (kind_of(one[0]), *map(str, one[1:])))
+        for _, count, shape, pattern in group[:1]
     ]
 
 

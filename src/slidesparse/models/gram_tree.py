@@ -1,4 +1,4 @@
-"""Gram matrices of parts of a text, summed in one order whoever computed them.
+"""Gram matrices of parts of a text, summed in the same order whichever process computed them.
 
 The batches of a calibration text are cut into :data:`SHARES` shares. Within a share sums go from batch to batch, and
 shares are summed in pairs, and pairs of these, up to the whole. So the sum has the same bits whether one process has

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A number that is a part of a name on its own: ``fc1`` and ``fc2`` are two layers, not one that is repeated."""
@@ -15,3 +19,20 @@ def kind_of(name: str) -> str:
     'h.*.mlp.dense_h_to_4h'
     """
     return _NUMBER.sub("*", name)
+
+
+def alike(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Return the items that share a key together, in the order in which the keys come first."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [*groups.values()]
+
+
+def shared_name(names: Sequence[str]) -> str:
+    """Return one name for layers of one kind.
+
+    >>> shared_name(["h.0.fc"]), shared_name(["h.0.fc", "h.1.fc"])
+    ('h.0.fc', '2 x h.*.fc')
+    """
+    return names[0] if len(names) == 1 else f"{len(names)} x {kind_of(names[0])}"

@@ -247,7 +247,12 @@ def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
     is: see :class:`Second`. A stack that reads more of the tuple is no plain chain.
     """
     errors: list[Exception] = []
-    for give in (_alone, _in_a_tuple, _in_a_pair):
+    ways: tuple[Give, ...] = (
+        lambda hidden, _: hidden,
+        lambda hidden, _: (hidden,),
+        lambda hidden, n: (hidden, Second(n)),
+    )
+    for give in ways:
         try:
             return run(give)
         except torch.cuda.OutOfMemoryError:
@@ -255,18 +260,6 @@ def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
         except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
             errors.append(error)
     raise _cannot_calibrate(model, first_line(errors[0]), CHAIN) from errors[0]
-
-
-def _alone(hidden: torch.Tensor, _: int) -> object:
-    return hidden
-
-
-def _in_a_tuple(hidden: torch.Tensor, _: int) -> object:
-    return (hidden,)
-
-
-def _in_a_pair(hidden: torch.Tensor, index: int) -> object:
-    return hidden, Second(index)
 
 
 def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> list[Sample]:
@@ -300,16 +293,13 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
     Raises:
         ValueError: A window is read in place of the hidden state, or next to it; or something computed from it is.
     """
-    cut = [one for one in others if isinstance(one, torch.Tensor) and _is_cut_from(one, given)]
-    for one in (hidden, *cut):
+    memory = given.untyped_storage().data_ptr()
+    tensors = (one for one in others if isinstance(one, torch.Tensor))
+    for one in (hidden, *(one for one in tensors if one.untyped_storage().data_ptr() == memory)):
         if one.shape != given.shape:
             raise ValueError(f"a layer reads {list(one.shape)} of a hidden state {list(given.shape)}")
     if hidden.data_ptr() != given.data_ptr():
         raise ValueError("a layer reads something else than the layer before it gives")
-
-
-def _is_cut_from(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,7 @@ class Perplexity:
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A window of text: tokens ``start`` to ``end``, of which the last ``scored`` count."""
 
     start: int
@@ -150,10 +149,5 @@ def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
 
 def logits_of(model: nn.Module) -> Logits:
     """Return the logits function of a transformers causal language model."""
-
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        answer: Any = model(input_ids=ids, use_cache=False)
-        result: torch.Tensor = answer.logits
-        return result
-
-    return logits
+    called: Any = model
+    return lambda ids: called(input_ids=ids, use_cache=False).logits

@@ -108,8 +108,8 @@ def require_alike(
 ) -> None:
     """Refuse different patterns in linears of one module that read the same input: q, k and v; gate and up.
 
-    Servers join these into one layer, which has one pattern and one type: a word in the place of a pattern stands for
-    another type. Nothing is refused in a model that cannot be run, where nobody can tell: the server has its own check.
+    Servers join these into one layer, which has one pattern and one type: a word in place of a pattern means another
+    type. In a model that cannot be run nothing is refused here: the server has its own check.
 
     Raises:
         InputError: Naming the linears.

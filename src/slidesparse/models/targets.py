@@ -21,7 +21,7 @@ from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layer_kinds import kind_of
+from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.models.parts import Part, outside_part
 
 MIN_FEATURES = 32
@@ -239,13 +239,8 @@ def read_as_matrix(name: str) -> bool:
 
 def describe_dense(dense: Mapping[str, str]) -> list[str]:
     """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, why in dense.items():
-        kinds.setdefault((kind_of(name), why), []).append(name)
-    return [
-        f"left dense: {names[0] if len(names) == 1 else f'{len(names)} x {kind}'} ({why})"
-        for (kind, why), names in kinds.items()
-    ]
+    kinds = alike(dense, lambda name: (kind_of(name), dense[name]))
+    return [f"left dense: {shared_name(names)} ({dense[names[0]]})" for names in kinds]
 
 
 def _entries(ignore: Iterable[str]) -> list[str]:

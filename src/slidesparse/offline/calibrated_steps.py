@@ -6,15 +6,14 @@ it cannot treat is refused before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.reorder import Inner
@@ -22,154 +21,98 @@ from slidesparse.models.smooth import Fold
 from slidesparse.offline.calibrate.reordering import find_reordering, reorder_checkpoint
 from slidesparse.offline.calibrate.rotating import Rotation, find_rotation, rotate_checkpoint
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
-from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions
-from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
+if TYPE_CHECKING:
+    from slidesparse.offline.prune_job import PruneJob
 
-@dataclass(frozen=True)
+
 class CalibratedSteps:
-    """The steps that the options ask for.
+    """The steps that the options ask for; each that they do not ask for is None.
+
+    Args:
+        options: The options.
+        job: The model and its linears, of which no weight is read here.
 
     Attributes:
-        rotation: How the stream is rotated; None: it is not.
+        rotation: How the stream is rotated.
         rotate: Steps of learning a rotation.
-        smooth: Norms into whose linears outliers may be folded; None: they are not.
-        reorder: Channels inside MLPs that may be reordered; None: they are not.
-        matching: How layers are matched; None: they are not.
-        seed: Of the calibration text, and of all that is drawn.
+        smooth: Norms into whose linears outliers may be folded.
+        reorder: Channels inside MLPs that may be reordered.
+        matching: How layers are matched.
+
+    Raises:
+        InputError: A step does not fit the source, its experts or the type of the output.
     """
 
-    rotation: Rotation | None
-    rotate: int
-    smooth: Sequence[Fold] | None
-    reorder: Sequence[Inner] | None
-    matching: Matching | None
-    seed: int
+    def __init__(self, options: PruneOptions, job: PruneJob) -> None:
+        self.rotate, self.patterns = options.rotate, job.calibrated_patterns
+        self.seed = 0 if options.calibration is None else options.calibration.seed
+        self.rotation: Rotation | None = None
+        self.smooth: Sequence[Fold] | None = None
+        self.reorder: Sequence[Inner] | None = None
+        self.matching = Matching(options.match, self.seed) if options.match else None
+        where = job.meta, job.checkpoint, self.patterns, job.run
+        if options.rotate:
+            _require_floats(job, "rotating")
+            if job.experts.found:
+                what, got = "the stream of a mixture cannot be rotated", "routers that read it"
+                raise InputError(what, got=got, remedy="leave out --rotate")
+            self.rotation = find_rotation(*where)
+        if options.smooth:
+            _require_floats(job, "smoothing")
+            if job.dtype not in QUANTISED:
+                got = f"--dtype {dtype_name(job.dtype)}"
+                raise InputError("smoothing helps rounding to 8 bits", got=got, needed="int8 or fp8")
+            self.smooth = find_smoothing(*where)
+        if options.reorder:
+            _require_floats(job, "reordering")
+            self.reorder = find_reordering(*where)
+        if options.match and any(pattern != DENSE for pattern in job.experts.patterns.values()):
+            raise InputError(
+                "layers whose experts are pruned cannot be matched",
+                got=f"experts such as {job.experts.layers[0]}",
+                remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+            )
 
     def prepare(
-        self,
-        checkpoint: Checkpoint,
-        patterns: Mapping[str, Pattern],
-        windows: torch.Tensor,
-        folder: Path,
-        device: torch.device,
-        progress: bool | None,
+        self, checkpoint: Checkpoint, windows: torch.Tensor, folder: Path, device: torch.device, progress: bool | None
     ) -> Checkpoint:
         """Return the checkpoint to prune: rotated first, then smoothed, then reordered.
 
         Args:
             checkpoint: The source.
-            patterns: Linear -> pattern, of all that will be treated.
             windows: Calibration text, int64 [samples, length].
             folder: Keeps what was found, so that an interrupted run goes on with the same.
             device: Where layers run.
             progress: Show progress bars; None: on a terminal only.
         """
+        how = self.patterns, windows, folder, device
         if self.rotation is not None:
             checkpoint = rotate_checkpoint(
-                checkpoint,
-                self.rotation,
-                patterns,
-                windows,
-                folder,
-                device,
-                self.rotate,
-                seed=self.seed,
-                progress=progress,
+                checkpoint, self.rotation, *how, self.rotate, seed=self.seed, progress=progress
             )
         if self.smooth is not None:
-            checkpoint = smooth_checkpoint(checkpoint, self.smooth, patterns, windows, folder, device, progress)
+            checkpoint = smooth_checkpoint(checkpoint, self.smooth, *how, progress)
         if self.reorder is not None:
-            checkpoint = reorder_checkpoint(checkpoint, self.reorder, patterns, windows, folder, device, progress)
+            checkpoint = reorder_checkpoint(checkpoint, self.reorder, *how, progress)
         return checkpoint
 
 
-@dataclass(frozen=True)
-class Source:
-    """What is known of a model before any of its weights is read.
-
-    Attributes:
-        checkpoint: The source.
-        meta: Its meta model.
-        experts: Its experts.
-        quantised: Its type of 8 bits; None: float.
-        patterns: Linear -> pattern, of all that will be treated.
-        run: Runs the meta model once; None: it cannot be run.
-    """
-
-    checkpoint: Checkpoint
-    meta: MetaModel
-    experts: ExpertJob
-    quantised: torch.dtype | None
-    patterns: Mapping[str, Pattern]
-    run: Callable[[], object] | None
-
-    def require_floats(self, doing: str) -> None:
-        """Refuse a step that weights in 8 bits do not allow."""
-        if self.quantised is not None:
-            raise InputError(doing, got="a source in 8 bits", needed="a float source")
-
-    def foldable(self) -> set[str]:
-        """Return the linears into which outliers of their inputs can be folded."""
-        try:
-            folds = find_smoothing(self.meta, self.checkpoint, self.patterns, self.run)
-        except InputError:
-            return set()
-        return {linear for fold in folds for linear in fold.linears}
+def foldable(job: PruneJob) -> set[str] | None:
+    """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
+    if job.source_dtype is not None or job.steps.smooth is not None:
+        return None if job.source_dtype is not None else set()
+    try:
+        folds = find_smoothing(job.meta, job.checkpoint, job.calibrated_patterns, job.run)
+    except InputError:
+        return set()
+    return {linear for fold in folds for linear in fold.linears}
 
 
-def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> CalibratedSteps:
-    """Return the steps that the options ask for, which go together; ``dtype`` is that of the output.
-
-    Raises:
-        InputError: A step does not fit the source, its experts or the type of the output.
-    """
-    return CalibratedSteps(
-        rotation=_rotation(options, source),
-        rotate=options.rotate,
-        smooth=_smooth(options, source, dtype),
-        reorder=_reorder(options, source),
-        matching=_matching(options, source.experts),
-        seed=0 if options.calibration is None else options.calibration.seed,
-    )
-
-
-def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
-    if options.match == 0 or options.calibration is None:
-        return None
-    if any(pattern != DENSE for pattern in experts.patterns.values()):
-        raise InputError(
-            "layers whose experts are pruned cannot be matched",
-            got=f"experts such as {experts.layers[0]}",
-            remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
-        )
-    return Matching(options.match, options.calibration.seed)
-
-
-def _smooth(options: PruneOptions, source: Source, dtype: torch.dtype) -> Sequence[Fold] | None:
-    if not options.smooth:
-        return None
-    if source.quantised is not None or dtype not in QUANTISED:
-        got = "a source in 8 bits" if source.quantised else f"--dtype {dtype_name(dtype)}"
-        raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
-    return find_smoothing(source.meta, source.checkpoint, source.patterns, source.run)
-
-
-def _reorder(options: PruneOptions, source: Source) -> Sequence[Inner] | None:
-    if not options.reorder:
-        return None
-    source.require_floats("reordering")
-    return find_reordering(source.meta, source.checkpoint, source.patterns, source.run)
-
-
-def _rotation(options: PruneOptions, source: Source) -> Rotation | None:
-    if options.rotate == 0:
-        return None
-    source.require_floats("rotating")
-    if source.experts.found:
-        raise InputError(
-            "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"
-        )
-    return find_rotation(source.meta, source.checkpoint, source.patterns, source.run)
+def _require_floats(job: PruneJob, doing: str) -> None:
+    """Refuse a step that weights in 8 bits do not allow."""
+    if job.source_dtype is not None:
+        raise InputError(doing, got="a source in 8 bits", needed="a float source")

@@ -9,9 +9,10 @@ path, at 6:8. Their INT8 figures of a B200 are left out, since their dense GEMM 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,8 +24,6 @@ TYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 
 TOKENS = (64, 1024, 4096, 16384)
 """Numbers of tokens of :attr:`Card.authors`."""
-
-Measured = Literal["us", "the paper's authors", "nobody"]
 
 BLACKWELL = (10, 0)
 """From this compute capability on, vLLM has no kernel for INT8 that it would choose (vLLM issue 54311)."""
@@ -47,22 +46,20 @@ class Card:
     ours: bool = False
 
     @property
-    def measured_by(self) -> Measured:
+    def measured_by(self) -> str:
         """Whose measurement there is of sparse kernels on this card."""
         return "us" if self.ours else "the paper's authors" if self.authors else "nobody"
 
     @property
     def is_slower(self) -> bool:
         """Whether 6:8 was slower than dense at most of the numbers of tokens, in every type that was measured."""
-        return bool(self.authors) and all(
-            sum(gain > 1 for gain in gains) < len(gains) / 2 for gains in self.authors.values()
-        )
+        return bool(self.authors) and all(statistics.median(gains) < 1 for gains in self.authors.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return what is known of the card."""
         return {
             "name": self.name,
-            "capability": _text(self.capability),
+            "capability": "{}.{}".format(*self.capability),
             "backends": {dtype_name(dtype): list_backends(self.capability, dtype) for dtype in TYPES},
             "stock_vllm_serves_int8": serves_int8(self.capability),
             "measured_by": self.measured_by,
@@ -71,11 +68,7 @@ class Card:
 
 
 CARDS = (
-    Card(
-        "A100",
-        (8, 0),
-        {"int8": (1.00, 1.27, 1.38, 1.42), "bf16": (1.03, 0.88, 0.90, 0.90)},
-    ),
+    Card("A100", (8, 0), {"int8": (1.00, 1.27, 1.38, 1.42), "bf16": (1.03, 0.88, 0.90, 0.90)}),
     Card(
         "RTX 4090",
         (8, 9),
@@ -114,9 +107,6 @@ FP4_GEMMS = {
     "GB10": {1024: (0.84, 0.71), 4096: (0.78, 0.55), 8192: (0.73, 0.50)},
 }
 """Card -> M = N = K -> 2:4 and 6:8 over dense of the authors' FP4 GEMMs, from ``appendix_a_square_FP4.csv`` there."""
-
-FP4 = {card: (max(gains), gains[max(gains)][1]) for card, gains in FP4_GEMMS.items()}
-"""Card -> M = N = K, and 6:8 over dense, of the largest of them."""
 
 TRADE = (
     "int8 is the faster one in stock vLLM on an H200, and the only one with sparse kernels on Ampere (A100);"
@@ -168,24 +158,20 @@ def describe_trade(gpus: Iterable[tuple[str, tuple[int, int]]]) -> str:
     >>> describe_trade([("NVIDIA H200", (9, 0))]).rpartition("; ")[2]
     "for this machine's NVIDIA H200: --dtype int8"
     """
-    better = {name: dtype_name(_better(capability)) for name, capability in gpus}
+    # FP8 has no kernels before Ada, and INT8 is faster on Hopper.
+    better = {name: "int8" if at < OLDEST_FP8 or at == HOPPER else "fp8" for name, at in gpus}
     return "; ".join([TRADE, *(f"for this machine's {name}: --dtype {dtype}" for name, dtype in better.items())])
-
-
-def _better(capability: tuple[int, int]) -> torch.dtype:
-    """Return the 8-bit type to choose for a GPU: FP8 has no kernels before Ada, and INT8 is faster on Hopper."""
-    return torch.int8 if capability < OLDEST_FP8 or capability == HOPPER else torch.float8_e4m3fn
 
 
 def describe_measurement(device_name: str) -> str:
     """Return who has measured sparse layers on a GPU, and what they found, in one sentence."""
     card = find_card(device_name)
     if card is None or card.measured_by == "nobody":
-        return "by nobody that this project knows of: slidesparse tune measures it"
+        return "by nobody known to this project: measure it with slidesparse tune"
     if card.measured_by == "us" and AUTHORS_H100 not in device_name:
         return "by this project: docs/measured.md, docs/cards.md"
-    gains = "; ".join(f"{dtype} {_gains(values)}" for dtype, values in card.authors.items())
-    return f"by the paper's authors, cuSPARSELt at 6:8 over dense, {_at(TOKENS)} tokens: {gains}"
+    gains = "; ".join(f"{dtype} {', '.join(f'{gain:.2f}' for gain in row)}" for dtype, row in card.authors.items())
+    return f"by the paper's authors, cuSPARSELt at 6:8 over dense, {', '.join(map(str, TOKENS))} tokens: {gains}"
 
 
 def table(cards: Iterable[Card] = CARDS) -> list[tuple[str, ...]]:
@@ -193,7 +179,7 @@ def table(cards: Iterable[Card] = CARDS) -> list[tuple[str, ...]]:
     return [
         (
             card.name,
-            _text(card.capability),
+            "{}.{}".format(*card.capability),
             *(", ".join(list_backends(card.capability, dtype)) or "none" for dtype in TYPES),
             "yes" if serves_int8(card.capability) else "no",
             card.measured_by + (": slower than dense" if card.is_slower else ""),
@@ -204,21 +190,11 @@ def table(cards: Iterable[Card] = CARDS) -> list[tuple[str, ...]]:
 
 def describe_fp4() -> str:
     """Return the authors' FP4 figures in one sentence."""
-    figures = ", ".join(f"{gain:.2f} of dense on a {name} ({size})" for name, (size, gain) in FP4.items())
+    figures = ", ".join(
+        f"{gains[max(gains)][1]:.2f} of dense on a {name} ({max(gains)})" for name, gains in FP4_GEMMS.items()
+    )
     return f"FP4 is slower than dense at 6:8 in the authors' files, and no backend runs it: {figures}"
 
 
 COLUMNS = ("card", "capability", "INT8", "FP8", "BF16", "INT8 in stock vLLM", "measured by")
 """Heads of :func:`table`."""
-
-
-def _text(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
-def _gains(gains: Iterable[float]) -> str:
-    return ", ".join(f"{gain:.2f}" for gain in gains)
-
-
-def _at(tokens: Iterable[int]) -> str:
-    return ", ".join(map(str, tokens))

@@ -18,6 +18,22 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANTISED, dtype_name, parse_dtype
 
 
+class _Asked(NamedTuple):
+    """A step around pruning, in words."""
+
+    option: str
+    doing: str
+    done: str
+
+
+STEPS = (
+    _Asked("--match", "matching", "layers are matched"),
+    _Asked("--smooth", "smoothing", "layers are smoothed"),
+    _Asked("--reorder", "reordering", "channels are reordered"),
+    _Asked("--rotate", "rotating", "the stream is rotated"),
+)
+
+
 def check_options(options: PruneOptions) -> None:
     """Refuse options that are wrong whatever the source is.
 
@@ -33,7 +49,9 @@ def check_options(options: PruneOptions) -> None:
             needed="a pattern, whose weights are rounded so",
             remedy="use --pattern 6:8, or leave out --recipe",
         )
-    _require_counts(options)
+    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
+        if steps < 0:
+            raise InputError(what, got=steps, needed="0 or more")
     _require_text(options)
     _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
     if options.rotate and options.smooth:
@@ -57,28 +75,8 @@ def require_one_process(options: PruneOptions, processes: int) -> None:
         )
 
 
-class _Asked(NamedTuple):
-    """A step that is asked for, in words."""
-
-    option: str
-    doing: str
-    done: str
-
-
 def _asked(options: PruneOptions) -> list[_Asked]:
-    steps = {
-        _Asked("--match", "matching", "layers are matched"): options.match,
-        _Asked("--smooth", "smoothing", "layers are smoothed"): options.smooth,
-        _Asked("--reorder", "reordering", "channels are reordered"): options.reorder,
-        _Asked("--rotate", "rotating", "the stream is rotated"): options.rotate,
-    }
-    return [step for step, given in steps.items() if given]
-
-
-def _require_counts(options: PruneOptions) -> None:
-    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
-        if steps < 0:
-            raise InputError(what, got=steps, needed="0 or more")
+    return [step for step in STEPS if getattr(options, step.option.removeprefix("--"))]
 
 
 def _require_text(options: PruneOptions) -> None:

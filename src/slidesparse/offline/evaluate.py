@@ -61,20 +61,12 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
-        measured = self.perplexity
-        derived: dict[str, Any] = {}
+        found, measured = asdict(self), self.perplexity
         if measured is not None:
-            derived = {
-                **asdict(measured),
-                "loss": measured.loss,
-                "perplexity": _json_number(measured.perplexity),
-                "bits_per_byte": measured.bits_per_byte,
-            }
-        tasks = {task: {k: _json_number(value) for k, value in found.items()} for task, found in self.tasks.items()}
-        return {
-            **{"model": self.model, "text": self.text, "perplexity": derived or None},
-            **{"tasks": tasks, "experts": self.experts},
-        }
+            derived = {"loss": measured.loss, "perplexity": _json_number(measured.perplexity)}
+            found["perplexity"] |= {**derived, "bits_per_byte": measured.bits_per_byte}
+        found["tasks"] = {task: {k: _json_number(v) for k, v in one.items()} for task, one in self.tasks.items()}
+        return found
 
     def describe(self) -> str:
         """Return the evaluation as text."""
@@ -147,8 +139,7 @@ def evaluate(
         content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content)
         check_tokens(tokens, model.config, path)
-        n_bytes = len(content.encode())
-        measured = _perplexity(model, tokens.to(device), n_bytes, window, stride, batch, progress)
+        measured = _perplexity(model, tokens.to(device), content, window, stride, batch, progress)
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = _experts_words(checkpoint, model)
     evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
@@ -161,18 +152,14 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
     """Refuse options that are given and change nothing, since the option that they belong to is not."""
     given = ", ".join(name for name, value in options.items() if value is not None)
     if given:
-        raise InputError(
-            "options without effect",
-            got=f"{given} without {of}",
-            needed=needed,
-            remedy=f"add {of}, or leave out {given}",
-        )
+        got, remedy = f"{given} without {of}", f"add {of}, or leave out {given}"
+        raise InputError("options without effect", got=got, needed=needed, remedy=remedy)
 
 
 def _perplexity(
     model: Any,
     tokens: torch.Tensor,
-    n_bytes: int,
+    content: str,
     window: int | None,
     stride: int | None,
     batch: int,
@@ -189,9 +176,8 @@ def _perplexity(
         raise InputError("window", got=window, needed=f"at most {most}, the model's positions")
     stride = max(window // 2, 1) if stride is None else stride
     with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
-        return measure_perplexity(
-            logits_of(model), tokens, window, stride, n_bytes=n_bytes, batch=batch, advance=advance
-        )
+        how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance}
+        return measure_perplexity(logits_of(model), tokens, window, stride, **how)
 
 
 def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -14,16 +15,16 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
-from slidesparse.models.layer_kinds import kind_of
+from slidesparse.models.layer_kinds import alike, kind_of
 from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
 from slidesparse.offline.cards import warn_of_type
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
@@ -114,9 +115,6 @@ class Inspection:
 
     def table(self) -> str:
         """Return the inspection as text: layers that differ only by number share a line; problems follow."""
-        kinds: dict[tuple[str, ...], list[Layer]] = {}
-        for layer in self.layers:
-            kinds.setdefault(_kind(layer), []).append(layer)
         rows = [
             (
                 kind_of(group[0].name) if len(group) > 1 else group[0].name,
@@ -130,26 +128,22 @@ class Inspection:
                 f"{sum(layer.packed_bytes for layer in group) / 1e6:.2f}",
                 _range([layer.ideal_speedup for layer in group], 2) + "x",
             )
-            for group in kinds.values()
+            for group in alike(self.layers, _kind)
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
-        lines = [table(columns, rows)]
-        lines += map(
-            wrapped,
-            [
-                *_describe_six_bits(self.layers),
-                *_describe_choices(self.layers),
-                *describe_dense({**self.dense, **self.other}),
-            ],
-        )
-        lines += [wrapped(line) for line in describe_expert_layers(self.expert_layers)]
         read = {layer.experts for layer in self.expert_layers}
         unread = [one for one in self.experts if one.name not in read]
-        lines += [wrapped(f"experts that nobody can read: {line}") for line in describe_experts(unread)]
         types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
-        lines += [wrapped(warning) for dtype in types if (warning := warn_of_type(dtype)) is not None]
-        lines += [f"PROBLEM: {problem}" for problem in self._problems()]
-        return "\n".join(lines)
+        lines = [
+            *_describe_six_bits(self.layers),
+            *_describe_choices(self.layers),
+            *describe_dense({**self.dense, **self.other}),
+            *describe_expert_layers(self.expert_layers),
+            *(f"experts in an unknown layout: {line}" for line in describe_experts(unread)),
+            *(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
+        ]
+        problems = [f"PROBLEM: {problem}" for problem in self._problems()]
+        return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])
 
     def _problems(self) -> list[str]:
         found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
@@ -165,31 +159,20 @@ def _describe_six_bits(layers: list[Layer]) -> list[str]:
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
     """Return a line for each choice of backends, with its layers' memory; none for layers that cannot run."""
-    groups: dict[tuple[str, str], list[Layer]] = {}
-    for layer in [one for one in layers if one.problem is None]:
-        groups.setdefault((layer.backends, layer.reason), []).append(layer)
     lines = []
-    for (backends, reason), group in groups.items():
-        kept: dict[str, int] = {}
-        for layer in group:
-            for name, size in layer.kept_bytes.items():
-                kept[name] = kept.get(name, 0) + size
+    for group in alike((one for one in layers if one.problem is None), lambda one: (one.backends, one.reason)):
+        kept = sum((Counter(layer.kept_bytes) for layer in group), Counter[str]())
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
         dense = sum(layer.dense_bytes for layer in group)
         layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
-        lines.append(f"{layers_run} here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense")
+        where = f"{group[0].backends} ({group[0].reason})"
+        lines.append(f"{layers_run} here on {where}; kept: {sizes}, of {dense / 1e6:.2f} MB dense")
     return lines
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
     """Return the properties that layers which share a line have in common."""
-    return (
-        kind_of(layer.name),
-        str(layer.shape),
-        layer.dtype,
-        str(layer.marked),
-        str(layer.problem is None),
-    )
+    return kind_of(layer.name), str(layer.shape), layer.dtype, str(layer.marked), str(layer.problem is None)
 
 
 def _range(values: list[float], digits: int) -> str:

@@ -14,7 +14,7 @@ from slidesparse.files.expert_tensors import ExpertTensor, marker_name, read_exp
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import find_experts
-from slidesparse.models.layer_kinds import kind_of
+from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import (
     UNIFORM_PATTERNS,
@@ -60,7 +60,7 @@ class ExpertLayer:
 def inspect_experts(
     checkpoint: Checkpoint, meta: MetaModel, marker: Marker | None, *, progress: bool | None = None
 ) -> list[ExpertLayer]:
-    """Return what the experts of a checkpoint are; those of which nobody knows how they multiply are left out."""
+    """Return the experts of a checkpoint, without those whose weight layout is unknown."""
     layers: dict[str, dict[str, ExpertTensor]] = {}
     for one in find_experts(meta.model):
         try:
@@ -131,21 +131,19 @@ def _weights(checkpoint: Checkpoint, tensors: dict[str, ExpertTensor]) -> Iterat
 
 def describe_expert_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     """Return a line for each kind of experts' weights; layers that differ by number share it."""
-    kinds: dict[tuple[object, ...], list[ExpertLayer]] = {}
-    for one in layers:
-        kind = kind_of(one.name), one.count, one.shape, one.dtype, one.bits, one.marked, one.tightest
-        kinds.setdefault(kind, []).append(one)
-    return [_describe(group) for group in kinds.values()]
+    kinds = alike(
+        layers, lambda one: (kind_of(one.name), one.count, one.shape, one.dtype, one.bits, one.marked, one.tightest)
+    )
+    return [_describe(group) for group in kinds]
 
 
 def _describe(group: list[ExpertLayer]) -> str:
     one = group[0]
-    name = one.name if len(group) == 1 else f"{len(group)} x {kind_of(one.name)}"
-    low, high = min(each.sparsity for each in group), max(each.sparsity for each in group)
-    zeros = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
+    zeros = dict.fromkeys(f"{share:.3f}" for share in sorted(each.sparsity for each in group))
     megabytes = sum(each.stored_bytes for each in group) / 1e6
     dtype = f"{one.dtype} of six bits" if one.bits == 6 else one.dtype
     return (
-        f"experts: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {dtype},"
-        f" marked {one.marked or '-'}, tightest {one.tightest}, zeros {zeros}, {megabytes:.2f} MB"
+        f"experts: {shared_name([each.name for each in group])}, {one.count} of {one.shape[0]}x{one.shape[1]}, {dtype},"
+        f" marked {one.marked or '-'}, tightest {one.tightest}, zeros {'-'.join([*zeros][:: max(len(zeros) - 1, 1)])},"
+        f" {megabytes:.2f} MB"
     )

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.files.write_errors import write_errors
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.models.targets import describe_dense
+from slidesparse.offline.outcome import PruneSummary
+from slidesparse.offline.prune_options import PruneOptions, Recipe
+from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
 
@@ -31,6 +34,8 @@ ROUNDED: dict[Recipe, str] = {
     "ternary": ", of three values (BitNet b1.58)",
 }
 """Recipe -> what it makes of a type's values."""
+
+ROTATED = "rotated: adapters made for the source do not fit, nor do draft models that read hidden states (EAGLE)"
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Keys of the source's card that hold for the pruned model too."""
@@ -56,77 +61,45 @@ HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->"
 """Around the rows that ``eval --card`` writes."""
 
 
-def write_card(
-    folder: Path,
-    source: Path,
-    *,
-    patterns: Mapping[str, str],
-    dtype: str,
-    quantised: bool,
-    recipe: Recipe,
-    method: str,
-    reordered: bool,
-    rotated: bool,
-    experts: Sequence[str],
-    in_transformers: bool,
-    left: Sequence[str],
-    sizes: tuple[int, int],
-    source_card: Path | None,
-) -> None:
+def write_card(folder: Path, source: Path, summary: PruneSummary, options: PruneOptions, method: str) -> None:
     """Write the card of a pruned checkpoint.
 
     Args:
-        folder: The pruned checkpoint.
+        folder: The pruned checkpoint, which has the source's own card already.
         source: The folder of the dense model.
-        patterns: Treated linear -> pattern.
-        dtype: Type of the treated weights.
-        quantised: Whether the weights are quantised.
-        recipe: How they were rounded.
+        summary: What was done.
+        options: How.
         method: How weights were chosen, with the text that the method saw.
-        reordered: Whether channels inside MLPs have changed places.
-        rotated: Whether the residual stream has other axes.
-        experts: Lines that say which experts' weights were treated.
-        in_transformers: Whether transformers reads them.
-        left: Lines that say what stays dense.
-        sizes: Bytes of the source's tensors and of the pruned ones.
-        source_card: The source's own card, or None.
     """
+    dtype, quantised = summary.dtype, parse_dtype(summary.dtype) in QUANTISED
+    scales = ", a scale for each channel" if quantised else ""
     origin = hub_model(source)
     name = _plain(source.resolve().name if origin is None else origin.repository.rpartition("/")[2])
-    counts = Counter(patterns.values()).most_common()
-    common = counts[0][0] if counts else "dense"
+    counts = Counter(summary.patterns.values()).most_common()
+    left = describe_dense({**summary.dense, **summary.other})
     rows = {
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
-        **({"experts": _plain("; ".join(experts))} if experts else {}),
-        "method": _plain(method),
-        **(
-            {"channels": "inside MLPs in another order: adapters made for the source do not fit there"}
-            if reordered
-            else {}
-        ),
-        **(
-            {
-                "stream": "rotated: adapters made for the source do not fit, nor do draft models that read hidden "
-                "states (EAGLE)"
-            }
-            if rotated
-            else {}
-        ),
-        "weights": f"{dtype}{ROUNDED[recipe]}{', a scale for each channel' if quantised else ''}, zeros in place",
+        "experts": "; ".join(summary.treated_experts),
+        "method": method,
+        "channels": options.reorder and "inside MLPs in another order: adapters made for the source do not fit there",
+        "stream": options.rotate and ROTATED,
+        "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
-        "size": f"{readable_size(sizes[1])}, of {readable_size(sizes[0])}",
+        "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",
     }
     dense = [*left[:MAX_LINES], *([f"and {len(left) - MAX_LINES} lines more"] if len(left) > MAX_LINES else [])]
     by = "the slidesparse plugin" if quantised else "that option"
-    text = f"""{_front_matter(origin, source_card, quantised)}
-# {name}, {common}, {dtype.upper()}
+    card = None if summary.source_card is None else folder / summary.source_card
+    reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
+    text = f"""{_front_matter(origin, card, quantised)}
+# {name}, {counts[0][0] if counts else "dense"}, {dtype.upper()}
 
 {_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
-Of the weights of a linear at 6:8, at most six in each group of eight are not zero; the other patterns read likewise.
+Of the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise.
 
 | | |
 |---|---|
-{chr(10).join(f"| {key} | {value} |" for key, value in rows.items())}
+{chr(10).join(f"| {key} | {_plain(value)} |" for key, value in rows.items() if value)}
 
 ## Serve and load
 
@@ -136,7 +109,7 @@ vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
 vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
-{_transformers(in_transformers, quantised)}
+{reads if summary.in_transformers else "transformers 5.23 cannot load experts in this form."}
 
 ```python
 import slidesparse as ss
@@ -156,13 +129,6 @@ model = ss.load("THIS_FOLDER", device="cuda")
 {chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in dense) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
-
-
-def _transformers(reads: bool, quantised: bool) -> str:
-    """Return what transformers does with the folder."""
-    if not reads:
-        return "transformers 5.23 cannot load experts in this form."
-    return f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
 
 
 def card_to_measure(folder: Path) -> Path:
@@ -200,16 +166,13 @@ def add_measurements(card: Path, rows: Mapping[str, tuple[str, str]]) -> None:
 
 
 def _read_card(card: Path) -> tuple[str, list[str], str]:
-    """Return what stands before the measurements, their lines without the head, and what stands after them."""
+    """Return the text before the measurements, their lines without the table head, and the text after them."""
     remedy = f"{NO_CARD}, or prune again: prune writes a card"
     try:
         text = read_regular(card, MAX_BYTES).decode("utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{card} is missing", remedy=remedy) from error
-    except InputError as error:
-        raise CheckpointError(str(error), remedy=remedy) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{card} is no text in UTF-8", remedy=remedy) from error
+    except (FileNotFoundError, InputError, UnicodeDecodeError) as error:
+        what = f"{card} is {'missing' if isinstance(error, FileNotFoundError) else 'no text in UTF-8'}"
+        raise CheckpointError(str(error) if isinstance(error, InputError) else what, remedy=remedy) from error
     found = re.search(f"{BEGIN}\n(.*?){END}", text, re.DOTALL)
     if found is None:
         raise CheckpointError(f"{card} has no place for measurements", needed=f"{BEGIN} and {END}", remedy=remedy)
@@ -251,15 +214,10 @@ def _carried(card: Path) -> dict[str, Any]:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether a value is a word, or a list of a few."""
+    """Return whether a value is a short text or a few, can be written, and is not taken for the measurements' place."""
     words = value if isinstance(value, list) else [value]
-    return 0 < len(words) < 100 and all(isinstance(word, str) and _is_word(word) for word in words)
-
-
-def _is_word(word: str) -> bool:
-    """Return whether a text is short, can be written, and does not look like the place of the measurements."""
-    half = any("\ud800" <= sign <= "\udfff" for sign in word)  # of a surrogate pair
-    return 0 < len(word) < 300 and not half and BEGIN not in word and END not in word
+    short = 0 < len(words) < 100 and all(isinstance(word, str) and 0 < len(word) < 300 for word in words)
+    return short and not any(re.search(f"[\ud800-\udfff]|{BEGIN}|{END}", word) for word in words)
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,6 @@ written, and taken over by a resumed run, on its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import Any
 import torch
 
 from slidesparse import __version__
-from slidesparse.base.counted import counted
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.base.readable_size import readable_size
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import write_json
@@ -30,143 +27,20 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
-from slidesparse.files.tokenizer_files import NO_TOKENIZER, lacks_tokenizer, require_fetched
+from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
-from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.layerwise import SetLoss
-from slidesparse.models.targets import describe_dense
 from slidesparse.offline.calibrate.calibration import digest
-from slidesparse.offline.calibrate.rounded_inputs import describe_rounding, rounding_costs, shown_names
-from slidesparse.offline.cards import warn_of_type
+from slidesparse.offline.calibrated_steps import foldable
 from slidesparse.offline.check_options import check_options, require_one_process
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
+from slidesparse.offline.outcome import PruneSummary, describe_rounding, rounding_costs
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
-from slidesparse.offline.prune_options import PruneOptions, Recipe
-from slidesparse.weights.pattern import DENSE
-from slidesparse.weights.quant import QUANTISED, dtype_name, parse_dtype
-
-NOT_IN_TRANSFORMERS = (
-    "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
-)
-
-SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
-
-MOST_NAMES = 3
-"""Most names of tensors in a line."""
-
-
-@dataclass(frozen=True)
-class PruneSummary:
-    """The outcome of pruning a checkpoint.
-
-    Attributes:
-        destination: The new checkpoint.
-        dtype: Type of the treated weights.
-        recipe: How INT8 weights were rounded.
-        patterns: Treated layer -> pattern.
-        experts: Treated weights of experts -> pattern, of a mixture.
-        treated_experts: Lines that describe them.
-        in_transformers: Whether transformers reads them.
-        dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
-        dense: Linear left alone -> why.
-        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
-        lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
-        not_copied: Files of the source that hold other copies of the weights.
-        links: Links of the source that were left out.
-        unexpected: Unexpected keys: tensors that were copied although the model does not use them.
-        resumed: Shards that an interrupted run had finished.
-        source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
-            None where the source has none.
-        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
-            before their layer is matched; empty without calibration.
-        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
-            and for other types.
-        rounded_inputs: Lines that say so, and what may be done where it is much.
-        borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
-        source_bytes: Tensors of the source.
-        destination_bytes: Tensors of the new checkpoint.
-    """
-
-    destination: str
-    dtype: str
-    recipe: Recipe
-    patterns: dict[str, str]
-    experts: dict[str, str]
-    treated_experts: list[str]
-    in_transformers: bool
-    dense_head: str | None
-    dense: dict[str, str]
-    other: dict[str, str]
-    lacks_tokenizer: bool
-    not_copied: list[str]
-    links: list[str]
-    unexpected: list[str]
-    resumed: list[str]
-    source_card: str | None
-    losses: dict[str, float]
-    rounding: dict[str, float]
-    rounded_inputs: list[str]
-    borrowed: dict[str, str]
-    source_bytes: int
-    destination_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
-
-    def describe(self) -> str:
-        """Return the summary as text."""
-        counts = Counter(self.patterns.values())
-        found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
-        lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
-        lines += [f"treated experts: {line}" for line in self.treated_experts]
-        lines += what_rounding_gives(self.recipe, [*self.patterns.values(), *self.experts.values()])
-        lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
-        if self.losses:
-            worst = max(self.losses, key=self.losses.__getitem__)
-            mean = sum(self.losses.values()) / len(self.losses)
-            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
-        lines += self.rounded_inputs
-        if self.borrowed:
-            name, words = next(iter(self.borrowed.items()))
-            count = f"{len(self.borrowed)} of the experts' weights"
-            lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
-        lines += describe_dense({**self.dense, **self.other})
-        lines += [f"copied, though the model does not use them: {_some(self.unexpected)}"] if self.unexpected else []
-        lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
-        lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
-        lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
-        lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
-        own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
-        lines.append(f"{CARD} is a model card to read and correct{own}")
-        sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
-        lines.append(f"{sizes} in {self.destination}")
-        warning = warn_of_type(parse_dtype(self.dtype))
-        return "\n".join(lines if warning is None else [*lines, warning])
-
-
-def what_rounding_gives(recipe: Recipe, patterns: Iterable[str]) -> list[str]:
-    """Return a line on values of six bits, where weights of these patterns have them: sizes of files do not show it."""
-    return [SIX_BITS] if recipe == "6bit" and any(pattern != str(DENSE) for pattern in patterns) else []
-
-
-def what_readers_do(has_experts: bool, in_transformers: bool, dense_head: str | None) -> list[str]:
-    """Return lines on what other programs do with the result; see :class:`PruneSummary` for the arguments."""
-    head = f"{dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
-    said = {
-        EXPERTS_FOLLOW: has_experts,
-        NOT_IN_TRANSFORMERS: not in_transformers,
-        head: dense_head is not None,
-    }
-    return [line for line, holds in said.items() if holds]
-
-
-def _some(names: list[str]) -> str:
-    """Return names of tensors for a line; a head with experts has hundreds of them."""
-    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} tensors, such as {names[0]}"
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.weights.quant import dtype_name
 
 
 @dataclass(frozen=True)
@@ -194,10 +68,19 @@ class Prepared:
         """Bytes of the new tensors."""
         return sum(stored.n_bytes for shard in self.outputs.values() for stored in shard.values())
 
-    @property
-    def lacks_tokenizer(self) -> bool:
-        """Whether the model takes text, and there is no tokenizer to copy."""
-        return lacks_tokenizer(self.files, getattr(self.job.meta.model, "config", None))
+    def outcome(self) -> dict[str, Any]:
+        """Return the fields of :class:`PruneOutcome` but for the size."""
+        job = self.job
+        return {
+            "destination": str(self.destination),
+            "dtype": dtype_name(job.dtype),
+            "recipe": job.recipe,
+            "treated_experts": job.experts.describe(),
+            "in_transformers": job.experts.in_transformers,
+            "dense_head": job.dense_head,
+            "lacks_tokenizer": lacks_tokenizer(self.files, getattr(job.meta.model, "config", None)),
+            "not_copied": list(self.files.not_copied),
+        }
 
 
 def prepare(
@@ -225,19 +108,19 @@ def prepare(
     return Prepared(checkpoint, destination, files, job, outputs, weights)
 
 
-def plan_of(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
+def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     """Return everything that decides the output: see :mod:`slidesparse.files.staging`."""
     checkpoint, windows = prepared.checkpoint, prepared.job.windows
-    plan = {
+    record = {
         "version": MARKER_VERSION,
         "slidesparse": __version__,
         "options": asdict(options),
         "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
-        return plan
+        return record
     # Calibration sums in another order on a GPU than on a CPU; without it, all devices give the same bits.
-    return {**plan, "windows": digest(windows), "device": prepared.job.device.type}
+    return {**record, "windows": digest(windows), "device": prepared.job.device.type}
 
 
 def prune_checkpoint(
@@ -276,38 +159,38 @@ def prune_checkpoint(
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")
-    plan = plan_of(prepared, options)
-    with staged_together(ranks, destination, checkpoint.path, plan, size + files.n_bytes) as work:
+    record = job_record(prepared, options)
+    with staged_together(ranks, destination, checkpoint.path, record, size + files.n_bytes) as work:
         job.calibrate(work.kept, progress, ranks)
         resumed = _write_shards(prepared, work, ranks, progress)
+        summary = _summary(prepared, files, resumed, kept_card)
         if ranks.is_first:
-            _write_the_rest(prepared, work, options, files, kept_card)
+            _write_the_rest(prepared, work, files)
+            write_card(work.output, checkpoint.path, summary, options, _method_words(options, job.windows))
+    return summary
+
+
+def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_card: str | None) -> PruneSummary:
+    job = prepared.job
     losses = job.calibrated.losses if job.calibrated else []
     # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
     rounded = losses if job.dtype == torch.int8 else []
     return PruneSummary(
-        destination=str(destination),
-        dtype=dtype_name(job.dtype),
-        recipe=options.recipe,
+        **prepared.outcome(),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
-        treated_experts=job.experts.describe(),
-        in_transformers=job.experts.in_transformers,
-        dense_head=job.dense_head,
-        dense={**job.targets.dense, **job.routers, **job.experts.dense},
+        dense=job.dense,
         other=job.targets.other,
-        lacks_tokenizer=prepared.lacks_tokenizer,
-        not_copied=list(files.not_copied),
         links=list(files.links),
         unexpected=list(job.meta.names.unexpected),
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding=rounding_costs(rounded),
-        rounded_inputs=describe_rounding(rounded, job.foldable),
+        rounded_inputs=describe_rounding(rounded, lambda: foldable(job)),
         borrowed=_borrowed(losses),
-        source_bytes=checkpoint.n_bytes,
-        destination_bytes=size,
+        source_bytes=prepared.checkpoint.n_bytes,
+        destination_bytes=prepared.n_bytes,
     )
 
 
@@ -342,32 +225,13 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
     return [shard for shard in prepared.outputs if shard in known]
 
 
-def _write_the_rest(
-    prepared: Prepared, work: Workplace, options: PruneOptions, files: SourceFiles, kept_card: str | None
-) -> None:
-    """Write everything but the tensors: the index, the config, the model card and the source's other files."""
-    checkpoint, job = prepared.checkpoint, prepared.job
+def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> None:
+    """Write the index, the source's other files and the config."""
     if list(prepared.outputs) != [SINGLE_FILE]:
         weight_map = {tensor: shard for shard, tensors in prepared.outputs.items() for tensor in tensors}
         write_json(work.output / INDEX_FILE, {"metadata": {"total_size": prepared.n_bytes}, "weight_map": weight_map})
     files.copy_to(work.output)
-    write_json(work.output / "config.json", job.config())
-    write_card(
-        work.output,
-        checkpoint.path,
-        patterns={name: str(pattern) for name, pattern in job.patterns.items()},
-        dtype=dtype_name(job.dtype),
-        quantised=job.dtype in QUANTISED,
-        recipe=options.recipe,
-        method=_method_words(options, job.windows),
-        reordered=job.steps.reorder is not None,
-        rotated=job.steps.rotation is not None,
-        experts=job.experts.describe(),
-        in_transformers=job.experts.in_transformers,
-        left=describe_dense(job.left),
-        sizes=(checkpoint.n_bytes, prepared.n_bytes),
-        source_card=None if kept_card is None else work.output / kept_card,
-    )
+    write_json(work.output / "config.json", prepared.job.config())
 
 
 def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:

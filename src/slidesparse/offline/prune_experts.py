@@ -13,32 +13,25 @@ from functools import partial
 import torch
 
 from slidesparse.base.traced_tensor import sources
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
-from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
+from slidesparse.files.expert_tensors import (
+    ExpertRowsByName,
+    ExpertTensor,
+    find_expert_rows,
+    find_expert_tensors,
+    marker_name,
+    read_experts,
+)
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.single_experts import SingleExperts, single_experts, transformers_reads
+from slidesparse.files.single_experts import single_experts, transformers_reads
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.models.experts import (
-    LEAVE_DENSE,
-    describe_treated,
-    find_experts,
-    ignore_entries,
-)
+from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
-from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.prune_options import PruneOptions, check_type
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import (
-    FLOATS,
-    QUANTISED,
-    dequantize,
-    dtype_name,
-    quantize_weight,
-    requantize,
-    rounding_of,
-)
+from slidesparse.weights.quant import QUANTISED, dequantize, quantize_weight, requantize, rounding_of
 from slidesparse.weights.support import check_weight
 
 
@@ -109,7 +102,7 @@ class ExpertJob:
 
         Raises:
             InputError: The ternary recipe, or a part of the experts where servers have one form for all.
-            UnsupportedError: Experts of one layer that nobody stores quantised in this form.
+            UnsupportedError: Experts for which no server reads this quantised form.
             CheckpointError: A type that cannot be pruned.
         """
         if not self.layers:
@@ -117,40 +110,25 @@ class ExpertJob:
         if options.recipe == "ternary":
             raise InputError("the ternary recipe is not for experts", got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
         for name, tensor in self._treated():
-            self._check_tensor(name, tensor)
+            stored = self.checkpoint.stored(name)
+            check_type(name, stored, self.source_dtype, self.dtype)
+            if self.dtype in QUANTISED and not self._can_be_quantised(name, tensor, stored):
+                raise UnsupportedError(
+                    f"experts that are stored as {name} cannot be quantised",
+                    got=f"one tensor {list(stored.shape)}" if len(stored.shape) == 3 else f"{list(stored.shape)}",
+                    needed="experts that vLLM reads as one tensor each [out, in], where it knows scales",
+                    remedy=f"use --dtype bf16, which keeps them as they are stored, or add {LEAVE_DENSE}",
+                )
         if self.dtype in QUANTISED:
             self._refuse_part_of_a_layer()
 
     def _treated(self) -> Iterator[tuple[str, ExpertTensor]]:
         return ((name, tensor) for name, tensor in self.tensors.items() if tensor.layer not in self.dense)
 
-    def _check_tensor(self, name: str, tensor: ExpertTensor) -> None:
-        stored = self.checkpoint.stored(name)
-        allowed = {STORED_NAMES[one] for one in ([self.source_dtype] if self.source_dtype else FLOATS)}
-        if stored.dtype not in allowed:
-            raise CheckpointError(f"type of {name}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
-        if self.dtype not in QUANTISED:
-            if stored.dtype != STORED_NAMES[self.dtype]:
-                raise InputError(
-                    f"pruning without quantising keeps the type of {name}",
-                    got=dtype_name(self.dtype),
-                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
-                )
-        elif not self._can_be_quantised(name, tensor):
-            raise UnsupportedError(
-                f"experts that are stored as {name} cannot be quantised",
-                got=f"one tensor {list(stored.shape)}" if len(stored.shape) == 3 else f"{list(stored.shape)}",
-                needed="experts that vLLM reads as one tensor each [out, in], where it knows scales",
-                remedy=f"use --dtype bf16, which keeps them as they are stored, or add {LEAVE_DENSE}",
-            )
-
-    def _can_be_quantised(self, name: str, tensor: ExpertTensor) -> bool:
-        if self.source_dtype is not None and not self._is_one_expert(name):
+    def _can_be_quantised(self, name: str, tensor: ExpertTensor, stored: Stored) -> bool:
+        if self.source_dtype is not None and len(stored.shape) != 2:
             return False
-        return can_be_quantised(name, tensor, self.checkpoint.stored(name), type(self.meta.model).__name__)
-
-    def _single(self, name: str) -> SingleExperts | None:
-        return single_experts(type(self.meta.model).__name__, name)
+        return can_be_quantised(name, tensor, stored, type(self.meta.model).__name__)
 
     def _refuse_part_of_a_layer(self) -> None:
         """Refuse experts of which some are quantised and some not, where servers have one type or one form for all."""
@@ -201,24 +179,19 @@ class ExpertJob:
         """Return the type and shape of every tensor that a tensor of the source becomes."""
         if self.dtype not in QUANTISED:
             return {name: stored}
-        rows, columns = stored.shape[-2:]
         out: dict[str, Stored] = {}
+        shape = stored.shape[:-3:-1] if self.tensors[name].transposed else stored.shape[-2:]
         for one in self._written(name):
-            if len(stored.shape) == 3:
-                shape = (columns, rows) if self.tensors[name].transposed else (rows, columns)
-                shape = shape[0] // len(one), shape[1]
-            else:
-                shape = rows, columns
             for part in one:
-                out[part] = Stored(STORED_NAMES[self.dtype], shape)
+                out[part] = Stored(STORED_NAMES[self.dtype], (shape[0] // len(one), shape[1]))
                 if self.source_dtype is None:
-                    out[f"{part}_scale"] = Stored("F32", (shape[0], 1))
+                    out[f"{part}_scale"] = Stored("F32", (shape[0] // len(one), 1))
         return out
 
     def _written(self, name: str) -> list[list[str]]:
         """Return the tensors that a tensor of the source becomes, a list for each expert in it."""
-        single = None if self.dtype not in QUANTISED or self._is_one_expert(name) else self._single(name)
-        if single is None:
+        single = single_experts(type(self.meta.model).__name__, name)
+        if self.dtype not in QUANTISED or self._is_one_expert(name) or single is None:
             return [[name]]
         return [single.names(name, expert) for expert in range(self.checkpoint.stored(name).shape[0])]
 

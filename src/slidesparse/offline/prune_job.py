@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import Ranks
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
@@ -27,19 +27,16 @@ from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
-from slidesparse.offline.calibrated_steps import Source, steps_of
+from slidesparse.offline.calibrated_steps import CalibratedSteps
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
-from slidesparse.offline.prune_options import PruneOptions, resolve_dtypes
+from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
 from slidesparse.offline.treated import find_treated
-from slidesparse.prune import Linears, RowPruner, get_pruner
+from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
-    FLOATS,
     QUANTISED,
-    Quantised,
     dequantize,
-    dtype_name,
     quantize_weight,
     requantize,
     rounding_of,
@@ -47,9 +44,6 @@ from slidesparse.weights.quant import (
     ternary_weight,
 )
 from slidesparse.weights.support import check_weight
-
-MOST_AT_ONCE = 8
-"""Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
 
 
 class PruneJob:
@@ -74,56 +68,61 @@ class PruneJob:
         refuse_faults(self.meta, checkpoint)
         self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
-        run = run_once(self.meta.model)
-        quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
-        rounded = self.source_dtype is None and self.dtype in QUANTISED
-
-        def treated_without(ignore: Sequence[str]) -> Targets:
-            return find_treated(
-                self.meta,
-                self.experts.found,
-                self.routers,
-                ignore,
-                run,
-                quantise=rounded,
-                lm_head=options.lm_head,
-                also_ignore=quantised.get("ignore", []),
-                part=options.part,
-            )
-
-        self.targets = treated_without(options.ignore)
+        self.run = run_once(self.meta.model)
+        self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
         if followed is not None:
             followed.compare_names(treated, checkpoint.path)
         patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
+        # What follows needs the patterns; the steps need all that is set before them.
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.pruner = get_pruner(options.method)
-        self.windows = self._calibration_windows(options, run)
+        self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.calibrated_patterns, run)
-        self.steps = steps_of(options, self.source, self.dtype)
+        self.steps = CalibratedSteps(options, self)
         self.calibrated: PrunedLayers | None = None
-        # What --ignore leaves alone keeps its type: joined with others, it differs from what is dense in 8 bits, too.
-        everything = treated_without(()).linears if options.ignore else self.targets.linears
-        forms = dict.fromkeys(everything, "left alone" if rounded else DENSE) | self.patterns
-        require_alike(self.meta.model, everything, forms, run)
-        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
+        self._require_alike(options)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, self.run)
         self.set_of = {name: names for names in self.sets for name in names}
-        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
-        stored = stored_names(self.meta)
-        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
-        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
-        self._check_tensors()
+        self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
+        for tensor in self.layer_of:
+            check_type(tensor, checkpoint.stored(tensor), self.source_dtype, self.dtype)
+
+    def _find_targets(self, options: PruneOptions, ignore: Sequence[str]) -> Targets:
+        quantised = source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+        return find_treated(
+            self.meta,
+            self.experts.found,
+            self.routers,
+            ignore,
+            self.run,
+            quantise=self.rounds,
+            lm_head=options.lm_head,
+            also_ignore=quantised.get("ignore", []),
+            part=options.part,
+        )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights of a float type become 8 bits."""
+        return self.source_dtype is None and self.dtype in QUANTISED
+
+    def _require_alike(self, options: PruneOptions) -> None:
+        """Refuse linears that servers join and that would differ.
+
+        What ``--ignore`` leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
+        """
+        everything = self._find_targets(options, ()).linears if options.ignore else self.targets.linears
+        forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
+        require_alike(self.meta.model, everything, forms, self.run)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
-        self.checkpoint = self.steps.prepare(
-            self.checkpoint, self.calibrated_patterns, self.windows, folder, self.device, progress
-        )
+        self.checkpoint = self.steps.prepare(self.checkpoint, self.windows, folder, self.device, progress)
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
@@ -146,36 +145,17 @@ class PruneJob:
         layers = f"{find_layer_list(self.meta.model, pruned or self.patterns).name}."
         return {name: one for name, one in self.patterns.items() if one != DENSE or name.startswith(layers)}
 
-    def foldable(self) -> set[str] | None:
-        """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
-        if self.source_dtype is not None:
-            return None
-        return set() if self.steps.smooth is not None else self.source.foldable()
-
-    def _calibration_windows(self, options: PruneOptions, run: Callable[[], object] | None) -> torch.Tensor | None:
+    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         if options.calibration is None:
             return None
-        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), run)
+        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.calibrated_patterns), self.run)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
 
-    def _check_tensors(self) -> None:
-        allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
-        for tensor in self.layer_of:
-            stored = self.checkpoint.stored(tensor)
-            if stored.dtype not in allowed:
-                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
-            if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
-                raise InputError(
-                    f"pruning without quantising keeps the type of {tensor}",
-                    got=dtype_name(self.dtype),
-                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
-                )
-
     @property
-    def left(self) -> dict[str, str]:
-        """Layers that are left alone -> why."""
-        return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
+    def dense(self) -> dict[str, str]:
+        """Linears, routers and experts' weights that are left alone -> why."""
+        return {**self.targets.dense, **self.routers, **self.experts.dense}
 
     @property
     def dense_head(self) -> str | None:
@@ -194,7 +174,7 @@ class PruneJob:
         if tensor not in self.layer_of:
             return {tensor: stored}
         out = {tensor: Stored(STORED_NAMES[self.dtype], stored.shape)}
-        if self.dtype in QUANTISED and self.source_dtype is None:
+        if self.rounds:
             out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
         return out
 
@@ -212,9 +192,8 @@ class PruneJob:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
             # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
             sets = dict.fromkeys(tuple(self.set_of[name]) for name in here)
-            with closing(ahead(lambda names: self._treated(names, here), sets, self._threads())) as treated:
-                for tensors in treated:
-                    self._write(writer, tensors, advance)
+            for names in sets:
+                self._write(writer, self._treated(names, here), advance)
         return writer.digests
 
     def _prune_expert(self, tensor: str) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -229,41 +208,16 @@ class PruneJob:
 
         return prune
 
-    def _threads(self) -> int:
-        """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
-        return min(torch.get_num_threads(), MOST_AT_ONCE) if torch.device(self.device).type == "cpu" else 1
-
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
-        stored: dict[str, torch.Tensor] = {}
         with self._enough_memory(names):
-            if self._row_by_row(names[0]):
-                for name in (name for name in names if name in here):
-                    stored |= self._pruned_rows(name, here[name])
-                return stored
-            for name, weight in self._prune_set(names).items():
-                if name in here:
-                    stored |= self._stored_form(name, here[name], weight)
-        return stored
-
-    def _row_by_row(self, name: str) -> bool:
-        """Whether rows of a linear can be pruned and quantised while they are in a processor's cache."""
-        pattern = self.patterns[name]
-        alone = isinstance(self.pruner, RowPruner) and pattern.is_uniform and pattern != DENSE
-        return alone and self.source_dtype is None and self.dtype in QUANTISED and self.recipe != "ternary"
-
-    def _pruned_rows(self, name: str, tensor: str) -> dict[str, torch.Tensor]:
-        """Return a linear as it is stored: pruned and quantised, some rows at a time."""
-        pruner, pattern = cast("RowPruner", self.pruner), self.patterns[name]
-        weight = self.float_weight(name)
-        values, scale = quantize_weight(
-            weight,
-            self.dtype,
-            name=tensor,
-            first=lambda rows: pruner.prune_rows(rows, pattern),
-            recipe=self.rounding,
-        )
-        return {tensor: values, f"{tensor}_scale": scale}
+            pruned = self._prune_set(names)
+            return {
+                key: one
+                for name in names
+                if name in here
+                for key, one in self._stored_form(name, here[name], pruned[name]).items()
+            }
 
     @contextmanager
     def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
@@ -276,6 +230,12 @@ class PruneJob:
                 got=first_line(error),
                 remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
             ) from error
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """The tensors of the source that are parameters of the model."""
+        stored = stored_names(self.meta)
+        return {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
@@ -297,7 +257,12 @@ class PruneJob:
             return {tensor: requantize(weight, self._scale(name), self.dtype)}
         if self.dtype not in QUANTISED:
             return {tensor: weight}
-        values, scale = self._quantise(name, tensor, weight)
+        if self.recipe == "ternary":
+            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
+            values, scale = ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
+        else:
+            recipe = rounding_of(self.rounding, self.patterns[name])
+            values, scale = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -309,24 +274,17 @@ class PruneJob:
 
     def float_weight(self, name: str) -> torch.Tensor:
         """Read a treated linear's weight onto the device: float [out, in], as the method sees it."""
-        tensor = f"{self.prefixes[name]}.weight"
+        tensor = f"{self.meta.prefix(name)}.weight"
         weight = self.checkpoint.tensor(tensor, self.device)
         check_weight(weight, tensor)
         return dequantize(weight, self._scale(name)) if self.source_dtype else weight
 
     def _scale(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale", self.device)
+        return self.checkpoint.tensor(f"{self.meta.prefix(name)}.weight_scale", self.device)
 
     def _in_8_bits(self, name: str) -> bool:
         tensor = self.meta.names.origins.get(f"{name}.weight")
         return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
-
-    def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
-        if self.recipe == "ternary":
-            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
-            return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
-        recipe = rounding_of(self.rounding, self.patterns[name])
-        return quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's own names of linears, where they are others than transformers' names.
@@ -358,7 +316,7 @@ class PruneJob:
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
-        if self.source_dtype is None and self.dtype in QUANTISED:
+        if self.rounds:
             entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *unused]
             head = treated_head(self.meta.model, self.targets.linears)
             config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries), head)

@@ -12,11 +12,12 @@ from slidesparse.base.device import why_no_cuda
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.cards import describe_trade
-from slidesparse.weights.quant import Rounding, dtype_name, parse_dtype
+from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, dtype_name, parse_dtype
 
 Recipe = Literal["absmax", "ternary", "6bit"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
@@ -102,21 +103,36 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
                 needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
             )
     dtype = source or wanted
-    if dtype is None and options.recipe != "absmax":
-        raise InputError(
-            "which type shall the weights have",
-            got="no --dtype",
-            needed=f"int8, in which the {options.recipe} recipe ends",
-            remedy="add --dtype int8",
-        )
     if dtype is None:
+        free = options.recipe == "absmax"
+        in_8_bits = "int8 or fp8, or bf16, fp16 or fp32 to prune only"
         raise InputError(
             "which type shall the weights have",
             got="no --dtype",
-            needed="int8 or fp8, or bf16, fp16 or fp32 to prune only",
-            remedy=describe_trade(_gpus()),
+            needed=in_8_bits if free else f"int8, in which the {options.recipe} recipe ends",
+            remedy=describe_trade(_gpus()) if free else "add --dtype int8",
         )
     return source, dtype
+
+
+def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Refuse a treated tensor of a type that the source does not have elsewhere, or that the output changes.
+
+    Args:
+        tensor: Its name.
+        stored: Its type and shape.
+        source: The quantised type of the source; None: float.
+        dtype: The type of the output.
+    """
+    allowed = {STORED_NAMES[one] for one in ([source] if source else FLOATS)}
+    if stored.dtype not in allowed:
+        raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
+    if dtype not in QUANTISED and stored.dtype != STORED_NAMES[dtype]:
+        raise InputError(
+            f"pruning without quantising keeps the type of {tensor}",
+            got=dtype_name(dtype),
+            needed=f"{stored.dtype}, or int8 or fp8 to quantise",
+        )
 
 
 def _gpus() -> list[tuple[str, tuple[int, int]]]:

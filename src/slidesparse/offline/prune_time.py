@@ -18,7 +18,6 @@ from slidesparse.models.experts import experts_of_a_token
 from slidesparse.models.learn_rotation import MOST_ROWS, SETS_OF_A_STEP
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.layer_store import windows_of_a_batch
-from slidesparse.offline.calibrate.rotating import Rotation
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.prune import Linears
 from slidesparse.weights.pattern import DENSE
@@ -52,13 +51,9 @@ def estimate_time(job: PruneJob) -> PruneTime:
     name = max(job.targets.linears, key=lambda linear: job.targets.linears[linear].weight.numel())
     weight = job.float_weight(name)
     sample = weight[: max(SAMPLE // weight.shape[1], 1)]
-    sets = [names for names in job.sets if job.patterns[names[0]] != DENSE]
-    n_weights = sum(job.targets.linears[linear].weight.numel() for names in job.sets for linear in names)
-    experts = [job.checkpoint.stored(tensor) for tensor in job.experts.tensors if job.experts.treats(tensor)]
-    n_weights += sum(math.prod(stored.shape) for stored in experts)
-    treated = [*(job.checkpoint.stored(tensor) for tensor in job.layer_of), *experts]
+    experts = [tensor for tensor in job.experts.tensors if job.experts.treats(tensor)]
+    treated = [job.checkpoint.stored(tensor) for tensor in (*job.layer_of, *experts)]
     copied = job.checkpoint.n_bytes - sum(stored.n_bytes for stored in treated)
-    digest = _seconds(lambda: data_digest(torch.zeros(SAMPLE, dtype=torch.uint8)), "cpu") / SAMPLE
 
     def treat() -> None:
         pruned = sample
@@ -67,9 +62,10 @@ def estimate_time(job: PruneJob) -> PruneTime:
         values = quantize_weight(pruned, job.dtype).values if job.dtype in QUANTISED else pruned
         data_digest(values.cpu())
 
-    each = _seconds(treat, job.device) / sample.numel()
-    seconds = n_weights * each + copied * digest
+    seconds = sum(math.prod(stored.shape) for stored in treated) * _seconds(treat, job.device) / sample.numel()
+    seconds += copied * _seconds(lambda: data_digest(torch.zeros(SAMPLE, dtype=torch.uint8)), job.device) / SAMPLE
     basis = f"measured here on {sample.numel()} weights of {name}"
+    sets = [names for names in job.sets if job.patterns[names[0]] != DENSE]
     if job.windows is not None and (sets or job.expert_rows):
         seconds += _calibration_seconds(job, sets)
         basis += f", and {TOKENS} tokens through matrices of at most {SIDE} columns; attention is not counted"
@@ -77,32 +73,30 @@ def estimate_time(job: PruneJob) -> PruneTime:
 
 
 def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
-    """Return the time of running the layers, of the gram matrices, of the method, and of matching."""
+    """Return the time of running the layers, of the gram matrices, of the method, and of the steps around it."""
     assert job.windows is not None
-    tokens, linears = job.windows.numel(), job.targets.linears
+    tokens, linears, steps = job.windows.numel(), job.targets.linears, job.steps
     shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
     work = [(tokens, *shape) for shape in shapes] + _expert_work(job, tokens)
     side = min(SIDE, max(columns for _, _, columns in work))
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(TOKENS, side, generator=generator).to(job.device)
-    compute = wide.to(torch.float32 if job.device.type == "cpu" else torch.bfloat16)
-    weight = torch.randn(side, side, generator=generator).to(job.device)
-    gram = wide.T @ wide
-    product = _seconds(lambda: compute @ weight.to(compute.dtype), job.device) / (TOKENS * side * side)
+    weight, gram = wide[:side].T @ wide[:side], wide.T @ wide
+    narrow, like = (x if job.device.type == "cpu" else x.to(torch.bfloat16) for x in (wide, weight))
+    product = _seconds(lambda: narrow @ like, job.device) / (TOKENS * side * side)
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
-    seconds, run = 0.0, product * sum(rows * columns for rows, columns in shapes)  # of a token through the layers
-    if job.steps.matching is not None:
-        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
-        runs = tokens + 3 * job.steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
-        seconds += runs * run
     # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    seconds += sum(step is not None for step in (job.steps.smooth, job.steps.reorder)) * tokens * run
-    if job.steps.rotation is not None:
+    runs = sum(step is not None for step in (steps.smooth, steps.reorder)) * tokens
+    if steps.matching is not None:
+        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
+        runs += tokens + 3 * steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
+    seconds = runs * product * sum(rows * columns for rows, columns in shapes)
+    if steps.rotation is not None:
         # The dense layers run twice in float32, to collect gram matrices and to go on.
         seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)
-        seconds += job.steps.rotate * square * _products_of_a_step(job.steps.rotation, job, sets, shapes)
+        seconds += steps.rotate * square * _products_of_a_step(job, sets, shapes)
     for seen, rows, columns in work:
         seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
@@ -111,16 +105,16 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     return seconds
 
 
-def _products_of_a_step(
-    rotation: Rotation, job: PruneJob, sets: list[list[str]], shapes: list[tuple[int, int]]
-) -> float:
+def _products_of_a_step(job: PruneJob, sets: list[list[str]], shapes: list[tuple[int, int]]) -> float:
     """Return the products of numbers in one step of learning a rotation."""
-    embedding: Any = job.meta.model.get_submodule(rotation.stream.embedding)
+    assert job.steps.rotation is not None
+    stream = job.steps.rotation.stream
+    embedding: Any = job.meta.model.get_submodule(stream.embedding)
     hidden: int = embedding.embedding_dim
     products = 0
     for names, (rows, columns) in zip(sets, shapes, strict=True):
-        writes = names[0] in rotation.stream.writers
         # Of what reads the stream, the inverse of the gram matrix is multiplied too.
+        writes = names[0] in stream.writers
         products += (min(columns, MOST_ROWS) if writes else min(rows, MOST_ROWS) + hidden) * hidden**2
     share = min(SETS_OF_A_STEP / len(sets), 1.0)
     # Forward, and back to the matrix, which takes twice that; and equations of hidden unknowns, solved three times.
@@ -132,21 +126,22 @@ def _expert_work(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
     if job.expert_rows is None:
         return []
     routed = experts_of_a_token(text_config(getattr(job.meta.model, "config", None)))
-    work = []
-    for one in job.experts.found:
-        for leaf in (leaf for leaf in one.weights if one.layer(leaf) in job.expert_rows.layers):
-            rows, columns = one.rows(leaf)
-            work += [(tokens * routed // one.count, rows // one.count, columns)] * one.count
-    return work
+    return [
+        (tokens * routed // one.count, one.rows(leaf)[0] // one.count, one.rows(leaf)[1])
+        for one in job.experts.found
+        for leaf in one.weights
+        if one.layer(leaf) in job.expert_rows.layers
+        for _ in range(one.count)
+    ]
 
 
-def _seconds(work: Callable[[], object], device: torch.device | str) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the shorter of two times, after the first, which pays for what is loaded and allocated once."""
     times = []
     for _ in range(3):
         begin = time.perf_counter()
         work()
-        if torch.device(device).type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return min(times[1:])

@@ -1,6 +1,6 @@
 """Pruning to a pattern: the cost of every removal, and the mask that costs least."""
 
-from slidesparse.prune.base import METHODS, Linears, Pruner, RowPruner, get_pruner, register_pruner
+from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register_pruner
 from slidesparse.prune.gram import output_error, rounding_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
@@ -12,7 +12,6 @@ __all__ = [
     "Linears",
     "Magnitude",
     "Pruner",
-    "RowPruner",
     "SparseGPT",
     "Wanda",
     "get_pruner",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -42,18 +42,6 @@ class Pruner(Protocol):
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """Return the pruned weights by name, in their types and shapes; removed weights are exactly zero."""
-        ...
-
-
-@runtime_checkable
-class RowPruner(Protocol):
-    """A method that, with a uniform pattern, prunes each row of a weight by what that row holds, and by nothing else.
-
-    So what comes after pruning can be done while some rows are still in a processor's cache.
-    """
-
-    def prune_rows(self, rows: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-        """Return some rows of a finite weight as :meth:`Pruner.prune` returns them, in memory of their own."""
         ...
 
 

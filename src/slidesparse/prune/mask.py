@@ -15,10 +15,7 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import as_bits, check_weight, grouped, is_nonzero, require_dense
-
-LEAST_SQUARED, LEAST_TOO_LARGE = (127 - 63) << 7, (127 + 64) << 7
-"""The bits of 2^-63 and 2^64 in bfloat16."""
+from slidesparse.weights.support import check_weight, grouped, is_nonzero, require_dense
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,28 +52,6 @@ def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
     """Return ``w^2``, float32 [out, in], zero for zeros only."""
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square())
-
-
-def magnitude_order(weight: torch.Tensor) -> torch.Tensor:
-    """Return numbers in the order of :func:`magnitude_cost`, with its ties, that are faster to have: [out, in].
-
-    Squares of 16-bit floats are exact in float32, so they are in the order of the bits without the sign: int16. Those
-    of bfloat16 below 2^-63 and from 2^64 on tie, as their costs do, which are limited to float32's normal numbers.
-    """
-    if weight.dtype not in (torch.bfloat16, torch.float16):
-        return magnitude_cost(weight)
-    bits = as_bits(weight) & 0x7FFF
-    if weight.dtype == torch.float16 or (weight.device.type == "cpu" and _all_between(bits)):
-        return bits
-    return bits.clamp(LEAST_SQUARED, LEAST_TOO_LARGE).mul_(bits != 0)
-
-
-def _all_between(bits: torch.Tensor) -> bool:
-    """Whether no number would be limited, nor is zero: nearly always, and one pass tells."""
-    if not bits.numel():
-        return True
-    least, largest = bits.aminmax()
-    return int(least) >= LEAST_SQUARED and int(largest) <= LEAST_TOO_LARGE
 
 
 def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,23 @@ Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from slidesparse.base.arguments import shown
-from slidesparse.base.row_blocks import row_blocks
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import as_bits, check_weight
+from slidesparse.weights.support import check_weight
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 TERNARY_MIN_SCALE = 1e-5
 SIX_BIT_MAX = 31.0
+
+ROWS_AT_ONCE = 1024
+"""Rows of a weight that are quantised together, so that float32 copies exist of these alone."""
 
 QuantName = Literal["int8", "fp8"]
 QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
@@ -130,17 +131,12 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
 
 
-def _integer_factors(absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return by what rows are multiplied to become integers up to ``most``, and their scales."""
-    limit = torch.full_like(absmax, most)
-    return torch.where(absmax == 0, 0.0, limit / absmax), absmax / limit
-
-
 def _to_integers(wide: torch.Tensor, absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the integers of float32 rows, ``-most - 1`` to ``most``, as floats, and the scales of the rows."""
-    inverse, scale = _integer_factors(absmax, most)
+    limit = torch.full_like(absmax, most)
+    inverse = torch.where(absmax == 0, 0.0, limit / absmax)
     # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
-    return torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-most - 1, most), scale
+    return torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-most - 1, most), absmax / limit
 
 
 def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
@@ -158,27 +154,11 @@ def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
     return Quantised((4 * values).to(torch.int8), scale / 4)
 
 
-def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers and scales of :func:`quantize_rows`, the numbers in any type.
-
-    From 16-bit floats to INT8 it takes less time on a CPU, where no row is so small as to overflow: the largest bits
-    without signs are those of the largest number; and products with a finite ``127 / absmax`` are no NaN and round to
-    127 at most, so that nothing needs to be limited.
-    """
-    if dtype == torch.int8 and rows.element_size() == 2 and rows.device.type == "cpu":
-        absmax = (as_bits(rows) & 0x7FFF).amax(-1, keepdim=True).view(rows.dtype).to(torch.float32)
-        inverse, scale = _integer_factors(absmax, INT8_MAX)
-        if bool((torch.isfinite(inverse) & torch.isfinite(absmax)).all()):
-            return rows.to(torch.float32).mul_(inverse).round_(), scale
-    return quantize_rows(rows, dtype)
-
-
 def quantize_weight(
     weight: torch.Tensor,
     dtype: torch.dtype,
     *,
     name: str = "weight",
-    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
     recipe: Rounding = "absmax",
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
@@ -187,7 +167,6 @@ def quantize_weight(
         weight: [out, in], bfloat16, float16 or float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
         name: The weight's name in error messages.
-        first: What is done to rows before they are quantised, as pruning; it returns as many, in a float type.
         recipe: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
 
     Raises:
@@ -198,13 +177,9 @@ def quantize_weight(
     if weight.dtype in QUANTISED:
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
     weight = weight.detach()  # a parameter's scales would join its graph, and keep a layer from being copied
-    values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
-    for rows in row_blocks(weight):
-        block = weight[rows] if first is None else first(weight[rows])
-        values[rows], scale[rows] = (
-            quantize_rows_to_six_bits(block) if recipe == "6bit" else _quantize_block(block, dtype)
-        )
-    return Quantised(values, scale)
+    blocks = weight.split(ROWS_AT_ONCE)
+    parts = [quantize_rows_to_six_bits(rows) if recipe == "6bit" else quantize_rows(rows, dtype) for rows in blocks]
+    return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
 
 
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

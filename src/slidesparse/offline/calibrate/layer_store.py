@@ -16,11 +16,10 @@ from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_rows import ExpertRowsByName
+from slidesparse.files.expert_tensors import ExpertRowsByName
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.expert_weights import ExpertWeight
 from slidesparse.models.gram_tree import SHARES
 from slidesparse.models.layer_stack import LayerList, find_layer_list, stack_around
@@ -105,13 +104,8 @@ class CheckpointLayerStore(LayerStore):
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
-        if not self.ranks.is_first:
-            return
-        stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
-        about = {LOSSES: json.dumps([asdict(loss) for loss in losses])}
-        with TensorWriter(self.file(name), stored, about, with_digests=True) as writer:
-            for tensor, weight in weights.items():
-                writer.write(tensor, weight.cpu())
+        if self.ranks.is_first:
+            write_tensors(self.file(name), weights, {LOSSES: json.dumps([asdict(loss) for loss in losses])})
 
     def losses(self, name: str) -> list[SetLoss]:
         """Return the losses of a finished layer, one for each set of linears."""

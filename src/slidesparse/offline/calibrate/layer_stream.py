@@ -18,7 +18,7 @@ from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import InputError, first_line
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_rows import ExpertRowsByName
+from slidesparse.files.expert_tensors import ExpertRowsByName
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.layer_stack import record_inputs

@@ -138,14 +138,14 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
 
 
 def _refuse_mixture(model: nn.Module) -> None:
-    """Refuse to foretell how a mixture is served, its experts left dense or not: they take time either way.
+    """Refuse to predict how fast a mixture is served: its experts take time whether they stay dense or not.
 
     Raises:
         UnsupportedError: It has experts.
     """
     if experts := find_experts(model):
         raise UnsupportedError(
-            "how fast a mixture of experts is served cannot be foretold",
+            "the speed of a served mixture of experts cannot be predicted",
             got=f"--at and {experts[0].name}",
             needed="records of a whole mixture that was served dense and at each pattern",
             remedy="leave out --at, and matrix products alone are modelled",

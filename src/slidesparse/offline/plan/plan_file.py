@@ -77,7 +77,7 @@ class StoredPlan:
         if self.weights not in (None, weights):
             _warn(
                 f"the plan was measured on another checkpoint than {source}, whose weights or config.json differ:"
-                " what it foretells need not hold"
+                " its predictions may not hold"
             )
 
     def compare_names(self, treated: Sequence[str], source: Path) -> None:

@@ -1,0 +1,192 @@
+"""What pruning a checkpoint does or did: the facts that the run, the dry run and the model card say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slidesparse.base.counted import counted
+from slidesparse.base.readable_size import readable_size
+from slidesparse.files.tokenizer_files import NO_TOKENIZER
+from slidesparse.models.experts import EXPERTS_FOLLOW
+from slidesparse.models.layerwise import SetLoss
+from slidesparse.models.targets import describe_dense
+from slidesparse.offline.cards import warn_of_type
+from slidesparse.offline.prune_options import Recipe
+from slidesparse.weights.pattern import DENSE
+from slidesparse.weights.quant import parse_dtype
+
+NOT_IN_TRANSFORMERS = (
+    "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
+)
+
+SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
+
+MOST_NAMES = 3
+"""Most names of tensors in a line."""
+
+MUCH = 0.5
+"""Cost of rounding inputs to INT8 that is worth a line, of what pruning costs the same outputs."""
+
+LEAST = 2e-4
+"""Of the outputs' energy. Less cannot be hoped for: Gaussian inputs lose 1e-4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOutcome:
+    """What a run and a dry run say alike.
+
+    Attributes:
+        destination: The new checkpoint.
+        dtype: Type of the treated weights.
+        recipe: How INT8 weights are rounded.
+        treated_experts: Lines that describe the treated experts of a mixture.
+        in_transformers: Whether transformers reads them.
+        dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
+        lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
+        not_copied: Files of the source that hold other copies of the weights.
+        destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
+    """
+
+    destination: str
+    dtype: str
+    recipe: Recipe
+    treated_experts: list[str]
+    in_transformers: bool
+    dense_head: str | None
+    lacks_tokenizer: bool
+    not_copied: list[str]
+    destination_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def _on_use(self, patterns: Iterable[str]) -> list[str]:
+        """Return lines on what programs do with weights that have these patterns, and on what there is to do first."""
+        head = (
+            f"{self.dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+        )
+        said = {
+            # Of six bits the sizes of files show nothing.
+            SIX_BITS: self.recipe == "6bit" and any(pattern != str(DENSE) for pattern in patterns),
+            EXPERTS_FOLLOW: bool(self.treated_experts),
+            NOT_IN_TRANSFORMERS: not self.in_transformers,
+            head: self.dense_head is not None,
+            NO_TOKENIZER: self.lacks_tokenizer,
+            warn_of_type(parse_dtype(self.dtype)) or "": True,
+        }
+        return [line for line, holds in said.items() if line and holds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneSummary(PruneOutcome):
+    """The outcome of pruning a checkpoint.
+
+    Attributes:
+        patterns: Treated layer -> pattern.
+        experts: Treated weights of experts -> pattern, of a mixture.
+        dense: Linear left alone -> why.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
+        links: Links of the source that were left out.
+        unexpected: Unexpected keys: tensors that were copied although the model does not use them.
+        resumed: Shards that an interrupted run had finished.
+        source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
+            None where the source has none.
+        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
+            before their layer is matched; empty without calibration.
+        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
+            and for other types.
+        rounded_inputs: Lines that say so, and what may be done where it is much.
+        borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
+        source_bytes: Tensors of the source.
+    """
+
+    patterns: dict[str, str]
+    experts: dict[str, str]
+    dense: dict[str, str]
+    other: dict[str, str]
+    links: list[str]
+    unexpected: list[str]
+    resumed: list[str]
+    source_card: str | None
+    losses: dict[str, float]
+    rounding: dict[str, float]
+    rounded_inputs: list[str]
+    borrowed: dict[str, str]
+    source_bytes: int
+
+    def describe(self) -> str:
+        """Return the summary as text."""
+        counts = Counter(self.patterns.values()).most_common()
+        found = ", ".join(f"{n} at {pattern}" for pattern, n in counts)
+        lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
+        lines += [f"treated experts: {line}" for line in self.treated_experts]
+        if self.losses:
+            worst = max(self.losses, key=self.losses.__getitem__)
+            mean = sum(self.losses.values()) / len(self.losses)
+            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
+        lines += self.rounded_inputs
+        if self.borrowed:
+            name, words = next(iter(self.borrowed.items()))
+            count = f"{len(self.borrowed)} of the experts' weights"
+            lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
+        lines += describe_dense({**self.dense, **self.other})
+        many = len(self.unexpected) > MOST_NAMES  # a head with experts has hundreds
+        unexpected = [f"{len(self.unexpected)} tensors, such as {self.unexpected[0]}"] if many else self.unexpected
+        for what, names in (
+            ("copied, though the model does not use them", unexpected),
+            ("taken over from an interrupted run", self.resumed),
+            ("not copied, they hold other weights", self.not_copied),
+            ("not copied, they are links", self.links),
+        ):
+            lines += [f"{what}: {', '.join(names)}"] if names else []
+        own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
+        lines.append(f"README.md is a model card to read and correct{own}")
+        sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
+        lines.append(f"{sizes} in {self.destination}")
+        return "\n".join([*lines, *self._on_use([*self.patterns.values(), *self.experts.values()])])
+
+
+def rounding_costs(sets: Sequence[SetLoss]) -> dict[str, float]:
+    """Return the linears that read one input -> what rounding it costs, where that is known."""
+    return {" ".join(one.names): one.rounding for one in sets if one.rounding is not None}
+
+
+def shown_names(key: str) -> str:
+    """Return the linears that read one input for a sentence: as a key of JSON they have spaces between them."""
+    return ", ".join(key.split(" "))
+
+
+def describe_rounding(sets: Sequence[SetLoss], find_foldable: Callable[[], Collection[str] | None]) -> list[str]:
+    """Return lines: the cost, and by which options it may be less.
+
+    Args:
+        sets: What pruning and rounding cost linears that read one input.
+        find_foldable: Returns the linears that ``--smooth`` would help and has not; None where neither it nor
+            ``--ignore`` helps. It is asked only where the cost is much.
+    """
+    costs = rounding_costs(sets)
+    if not costs:
+        return []
+    worst = max(costs, key=costs.__getitem__)
+    mean = sum(costs.values()) / len(costs)
+    lines = [f"rounding inputs to INT8 costs: mean {mean:.2e}, worst {costs[worst]:.2e} at {shown_names(worst)}"]
+    many = [one.names[0] for one in sets if (one.rounding or 0.0) >= max(MUCH * one.loss, LEAST)]
+    foldable = find_foldable() if many else None
+    if foldable is None:
+        return lines
+    folded = [name for name in many if name in foldable]
+    left = [name for name in many if name not in foldable]
+    if folded:
+        lines.append(f"{_count(folded)}: --smooth folds outliers into weights")
+    if left:
+        lines.append(f"{_count(left)}: --ignore would leave such linears dense, in the type that they have")
+    return lines
+
+
+def _count(names: list[str]) -> str:
+    inputs = "one input" if len(names) == 1 else f"{len(names)} inputs"
+    return f"of {inputs} it costs more than half of what pruning does, such as that of {names[0]}"
