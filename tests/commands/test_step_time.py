@@ -200,17 +200,6 @@ def test_a_model_is_planned_for_the_gpu_that_is_named(monkeypatch: pytest.Monkey
     assert LayerTimes("int8", torch.device("cuda")).gpu == "NVIDIA B200"
 
 
-def test_the_page_says_how_far_factors_are_from_one() -> None:
-    found = [
-        abs(factor - 1)
-        for gpu in json.loads(SERVED_STEPS.read_text()).values()
-        for loads in gpu["dtypes"].values()
-        for factors in loads["factors"].values()
-        for factor in factors.values()
-    ]
-    assert f"each take up to {100 * max(found):.0f} % more or less" in (ROOT / "docs/pruning.md").read_text()
-
-
 def test_times_of_eight_bits_are_a_prior_for_six_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no table has times of six bits; one that has some is a table of them, and of nothing else."""
     forget_six_bits(monkeypatch)

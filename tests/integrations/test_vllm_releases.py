@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from slidesparse.integrations.vllm.releases import TESTED, describe_tested, is_newer, is_older, parse_version
+from slidesparse.integrations.vllm.releases import TESTED, is_newer, is_older, parse_version
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -46,17 +46,6 @@ def test_pages_name_the_tested_releases() -> None:
     serving = (ROOT / "docs/serving.md").read_text()
     table = serving.partition("| vLLM | tested |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| (\d\S*) \|", table, re.MULTILINE)) == TESTED
-    oldest = ".".join(TESTED[0].split(".")[:2])
-    assert f"Releases before vLLM {oldest} are refused" in serving
-    assert f"a vLLM before {oldest}" in serving
-    troubles = (ROOT / "docs/troubleshooting.md").read_text()
-    assert f"slidesparse was tried with vLLM {describe_tested()}; this is" in troubles
-    assert f"vLLM is older than {oldest}" in troubles
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/serving.md", "docs/quickstart.md"])
-def test_pages_install_the_tested_releases(name: str) -> None:
-    assert 'pip install ".[vllm]"' in (ROOT / name).read_text()
 
 
 def test_the_extra_takes_exactly_the_tested_range() -> None:
@@ -74,16 +63,9 @@ def test_the_image_is_of_a_tested_release_that_ran_on_a_gpu() -> None:
     (release,) = re.findall(r"^ARG VLLM=(\S+)$", text, re.MULTILINE)
     assert "FROM vllm/vllm-openai:v${VLLM}\n" in text
     rows = dict(re.findall(r"^\| (\d\S*) \| (.*) \|$", (ROOT / "docs/serving.md").read_text(), re.MULTILINE))
-    assert release == [version for version in TESTED if rows[version].startswith("on an H200")][-1]
+    assert release == [version for version in TESTED if "H200" in rows[version]][-1]
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert [name for name in kept if not (ROOT / name).exists()] == []
-
-
-def test_ci_runs_the_images_steps() -> None:
-    assert "docker/check.sh" in (ROOT / ".ci/run").read_text()
-    steps = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert steps == ["bash docker/install.sh"]
-    assert "sed -n 's/^RUN //p' Dockerfile | bash -ex" in (ROOT / "docker/check.sh").read_text()
 
 
 # -- the commands --------------------------------------------------------------------------------------------------
