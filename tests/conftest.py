@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from hypothesis import settings
+from thinning import mark_slow_cases
 
 # Without a GPU the kernels run in Triton's interpreter, which must be asked for before anything imports Triton.
 if not torch.cuda.is_available():
@@ -37,8 +38,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` run where there is one."""
+    mark_slow_cases(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,8 @@ from slidesparse.cli import build_parser, main
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/slidesparse"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
-DRAWN = {ROOT / "docs/modules.md"}
-"""Written by a script, from the words of the code."""
-
 MEASURED = runpy.run_path(str(ROOT / "benchmarks/measured.py"))
 INDEX = runpy.run_path(str(ROOT / "benchmarks/index_results.py"))
-MODULES = runpy.run_path(str(ROOT / "docs/draw_modules.py"))
 
 
 def name(path: Path) -> str:
@@ -93,22 +90,14 @@ def test_reports_are_what_their_command_draws(report: str, tmp_path: Path) -> No
 # -- code ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_map_of_modules_is_current() -> None:
-    page = MODULES["PAGE"].read_text()
-    assert page == MODULES["page"](), "run python docs/draw_modules.py --write"
-    named = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)
-    assert sorted(named) == [path.relative_to(PACKAGE).as_posix() for path in MODULES["files"]()]
+def test_named_source_files_exist() -> None:
+    for path in PAGES:
+        for named in re.findall(r"`((?:[\w]+/)*[\w]+\.(?:py|cu))`", path.read_text()):
+            assert "NAME" in named or any((base / named).exists() for base in (ROOT, PACKAGE)), (path, named)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path not in DRAWN], ids=name)
-def test_named_source_files_exist(path: Path) -> None:
-    for named in re.findall(r"`((?:[\w]+/)*[\w]+\.(?:py|cu))`", path.read_text()):
-        assert "NAME" in named or any((base / named).exists() for base in (ROOT, PACKAGE)), named
-
-
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_commands_parse(path: Path) -> None:
-    for block in code_blocks(path.read_text(), "bash"):
+def test_commands_parse() -> None:
+    for block in (block for path in PAGES for block in code_blocks(path.read_text(), "bash")):
         for line in re.findall(r"^(?:.*&& )?(slidesparse .*)", block, re.MULTILINE):
             assert build_parser().parse_args(shlex.split(line, comments=True)[1:]).command
 
@@ -140,15 +129,16 @@ def test_this_version_has_its_changes() -> None:
 # -- links ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
-        assert target.startswith("http") or (path.parent / target).exists(), target
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)", path.read_text()):
-        page = path.parent / target if target else path
-        assert target.startswith("http") or page.suffix != ".md" or anchor in anchors(page), f"{target}#{anchor}"
+def test_links_lead_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            assert target.startswith("http") or (path.parent / target).exists(), (path, target)
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)", path.read_text()):
+            page = path.parent / target if target else path
+            assert target.startswith("http") or page.suffix != ".md" or anchor in anchors(page), (path, target, anchor)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Those of a page's headings that GitHub and MkDocs give alike: a dash between spaces makes two."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
@@ -156,12 +146,11 @@ def anchors(page: Path) -> set[str]:
     return {text.replace(" ", "-") for text in plain if "  " not in text}
 
 
-@pytest.mark.parametrize("path", [*PAGES, INDEX["INDEX"]], ids=name)
-def test_rows_of_a_table_have_as_many_cells_as_its_head(path: Path) -> None:
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        cells = [row.count("|") for row in table.splitlines()]
-        assert len(set(cells)) == 1, table
+def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
+    for path in (*PAGES, INDEX["INDEX"]):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            assert len({row.count("|") for row in table.splitlines()}) == 1, table
 
 
 def test_the_demonstration_is_that_of_the_record() -> None:
