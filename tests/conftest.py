@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Unless ``-n`` was given: one process for tests that share a GPU, and for named files, where workers start late."""
+    if any(argument.startswith("-n") for argument in config.invocation_params.args):
+        return None
+    on_a_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    return 0 if on_a_gpu or config.args_source is config.ArgsSource.ARGS else None
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

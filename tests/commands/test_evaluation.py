@@ -70,11 +70,11 @@ def test_who_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
 def test_unusable_numbers() -> None:
     tokens = torch.arange(10)
     for stride in (0, 4):
-        with pytest.raises(InputError, match="stride of the windows; got"):
+        with pytest.raises(InputError, match="stride of the windows"):
             measure_perplexity(recalling, tokens, 4, stride)
     with pytest.raises(InputError, match="too short to score"):
         measure_perplexity(recalling, tokens[:1], 1, 1)
-    with pytest.raises(InputError, match="tokens of a window; got 1; needed 2 or more"):
+    with pytest.raises(InputError, match="tokens of a window; got 1"):
         measure_perplexity(recalling, tokens, 1, 1)
     for batch in (0, -1):
         with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
@@ -144,14 +144,14 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
 def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="nothing to evaluate"):
         evaluate(source)
-    with pytest.raises(InputError, match="window; got 999999; needed at most"):
+    with pytest.raises(InputError, match="window; got 999999"):
         evaluate(source, text=source.parent / "text.txt", window=999_999)
     for option in ("batch", "limit"):
         numbers: dict[str, Any] = {option: 0}
-        with pytest.raises(InputError, match=f"--{option}; got 0; needed 1 or more"):
+        with pytest.raises(InputError, match=f"--{option}; got 0"):
             evaluate(source, text=source.parent / "text.txt", **numbers)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UnsupportedError, match=r"lm-evaluation-harness is not installed; pip install"):
+    with pytest.raises(UnsupportedError, match="lm-evaluation-harness is not installed"):
         evaluate(source, tasks=["arc_easy"])
 
 
@@ -220,5 +220,5 @@ def test_a_harness_too_old_for_this_transformers(source: Path, tmp_path: Path, m
     (tmp_path / "lm_eval/__init__.py").write_text("import transformers\ntransformers.AutoModelForNothing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
-    with pytest.raises(UnsupportedError, match=r"cannot be imported; got AttributeError: .*; pip install"):
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
         evaluate(source, tasks=["counting"])

@@ -342,7 +342,7 @@ def test_a_run_that_was_interrupted_goes_on(
 def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     source = tensors(tmp_path / "m")
-    with pytest.raises(InputError, match=r"no linear layer to treat; .*; needed at least one nn\.Linear, in a mixture"):
+    with pytest.raises(InputError, match="no linear layer to treat"):
         prune_checkpoint(tmp_path / "m", tmp_path / "n", PruneOptions("6:8", "int8", ignore=("re:.*self_attn",)))
     recipe = ("re:.*experts", "re:.*mlp.gate$")  # the second names routers, which stay dense anyway
     left = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "int8", ignore=recipe))
@@ -667,17 +667,13 @@ def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     found, lost = tensors(tmp_path / "m"), "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     del found[lost]
     replace_tensors(tmp_path / "m", found)
-    with pytest.raises(
-        slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}; needed"
-    ):
+    with pytest.raises(slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
-    with pytest.raises(
-        slidesparse.InputError, match=r"no linear layer to treat; .*2 x transformer\.h\.\*\.attn\.c_attn \("
-    ):
+    with pytest.raises(slidesparse.InputError, match=r"2 x transformer\.h\.\*\.attn\.c_attn"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):

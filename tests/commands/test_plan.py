@@ -136,7 +136,7 @@ def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -
         return scipy.optimize.OptimizeResult(status=1, x=damages * 0, message="Time limit reached.")
 
     monkeypatch.setattr(scipy.optimize, "milp", out_of_time)
-    with pytest.raises(UnsupportedError, match=r"did not find the best plan; got Time limit reached"):
+    with pytest.raises(UnsupportedError, match="did not find the best plan"):
         choose_patterns(sets(3), Target(speedup=1.2))
 
 
@@ -463,7 +463,7 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
     text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])
     wanted = options(source, method="magnitude", patterns=("6:8", "2:4"), calibration=Calibration(str(text), length=32))
     too_long = replace(wanted, calibration=Calibration(str(text), length=33))
-    with pytest.raises(InputError, match=r"; needed 4 windows; use a longer text, or shorter windows \(--length\)$"):
+    with pytest.raises(InputError, match="; needed 4 windows"):
         plan_checkpoint(source, source.parent / "plan.json", too_long)
     plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
     assert plan.damage > 0
@@ -486,7 +486,7 @@ def test_loads_without_times(source: Path) -> None:
     told += " with slidesparse tune --dtype int8 on a machine with an NVIDIA H100 80GB HBM3, and plan there; or leave"
     with pytest.raises(UnsupportedError, match=told):
         plan_checkpoint(source, out, options(source, at=("mixed",), gpu="H100"))
-    with pytest.raises(UnsupportedError, match=r"self_attn.q_proj was measured; got dense, int8, 128x64; measure"):
+    with pytest.raises(UnsupportedError, match=r"self_attn.q_proj was measured; got dense, int8, 128x64"):
         plan_checkpoint(source, out, options(source, at=("mixed",), patterns=("dense",)))
     with pytest.raises(InputError, match="load of a plan; got 'mix'"):
         plan_checkpoint(source, out, options(source, at=("mix",)))
@@ -494,7 +494,7 @@ def test_loads_without_times(source: Path) -> None:
         options(source, at=("mixed",), target=Target(sparsity=0.2))
     with pytest.raises(InputError, match="--gpu; got no --at"):
         options(source, gpu="H100")
-    with pytest.raises(InputError, match="--gpu; got A100; needed H100 or H200"):
+    with pytest.raises(InputError, match="--gpu; got A100"):
         options(source, at=("mixed",), gpu="A100")
     assert not list(source.parent.glob("plan*"))
 
@@ -554,7 +554,7 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
             file.add(Sensitivity(("b",), "6:8", 0.25))
 
     try:
-        with pytest.raises(CheckpointError, match=r"cannot write .*plan.sensitivities.jsonl; got File too large"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*plan.sensitivities.jsonl"):
             run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
@@ -567,7 +567,7 @@ def test_the_second_of_two_plans_is_refused(tmp_path: Path) -> None:
     with opened_measurements(path, {"model": "m"}) as file:
         file.add(Sensitivity(("a",), "6:8", 0.25))
         content = path.read_bytes()
-        with pytest.raises(CheckpointError, match=r"another run is measuring into .*jsonl; wait for it"):
+        with pytest.raises(CheckpointError, match=r"another run is measuring into .*jsonl"):
             enter(path)
         assert path.read_bytes() == content
 
@@ -594,7 +594,7 @@ def test_a_pipe_or_a_link_in_the_place_of_measurements(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "l").symlink_to("victim")
     for name, kind in (("p", "a pipe"), ("l", "a link")):
-        with pytest.raises(CheckpointError, match=f"cannot be used; got {kind}; remove it"):
+        with pytest.raises(CheckpointError, match=f"cannot be used; got {kind}"):
             enter(tmp_path / name)
     assert (tmp_path / "victim").read_text() == "precious"
 
@@ -797,9 +797,7 @@ def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: obj
     """People edit plans by hand."""
     layers = {"model.layers.0.mlp.up_proj": "6:8", "model.layers.1.mlp.up_proj": text}
     (tmp_path / "p.json").write_text(json.dumps({"version": 1, "method": "magnitude", "layers": layers}))
-    with pytest.raises(
-        InputError, match=rf"p\.json, model\.layers\.1\.mlp\.up_proj: not a .*pattern; got {text}; needed"
-    ):
+    with pytest.raises(InputError, match=rf"p\.json, model\.layers\.1\.mlp\.up_proj: not a .*pattern; got {text}"):
         read_plan(tmp_path / "p.json")
 
 

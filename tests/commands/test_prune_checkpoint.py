@@ -455,7 +455,7 @@ def test_config_without_architecture(tmp_path: Path) -> None:
 def test_a_pruned_source_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    with pytest.raises(CheckpointError, match=r"pruned already.*; start from the dense model$"):
+    with pytest.raises(CheckpointError, match="pruned already"):
         prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
 
 

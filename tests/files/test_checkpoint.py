@@ -189,7 +189,7 @@ def test_broken_config(tmp_path: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002.* is missing; fetch it"):
+    with pytest.raises(CheckpointError, match=r"model-00002.* is missing"):
         Checkpoint(path)
 
 
@@ -197,7 +197,7 @@ def test_truncated_shard(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     shard = next(path.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated.*; fetch it"):
+    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated"):
         Checkpoint(path)
 
 
@@ -241,7 +241,7 @@ def test_no_safetensors(tmp_path: Path) -> None:
 def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "m/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(CheckpointError, match=r"holds no weights; got a pointer of git-lfs; fetch them"):
+    with pytest.raises(CheckpointError, match="holds no weights"):
         Checkpoint(tmp_path / "m")
 
 
@@ -250,7 +250,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "m/model.safetensors").write_bytes(b"")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read; got no permission"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         Checkpoint(tmp_path / "m")
 
 

@@ -103,7 +103,7 @@ def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> Non
     (tmp_path / "maker/small").symlink_to(model)
     assert source_folder("maker/small") == Path("maker/small")
     assert hub.asked == []
-    with pytest.raises(InputError, match="is a local folder; got revision main; needed no revision"):
+    with pytest.raises(InputError, match="is a local folder"):
         source_folder("maker/small", "main")
 
 
@@ -111,7 +111,7 @@ def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> Non
     "name", ["small", "./maker/small", "/maker/small", "a/b/c", "maker/small/", "a--b/c", "a/b.git"]
 )
 def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint folder at .*; needed a local folder, or a model of"):
+    with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(name)
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(Path("maker/small"))
@@ -196,7 +196,7 @@ def test_a_hub_that_cannot_be_reached(hub: SmallHub, monkeypatch: pytest.MonkeyP
         source_folder("maker/small")
     hub.broken = False
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=r"cannot be fetched; got .*refused"):
+    with pytest.raises(CheckpointError, match="cannot be fetched"):
         source_folder("maker/small")
     assert time.monotonic() - began < 10
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
@@ -220,7 +220,7 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_huggingface_hub(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
-    with pytest.raises(ss.UnsupportedError, match=r'is not installed; pip install "slidesparse\[hf\]"'):
+    with pytest.raises(ss.UnsupportedError, match="is not installed"):
         source_folder("maker/small")
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder("./maker/small")
@@ -254,7 +254,7 @@ def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, t
 @pytest.mark.parametrize("revision", ["", "..", "../../x", "a..b", "a b", "a\n", "-x", "a" * 300, "a?*"])
 def test_revisions_that_git_does_not_know(hub: SmallHub, revision: str) -> None:
     """In an address, main/.. is the model itself."""
-    with pytest.raises(InputError, match=r"--revision; got .*; needed the name of a branch, a tag or a commit"):
+    with pytest.raises(InputError, match="--revision; got"):
         source_folder("maker/small", revision)
     assert hub.asked == []
 
@@ -296,5 +296,5 @@ def test_an_index_that_names_too_many_files(hub: SmallHub, tmp_path: Path) -> No
     (tmp_path / "odd").mkdir()
     index = {"weight_map": {str(number): f"{number}.safetensors" for number in range(10_001)}}
     (tmp_path / "odd/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index.json names too many files; needed at most 10000"):
+    with pytest.raises(CheckpointError, match=r"index.json names too many files"):
         source_folder("maker/odd")

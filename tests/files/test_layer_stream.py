@@ -404,10 +404,10 @@ def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = {"train": {"text": ["one", "two"]}, "test": {"text": ["three"]}}
     assert read_text(tmp_path) == "one\n\ntwo"
     found = {"train": {"text": ["one", None]}}
-    with pytest.raises(InputError, match=r"row 1; got .*None"):
+    with pytest.raises(InputError, match="row 1; got"):
         read_text(tmp_path)
     found = {"test": {"text": ["three"]}}
-    with pytest.raises(InputError, match=r"is no data set with texts; got KeyError"):
+    with pytest.raises(InputError, match="is no data set with texts"):
         read_text(tmp_path)
 
 
@@ -649,7 +649,7 @@ def test_a_stack_that_takes_an_argument_out_of_the_hidden_state_is_refused() -> 
     layers = find_layer_list(stack, [f"layers.{index}" for index in range(3)])
     [sample] = record_inputs(stack, layers, [{"x": torch.ones(2, 8, 32)}])
     sample.hidden = run_layer(layers.layers[0], sample, 0)
-    with pytest.raises(InputError, match=r"cannot calibrate layer 0 of the stack; got .*; use --method magnitude"):
+    with pytest.raises(InputError, match="cannot calibrate layer 0 of the stack"):
         run_layer(layers.layers[1], sample, 1)
 
 

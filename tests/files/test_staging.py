@@ -61,7 +61,7 @@ def test_a_destination_without_a_name_is_refused_before_any_work(
 ) -> None:
     make_checkpoint(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="is no name for a new folder; choose a name"):
+    with pytest.raises(CheckpointError, match="is no name for a new folder"):
         prune_checkpoint(tmp_path / "m", destination, INT8)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -84,7 +84,7 @@ def test_links_in_a_loop_are_no_destination(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         new_folder(tmp_path / "loop", tmp_path / "m")
     with (
-        pytest.raises(CheckpointError, match=r"destination .*loop/s cannot be made; got Too many levels"),
+        pytest.raises(CheckpointError, match=r"destination .*loop/s cannot be made"),
         staged(tmp_path / "loop/s", tmp_path / "m", {}, 0),
     ):
         pass
@@ -326,9 +326,7 @@ def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path
                 destination.mkdir()
                 (destination / "mine").touch()
 
-    with pytest.raises(
-        CheckpointError, match=r"s was made by something else meanwhile; .*s.partial keeps.*; remove .*s"
-    ):
+    with pytest.raises(CheckpointError, match="s was made by something else meanwhile"):
         run()
     assert list(contents(destination)) == ["mine"]
     (destination / "mine").unlink()

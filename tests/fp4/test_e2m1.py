@@ -45,7 +45,7 @@ def test_a_scale_of_zero_gives_zeros() -> None:
 
 @pytest.mark.parametrize("bad", [torch.tensor([float("nan")]), torch.tensor([float("inf")]), torch.tensor([1])])
 def test_what_has_no_code_is_refused(bad: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"values for FP4; got .*; needed finite floats"):
+    with pytest.raises(InputError, match="values for FP4"):
         encode(bad)
 
 
@@ -64,5 +64,5 @@ def test_pairs_of_any_zeros_are_the_byte_zero() -> None:
 
 
 def test_an_odd_number_of_columns_is_refused() -> None:
-    with pytest.raises(InputError, match="do not come in pairs; got 3 columns; needed an even number"):
+    with pytest.raises(InputError, match="do not come in pairs; got 3 columns"):
         pack_bytes(CODES[:3])

@@ -79,7 +79,7 @@ def test_no_slot_is_filled_while_a_bundle_is_in_it(tile: Tile, field: int, windo
 
 
 def test_a_refused_source_is_one_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"nvrtcCompileProgram failed with status 6; got .*error") as caught:
+    with pytest.raises(UnsupportedError, match="nvrtcCompileProgram failed with status 6") as caught:
         compile_source(b"int f( { }", ["--gpu-architecture=sm_90a"])
     assert "\n" not in str(caught.value)
 

@@ -408,7 +408,7 @@ def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM: --enable-eplb moves them between GPUs (2 layers)" in caplog.text
-    with pytest.raises(UnsupportedError, match=r'"experts": "sparse"; got --enable-eplb, .*; leave one of the two out'):
+    with pytest.raises(UnsupportedError, match='"experts": "sparse"; got --enable-eplb,'):
         loaded_by(with_balancing(path, SPARSE, monkeypatch))
 
 
@@ -424,7 +424,7 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
     loaded_by(with_other_weights(path, REFERENCE))
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM: moe of --quantization-config" in caplog.text
-    with pytest.raises(UnsupportedError, match=r'"experts": "sparse"; got moe of --quantization-config, .*; leave one'):
+    with pytest.raises(UnsupportedError, match='"experts": "sparse"; got moe of --quantization-config,'):
         loaded_by(with_other_weights(path, SPARSE))
 
 

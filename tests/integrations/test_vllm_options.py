@@ -51,7 +51,7 @@ def test_options_outside_of_their_key_are_a_warning(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, True, "75", None])
 def test_the_hosts_time_is_a_number(wrong: object) -> None:
-    with pytest.raises(InputError, match=r"host_us in --additional-config; got .*; need.* microseconds, 0 or more"):
+    with pytest.raises(InputError, match="host_us in --additional-config"):
         Options.parse({"slidesparse": {"host_us": wrong}})
 
 
