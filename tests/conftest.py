@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Unless ``-n`` was given: one process for tests that share a GPU, and for named files, where workers start late."""
+    """Unless ``-n`` is given: one process for tests that share a GPU, and for named files, which need no workers."""
     if any(argument.startswith("-n") for argument in config.invocation_params.args):
         return None
     on_a_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
