@@ -136,46 +136,6 @@ def test_no_part_imports_itself_what_others_may(place: str) -> None:
         assert not seen, f"{path.relative_to(ROOT)} imports {seen}"
 
 
-def _package(root: Path, **files: str) -> Path:
-    """A package of those files: ``a__b`` is ``a/b.py``."""
-    for name, source in files.items():
-        path = root / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    return root
-
-
-def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
-    source = "import a.b\nfrom p import ops\ndef f():\n    from .backend import Problem\n    from .. import quant\n"
-    root = _package(tmp_path / "p", gemm__select=source)
-    assert imports(root / "gemm/select.py", root) == ("a.b", "p.ops", "p.gemm.backend.Problem", "p.quant")
-    assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.weights.quant")] == [
-        None,
-        "ops",
-        "quant",
-    ]
-    assert _depends_on("slidesparse.Pattern") == "__init__"
-
-
-def test_imports_are_followed_through_other_files(tmp_path: Path) -> None:
-    root = _package(
-        tmp_path / "p",
-        report__engines="from p.quant import DTYPES\n",
-        quant="def f():\n    import p.folder.support\n",
-        folder__support="",
-        alone="import torch\n",
-    )
-    (root / "folder/__init__.py").write_text("import torch\n")
-    (root / "report/__init__.py").write_text("from p.alone import torch\n")  # runs, but is not what engines asks for
-    start, quant, around = root / "report/engines.py", root / "quant.py", root / "folder/__init__.py"
-    assert chains(start, root) == {
-        start: (start,),
-        quant: (start, quant),
-        around: (start, quant, around),
-        root / "folder/support.py": (start, quant, root / "folder/support.py"),
-    }
-
-
 def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

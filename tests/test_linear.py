@@ -459,13 +459,6 @@ def test_from_linear_prunes_only_when_asked() -> None:
     assert torch.equal(linear.weight, before)
 
 
-def test_a_layer_describes_itself() -> None:
-    text = repr(SlideLinear.from_linear(_pruned_linear("4:6@50%"), "4:6@50%", "fp8", backend="reference"))
-    assert text == (
-        f"SlideLinear(in_features={K}, out_features={OUT}, bias=True, pattern=4:6@50%, dtype=fp8, backend=reference)"
-    )
-
-
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from slidesparse.cli import build_parser, main
-from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.cli import main
 
 PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
 TEXT = ["--calibration", "MISSING.txt"]
@@ -87,16 +85,3 @@ def test_options_are_refused_before_any_file_is_read(
     assert told.err.startswith(f"slidesparse: {says}")
     assert told.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["MISSING"]
-
-
-@pytest.mark.parametrize("command", ["prune", "plan"])
-def test_help_says_the_usual_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are written into the help, since the parser has none: None tells that nobody asked for a value."""
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([command, "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    usual = Calibration("text.txt")
-    assert re.search(rf"--samples SAMPLES calibration windows \(default: {usual.samples}\)", told)
-    assert re.search(rf"--seed SEED which windows of the text are taken \(default: {usual.seed}\)", told)
-    if command == "prune":
-        assert told.count("(default: 0, none)") == 2  # --match and --rotate

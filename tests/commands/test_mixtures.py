@@ -15,7 +15,7 @@ import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, write_text
 from small_mixtures import MIXTURES
-from small_models import TEXT, Architecture, make
+from small_models import make
 
 import slidesparse
 from slidesparse.cli import main
@@ -424,47 +424,6 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
 # -- what commands say -------------------------------------------------------------------------------------------------
 
 
-def test_the_remedy_names_experts_as_their_model_does(tmp_path: Path) -> None:
-    changes = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
-    make(tmp_path / "m", Architecture("JetMoeForCausalLM", {**TEXT, **changes}))
-    with pytest.raises(UnsupportedError, match="cannot tell along which dimension") as error:
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
-    ignore = tuple(re.findall("--ignore '([^']+)'", str(error.value)))
-    assert ignore == ("re:.*input_linear", "re:.*output_linear")
-    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", ignore=ignore)).patterns
-
-
-def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    line = "2 x model.layers.*.mlp.experts.gate_up_proj, 4 experts of [304, 64], at 6:8"
-    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    assert f"experts: {line}" in would.describe()
-    assert would.experts["6:8"].count == 24
-    before = inspect_checkpoint(tmp_path / "m")
-    assert {layer.tightest for layer in before.expert_layers} == {"dense"}
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    assert f"treated experts: {line}" in summary.describe()
-    assert would.destination_bytes >= summary.destination_bytes
-    assert line in (tmp_path / "s/README.md").read_text()
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "s")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "experts: 2 x model.layers.*.mlp.experts.down_proj, 4 of 64x152, I8, marked 6:8, tightest 6:8,"
-        " zeros 0.250" in said
-    )
-    assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["expert_layers"]
-    assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
-    add_tokenizer(tmp_path / "s")
-    assert main(["eval", str(tmp_path / "s"), "--text", str(write_text(tmp_path / "text.txt"))]) == 0
-    said = capsys.readouterr().out
-    assert "pruned experts ran dense in 2 of 2 layers, with inputs that vLLM rounds and that were not" in said
-    words = "experts follow their pattern: in INT8 and FP8 they run sparse on a Hopper GPU, all others run dense"
-    assert words in summary.describe()
-    assert words in would.describe()
-
-
 @pytest.mark.parametrize("name", STORED)
 def test_plan_gives_the_experts_of_a_layer_one_pattern(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -558,22 +517,6 @@ def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys:
     command = shlex.split(last.partition("slidesparse ")[2])
     paths = {"SRC": str(tmp_path / "m"), "DST": str(tmp_path / "s")}
     assert main([paths.get(word, word) for word in command]) == 0
-
-
-def test_plan_says_what_to_ignore_where_it_does_not_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["gemma4-moe"])
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "text.txt")
-    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.1", "--calibration", text]
-    words += ["--length", "16", "--method", "magnitude", "--patterns", "6:8"]
-    assert main([*map(str, words)]) == 1
-    outside = "model.per_layer_model_projection"
-    assert capsys.readouterr().err.endswith(
-        f"layer by layer goes through model.layers only; got 1 linear outside of it: {outside};"
-        " put them on the ignore list (--ignore)\n"
-    )
-    assert main([*map(str, words), "--ignore", outside]) == 0
-    assert "--dtype bf16" in capsys.readouterr().out
 
 
 def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -678,17 +621,3 @@ def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
         slidesparse.sparsify_(known(known.config_class(**ARCHITECTURES["gpt2"].config)), "6:8")
-
-
-def test_hyper_connections_are_told(tmp_path: Path) -> None:
-    """They multiply by parameters that are no linears, and stayed dense without a word."""
-    make(tmp_path / "m", ARCHITECTURES["hy-v4"])
-    options = PruneOptions("6:8", "bf16")
-    would = dry_run(tmp_path / "m", tmp_path / "s", options)
-    (why,) = [reason for reason in would.left if "hyper-connection" in reason]
-    assert (would.left[why].count, would.left[why].source_bytes) == (5, 2 * (4 * 4 + 2) * 128)
-    line = f"left dense: 2 x model.layers.*.attn_hc.fn ({why})"
-    assert line in prune_checkpoint(tmp_path / "m", tmp_path / "s", options).describe()
-    assert line.removeprefix("left dense: ") in (tmp_path / "s/README.md").read_text()
-    for name in ("m", "s"):
-        assert " ".join(line.split()) in " ".join(inspect_checkpoint(tmp_path / name).table().split())

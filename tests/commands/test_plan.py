@@ -44,7 +44,6 @@ from slidesparse.models.choose_patterns import (
 from slidesparse.models.sensitivity import Sensitivity, damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.offline import step_time
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_file import as_options, read_plan
@@ -380,24 +379,6 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--dtype fp8" in words
 
 
-def test_a_plan_of_six_bits_says_whose_times_it_goes_by(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of six bits, and constants of models of eight bits."""
-    shipped = step_time.find_among
-
-    def nearest(tables: Any, there: Any, problem: Any, names: Any) -> MeasuredLayer | None:
-        return shipped(tables, there, replace(problem, out_features=4608, in_features=3584), names)
-
-    monkeypatch.setattr(step_time, "find_among", nearest)
-    wanted = options(source, target=Target(speedup=1.01), at=("prefill:8192",), patterns=("2:4",), recipe="6bit")
-    wanted = replace(wanted, method="magnitude")
-    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
-    assert (
-        plan.basis[0]
-        == "linears (8 of 8): times of an NVIDIA H200, which ship with the package, of layers of other sizes"
-    )
-    assert plan.basis[1].startswith("all else as served with eight bits: Qwen2.5-7B on one NVIDIA H200")
-
-
 def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer of 8 bits takes 1000 us, and one of 16 bits 3000: attention alone cannot make it twice as fast."""
 
@@ -575,18 +556,6 @@ def test_the_second_of_two_plans_is_refused(tmp_path: Path) -> None:
 def enter(path: Path) -> None:
     with opened_measurements(path, {"model": "m"}):
         pass
-
-
-def test_an_interrupted_plan_says_what_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "plan.sensitivities.jsonl"
-
-    def run() -> None:
-        with opened_measurements(path, {"model": "m"}) as file:
-            file.add(Sensitivity(("a",), "6:8", 0.25))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt, match="jsonl keeps 1 measurement, and the same command goes on from there"):
-        run()
 
 
 def test_a_pipe_or_a_link_in_the_place_of_measurements(tmp_path: Path) -> None:
@@ -776,22 +745,6 @@ def test_layers_that_a_model_lacks_are_told(source: Path, capsys: pytest.Capture
     assert not (source.parent / "s").exists()
 
 
-def test_lines_that_somebody_has_removed_from_a_plan_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights are those of the checkpoint, so that nothing else tells."""
-    folder = source.parent
-    plan_checkpoint(source, folder / "plan.json", options(source))
-    plan = json.loads((folder / "plan.json").read_text())
-    for name in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"):
-        del plan["layers"][name]
-    (folder / "plan.json").write_text(json.dumps(plan))
-    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--method", "magnitude"]
-    capsys.readouterr()
-    assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
-    names = "model.layers.0.mlp.down_proj, model.layers.1.self_attn.o_proj"
-    told = f"the plan has no pattern for 2 linears of {source}, which stay dense: {names}\n"
-    assert capsys.readouterr().err == f"slidesparse: {told}"
-
-
 @pytest.mark.parametrize("text", ["6:9", 5])
 def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: object) -> None:
     """People edit plans by hand."""
@@ -876,24 +829,6 @@ def test_bad_input(source: Path) -> None:
     for gain in ("fast", "0", "3", "1/0", "nan", "1e-400", "1e-999999999", "-1e999999999", "0.05"):
         with pytest.raises(InputError, match="--mma-gain"):
             parse_gain(gain)
-
-
-def test_no_load_is_a_mistake(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a shell variable that is not set: a plan by modelled times is another plan."""
-    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
-    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--speedup", "1.1", "--at", ""]
-    assert main(command) == 1
-    assert "load of a plan; got ''; needed mixed, prefill:TOKENS" in capsys.readouterr().err
-    assert not (source.parent / "plan.json").exists()
-
-
-def test_no_advice_to_remove_a_folder(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder given for the plan may hold anything."""
-    command = ["plan", str(source), "--out", str(source.parent), "--method", "magnitude"]
-    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--speedup", "1.1"]
-    assert main(command) == 1
-    line = capsys.readouterr().err
-    assert line == f"slidesparse: {source.parent} is a folder; needed a file to make, such as plan.json in it\n"
 
 
 def test_gains_are_read_exactly() -> None:

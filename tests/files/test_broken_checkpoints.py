@@ -214,14 +214,6 @@ def test_inspect_says_that_weights_are_stored_otherwise(
     assert told.startswith("PROBLEM: quantisation of the source; got gptq; needed none")
 
 
-def test_a_quantisation_without_a_method_is_called_so(dense: Path, tmp_path: Path) -> None:
-    def quantise(_: Tensors, config: Config) -> None:
-        config["quantization_config"] = {"quant_method": None}
-
-    with pytest.raises(CheckpointError, match="quantisation of the source"):
-        prune_checkpoint(damaged(dense, tmp_path / "m", quantise), tmp_path / "s", PruneOptions("6:8", "int8"))
-
-
 @pytest.mark.parametrize(
     ("tensor", "file", "got"),
     [

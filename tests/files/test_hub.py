@@ -26,7 +26,6 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import HubModel, hub_model, source_folder
 
-PLAN = ["--speedup", "1.1", "--calibration", "t"]
 TO_6_OF_8 = ["--pattern", "6:8", "--dtype", "int8"]
 
 
@@ -118,40 +117,6 @@ def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
     assert hub.asked == []
 
 
-@pytest.mark.parametrize(
-    ("address", "named"),
-    [
-        ("https://huggingface.co/maker/small", "maker/small"),
-        ("http://hf-mirror.com/maker/small/", "maker/small"),
-        ("huggingface.co/maker/small.git", "maker/small"),
-        ("hf.co/maker/small-2.5?library=x#y", "maker/small-2.5"),
-        ("https://huggingface.co/maker/small/tree/main", "maker/small"),
-        ("https://huggingface.co/maker/small/blob/v1/config.json", "maker/small, of revision v1"),
-    ],
-)
-@pytest.mark.parametrize(
-    "command", [["inspect"], ["eval", "--text", "t"], ["prune", "q", *TO_6_OF_8], ["plan", "--out", "p", *PLAN]]
-)
-def test_the_address_of_a_page_is_told_as_a_name(
-    hub: SmallHub, capsys: pytest.CaptureFixture[str], command: list[str], address: str, named: str
-) -> None:
-    assert main([command[0], address, *command[1:]]) == 1
-    told = capsys.readouterr().err
-    assert told == (
-        f"slidesparse: no checkpoint folder at {address}; needed a local folder, or a model of the hub as"
-        f" NAMESPACE/NAME; give {named}\n"
-    )
-    assert not hub.asked
-
-
-@pytest.mark.parametrize(
-    "address", ["https://huggingface.co/datasets/maker/small", "https://huggingface.co/gpt2", "github.com/a/b", "a/b/c"]
-)
-def test_other_addresses_name_no_model(hub: SmallHub, address: str) -> None:
-    with pytest.raises(CheckpointError, match=r"NAMESPACE/NAME$"):
-        source_folder(address)
-
-
 @pytest.mark.parametrize("command", [["inspect"], ["eval", "--tasks", "x"], ["prune", "q", *TO_6_OF_8]])
 def test_commands_do_not_make_a_name_of_a_path(
     hub: SmallHub, capsys: pytest.CaptureFixture[str], command: list[str]
@@ -238,6 +203,7 @@ def test_an_index_that_names_no_weights(hub: SmallHub, tmp_path: Path, index: st
     assert "x.bin" not in hub.fetched()
 
 
+@pytest.mark.slow
 def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN of the environment, in a process that says nothing but its result."""
     hub.private.add("maker/small")

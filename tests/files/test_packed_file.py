@@ -114,6 +114,7 @@ def test_a_pack_that_fails_names_the_file_and_the_remedy(
     assert names(pruned) == before
 
 
+@pytest.mark.slow
 def test_a_pack_under_a_limit_leaves_nothing(pruned: Path) -> None:
     """The limit of the system itself, in a process of its own."""
     before = names(pruned)

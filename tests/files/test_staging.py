@@ -147,13 +147,6 @@ def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict
         pass
 
 
-def test_an_error_says_what_is_kept(tmp_path: Path) -> None:
-    kept = f"{tmp_path}/s.partial keeps 1 finished file"
-    goes_on = f"{kept}: the same command goes on from there, and another one replaces them"
-    assert stopped(tmp_path, InputError("wrong"), {}) == f"wrong; {goes_on}"
-    assert stopped(tmp_path, KeyboardInterrupt(), {}) == f"{kept}, and the same command goes on from there"
-
-
 def test_a_kill_after_the_output_has_its_name_leaves_nothing_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,26 +289,6 @@ def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:
         pass
 
 
-def test_what_is_in_the_place_is_told_with_the_remedy(tmp_path: Path) -> None:
-    partial = tmp_path / "s.partial"
-    partial.write_text("mine")
-    again = f"remove {re.escape(str(partial))} and run again"
-    with (
-        pytest.raises(CheckpointError, match=f"s.partial is no folder; {again}"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
-    partial.unlink()
-    partial.mkdir(mode=0o700)
-    (partial / "plan.json").write_text("{")
-    with (
-        pytest.raises(CheckpointError, match=f"plan.json cannot be read; got .*; needed JSON in UTF-8; {again}"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
-    assert (partial / "plan.json").read_text() == "{"
-
-
 def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
     destination = tmp_path / "s"
 
@@ -386,22 +359,6 @@ def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Pat
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [
-        (errno.ENOSPC, "the disk of .*s.partial is full; .*run again: it resumes"),
-        (errno.EDQUOT, "the disk of .*s.partial is full"),
-        (errno.EFBIG, r"cannot write .*s.partial; got File too large; needed .*ulimit -f"),
-        (errno.EACCES, "cannot use some/file; got Permission denied"),
-        (errno.EROFS, "cannot use some/file; got Read-only file system"),
-    ],
-)
-def test_errors_of_a_disk_say_what_to_do(tmp_path: Path, number: int, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says), staged(tmp_path / "s", tmp_path / "m", {}, 0):
-        raise OSError(number, os.strerror(number), "some/file")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_with_names_that_are_not_utf8_are_refused_before_any_work(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,17 +148,6 @@ def test_a_weight_that_is_half_of_a_tensor_stays_dense_and_is_read(tmp_path: Pat
     with torch.no_grad():
         ours, other = (one(**image()()).last_hidden_state for one in (loaded, theirs))
     torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
-
-
-def test_nothing_is_said_meanwhile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["gpt-neox"])
-    bars, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
-    rewrite(tmp_path / "m", lambda tensors: {**tensors, "more": torch.zeros(2)})
-    capfd.readouterr()
-    build_meta_model(Checkpoint(tmp_path / "m"))
-    assert capfd.readouterr() == ("", "")
-    assert transformers.utils.logging.is_progress_bar_enabled() == bars
-    assert transformers.utils.logging.get_verbosity() == level == logging.getLogger("transformers").level
 
 
 def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

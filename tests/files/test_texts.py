@@ -288,12 +288,3 @@ def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"id": [1]}).save_to_disk(str(tmp_path / "none"))
     with pytest.raises(InputError, match="is no data set with texts"):
         read_documents(tmp_path / "none")
-
-
-@pytest.mark.parametrize("rest", ["", "/", "/viewer/default/train", "?row=3"])
-def test_the_address_of_a_data_set_is_told_as_a_name(rest: str) -> None:
-    address = f"https://huggingface.co/datasets/maker/some-text.v2{rest}"
-    with pytest.raises(InputError) as caught:
-        read_documents(address)
-    told = f"there is no file {address}; needed a file, or a data set by name; give maker/some-text.v2"
-    assert str(caught.value) == told

@@ -184,6 +184,7 @@ def test_without_gradients_nothing_joins_a_graph(mode: Callable[[], Any]) -> Non
     assert not made(**tokens_to_run()).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_experts_refuse_gradients_too(compiler: str) -> None:
     torch._dynamo.reset()
