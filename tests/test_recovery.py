@@ -206,10 +206,10 @@ def test_a_model_that_is_cut_over_processes_is_held(held_first: bool) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["model.nothing"], r"no weight called model.nothing; needed .* such as model.layers.0.self_attn.q_proj"),
-        (["model.layers.0"], r"no weight called model.layers.0; needed the name of a linear"),
-        ("lm_head", r"names; got 'lm_head'; needed a list of names"),
-        ([3], r"entry of names; got 3; needed the name of a linear"),
+        (["model.nothing"], r"no weight called model.nothing"),
+        (["model.layers.0"], r"no weight called model.layers.0"),
+        ("lm_head", "names; got 'lm_head'"),
+        ([3], "entry of names; got 3"),
     ],
 )
 def test_names_without_a_weight(names: Any, said: str) -> None:

@@ -604,16 +604,6 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    """transformers joins experts; its error was about a report above, which nobody saw."""
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    found, lost = tensors(tmp_path / "m"), "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    del found[lost]
-    replace_tensors(tmp_path / "m", found)
-    with pytest.raises(slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-
-
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
     with pytest.raises(slidesparse.InputError, match=r"2 x transformer\.h\.\*\.attn\.c_attn"):

@@ -729,22 +729,6 @@ def test_layers_that_a_plan_does_not_name_are_told(source: Path, capsys: pytest.
     assert "no pattern" not in capsys.readouterr().err
 
 
-def test_layers_that_a_model_lacks_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As when the plan of a larger model of the family is taken, by hand or by mistake."""
-    names = [f"model.layers.{i}.mlp.{leaf}_proj" for i in (1, 2, 3) for leaf in ("up", "down")]
-    plan = {"version": 1, "method": "magnitude", "layers": dict.fromkeys(names, "6:8")}
-    (source.parent / "plan.json").write_text(json.dumps(plan))
-    prune = ["prune", str(source), str(source.parent / "s"), "--plan", str(source.parent / "plan.json")]
-    for more in ([], ["--dry-run"]):
-        assert main([*prune, "--dtype", "int8", "--device", "cpu", *more]) == 1
-        assert capsys.readouterr().err == (
-            f"slidesparse: the plan has a pattern for 4 linears that {source} lacks or leaves alone; got"
-            " model.layers.2.mlp.up_proj, model.layers.2.mlp.down_proj, model.layers.3.mlp.up_proj and 1 more; needed"
-            " linears such as model.layers.0.self_attn.q_proj; make a plan of this model with slidesparse plan\n"
-        )
-    assert not (source.parent / "s").exists()
-
-
 @pytest.mark.parametrize("text", ["6:9", 5])
 def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: object) -> None:
     """People edit plans by hand."""
@@ -771,17 +755,6 @@ def test_a_plan_makes_prune_read_the_source_no_more_often(
         read.clear()
     assert counts["q"] == {"headers": 1, "samples": 1}
     assert counts["p"] == {"headers": 1, **({} if dry else {"samples": 1})}
-
-
-def test_what_a_plan_was_told_to_leave_alone_keeps_its_type(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = source.parent
-    plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
-    assert read_plan(folder / "plan.json").ignore == ("re:.*down_proj",)
-    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
-    assert main([*prune, "--method", "magnitude", "--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["dense"]["model.layers.0.mlp.down_proj"] == "on the ignore list"
-    kept = Checkpoint(folder / "s").tensor("model.layers.0.mlp.down_proj.weight")
-    assert torch.equal(kept, Checkpoint(source).tensor("model.layers.0.mlp.down_proj.weight"))
 
 
 def test_prune_can_leave_more_alone_than_a_plan(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from checkpoints import SMALL, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError, PatternViolation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.staging import staged
@@ -82,19 +82,6 @@ def test_weights_are_treated_on_the_device(
 def with_meta_as_cpu(to: Any) -> Any:
     """``Tensor.to`` for a device of which there is none here."""
     return lambda self, *args: to(self, *("cpu" if isinstance(arg, str) else arg for arg in args))
-
-
-def test_a_device_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-
-    def prune(*arguments: object) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-
-    monkeypatch.setattr("slidesparse.prune.Magnitude.prune_rows", prune)
-    says = r"the memory of cpu is too small to prune .*down_proj; got OutOfMemoryError.*; use --device cpu, which makes"
-    with pytest.raises(UnsupportedError, match=says):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])

@@ -95,18 +95,6 @@ def test_json_round_trip():
     assert [DemoRow(**row) for row in plain["rows"]] == [ROW, replace(ROW, dtype="fp8", exact=False)]
 
 
-@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
-def test_plot_of_few_rows(tmp_path: Path, name: str):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    from slidesparse.demo.plot import draw
-
-    dense = replace(ROW, pattern="dense", ideal_speedup=1.0, relative_bytes=1.0)
-    rows = [replace(row, dtype=dtype) for row in (dense, ROW) for dtype in ("int8", "fp8")]
-    draw(report(*rows), tmp_path / name)
-    start = (tmp_path / name).read_bytes()[:5]
-    assert start == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
-
-
 # -- a tiny encoder ------------------------------------------------------------------------------------------------
 
 

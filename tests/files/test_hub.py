@@ -255,12 +255,3 @@ def test_an_interruption_does_not_wait_for_the_hub(hub: SmallHub, monkeypatch: p
     assert main(["inspect", "maker/small"]) == 130
     assert time.monotonic() - began < 10
     end.set()
-
-
-def test_an_index_that_names_too_many_files(hub: SmallHub, tmp_path: Path) -> None:
-    hub.models["maker/odd"] = tmp_path / "odd"
-    (tmp_path / "odd").mkdir()
-    index = {"weight_map": {str(number): f"{number}.safetensors" for number in range(10_001)}}
-    (tmp_path / "odd/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index.json names too many files"):
-        source_folder("maker/odd")

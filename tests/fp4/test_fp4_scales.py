@@ -84,9 +84,9 @@ def test_shared_scales_repeat_and_fit_the_largest(fp4: Fp4Format) -> None:
         (torch.zeros(2, 31), None, "columns of weight do not come in pairs; got 31 columns"),
         (torch.zeros(2, 32, dtype=torch.int8), None, "weight is quantised already; got torch.int8"),
         (torch.full((2, 32), float("nan")), None, "weight holds NaN or Inf"),
-        (torch.zeros(2, 32), 24, "columns that share a scale; got 24; needed a multiple of nvfp4's block, 16"),
+        (torch.zeros(2, 32), 24, "columns that share a scale; got 24"),
         (torch.zeros(2, 32), 0, "columns that share a scale; got 0"),
-        (torch.zeros(2, 32), 1.5, "columns that share a scale; got 1.5; needed a whole number"),
+        (torch.zeros(2, 32), 1.5, "columns that share a scale; got 1.5"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(x: torch.Tensor, share: int, message: str) -> None:
@@ -97,13 +97,13 @@ def test_what_cannot_be_quantised_is_refused(x: torch.Tensor, share: int, messag
 @pytest.mark.parametrize(
     ("field", "wrong", "message"),
     [
-        ("pairs", torch.zeros(2, 16), r"pairs of a tensor in nvfp4; got torch.float32 \[2, 16\]; needed uint8"),
+        ("pairs", torch.zeros(2, 16), r"pairs of a tensor in nvfp4; got torch.float32 \[2, 16\]"),
         ("scale", torch.zeros(2, 3).to(torch.float8_e4m3fn), r"needed torch.float8_e4m3fn \[2, 2\]"),
         ("scale", torch.zeros(2, 2, dtype=torch.uint8), r"got torch.uint8 \[2, 2\]"),
         ("scale", torch.full((2, 2), -1.0).to(torch.float8_e4m3fn), "got a negative one, NaN or Inf"),
         ("scale", torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn), "got a negative one, NaN or Inf"),
         ("tensor_scale", torch.ones(1), r"tensor scale of a tensor in nvfp4; got torch.float32 \[1\]"),
-        ("tensor_scale", 1.0, "tensor scale of a tensor in nvfp4; got 1.0; needed a tensor"),
+        ("tensor_scale", 1.0, "tensor scale of a tensor in nvfp4; got 1.0"),
     ],
 )
 def test_tensors_that_do_not_fit_each_other_are_refused(field: str, wrong: object, message: str) -> None:
