@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import shutil
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +23,6 @@ from safetensors.torch import load_file, save_file
 import slidesparse.offline.plan.plan as planning
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files import identity
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
@@ -736,25 +734,6 @@ def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: obj
     (tmp_path / "p.json").write_text(json.dumps({"version": 1, "method": "magnitude", "layers": layers}))
     with pytest.raises(InputError, match=rf"p\.json, model\.layers\.1\.mlp\.up_proj: not a .*pattern; got {text}"):
         read_plan(tmp_path / "p.json")
-
-
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_a_plan_makes_prune_read_the_source_no_more_often(
-    source: Path, monkeypatch: pytest.MonkeyPatch, dry: list[str]
-) -> None:
-    folder, read = source.parent, list[str]()
-    plan_checkpoint(source, folder / "plan.json", options(source))
-    opened, sampled = Checkpoint.__init__, identity._samples
-    monkeypatch.setattr(Checkpoint, "__init__", lambda *given: (read.append("headers"), opened(*given))[1])
-    monkeypatch.setattr(identity, "_samples", lambda *given: (read.append("samples"), sampled(*given))[1])
-    counts = {}
-    for name, which in (("p", ["--pattern", "6:8"]), ("q", ["--plan", str(folder / "plan.json")])):
-        prune = ["prune", str(source), str(folder / name), *which, "--method", "magnitude", "--dtype", "int8", *dry]
-        assert main([*prune, "--device", "cpu"]) == 0
-        counts[name] = Counter(read)
-        read.clear()
-    assert counts["q"] == {"headers": 1, "samples": 1}
-    assert counts["p"] == {"headers": 1, **({} if dry else {"samples": 1})}
 
 
 def test_prune_can_leave_more_alone_than_a_plan(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

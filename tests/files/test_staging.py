@@ -15,7 +15,6 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 import slidesparse
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
 from slidesparse.files.staging import Workplace, differences, new_folder, staged
@@ -77,17 +76,6 @@ def test_folders_above_are_made_and_removed_with_the_run(tmp_path: Path) -> None
     with pytest.raises(InputError, match="something"):
         run()
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_links_in_a_loop_are_no_destination(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(CheckpointError, match="exists"):
-        new_folder(tmp_path / "loop", tmp_path / "m")
-    with (
-        pytest.raises(CheckpointError, match=r"destination .*loop/s cannot be made"),
-        staged(tmp_path / "loop/s", tmp_path / "m", {}, 0),
-    ):
-        pass
 
 
 def test_the_source_is_found_under_other_names(tmp_path: Path) -> None:
@@ -359,19 +347,3 @@ def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Pat
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------
-
-
-def test_folders_with_names_that_are_not_utf8_are_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The safetensors library opens none of their files."""
-    make_checkpoint(tmp_path / "m")
-    odd = tmp_path / os.fsdecode(b"s\xe9")
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(odd), "--pattern", "6:8", "--dtype", "int8"]) == 1
-    told = capsys.readouterr().err
-    assert f"destination is not UTF-8; got {tmp_path}/s" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    (tmp_path / "m").rename(odd)
-    assert main(["inspect", str(odd)]) == 1
-    assert "is not UTF-8" in capsys.readouterr().err

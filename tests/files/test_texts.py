@@ -213,32 +213,10 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
         read_documents(tmp_path / "many")
 
 
-def test_a_parquet_file_that_repeats_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    repeated = arrow.DictionaryArray.from_arrays(arrow.array([0] * 100_000, arrow.int32()), arrow.array(["a" * 1000]))
-    parquet.write_table(arrow.table({"text": repeated}), tmp_path / "t.parquet")
-    assert (tmp_path / "t.parquet").stat().st_size < 20_000
-    monkeypatch.setattr(texts, "MAX_BYTES", 10**6)
-    made = []
-    monkeypatch.setattr(texts, "_document", lambda where, row: made.append(where) or row["text"])
-    with pytest.raises(InputError, match=r"t.parquet holds too much text"):
-        read_documents(tmp_path / "t.parquet")
-    assert len(made) < 1100
-
-
 def test_parquet_inside_of_gzip_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
     with pytest.raises(InputError, match=r"t.parquet.gz is compressed twice"):
         read_documents(tmp_path / "t.parquet.gz")
-
-
-def test_many_empty_documents_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MAX_BYTES", 2000)
-    (tmp_path / "t.jsonl").write_text('{"text": ""}\n' * 30)
-    with pytest.raises(InputError, match=r"t.jsonl holds too much text"):
-        read_documents(tmp_path / "t.jsonl")
 
 
 class SavedRows:
