@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from hypothesis import settings
+from thinning import mark_slow_cases
 
 # Without a GPU the kernels run in Triton's interpreter, which must be asked for before anything imports Triton.
 if not torch.cuda.is_available():
@@ -32,13 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Unless ``-n`` is given: one process for tests that share a GPU, and for named files, which need no workers."""
+    if any(argument.startswith("-n") for argument in config.invocation_params.args):
+        return None
+    on_a_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    return 0 if on_a_gpu or config.args_source is config.ArgsSource.ARGS else None
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` run where there is one."""
+    mark_slow_cases(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

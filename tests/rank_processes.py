@@ -145,9 +145,3 @@ def rank_1_sees_another_folder(rank: int) -> None:
 
     if rank == 1:
         shared_staging.partial_folder = lambda destination: destination.parent / "elsewhere.partial"
-
-
-def nobody_waits(rank: int) -> None:
-    from slidesparse.cli import together
-
-    together.LEAVE_S = 0.0

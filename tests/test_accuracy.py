@@ -54,32 +54,6 @@ def test_tables_are_what_the_records_say() -> None:
     assert report["tables"](RECORDS) == (RECORDS / "tables.md").read_text()
 
 
-def test_a_smaller_dense_model_stands_beside_the_model_that_it_is_smaller_than() -> None:
-    report = runpy.run_path(str(SCRIPTS / "report.py"))
-    runs = report["read"](RECORDS, "30m")
-    assert [name for name, *_ in report["smaller"](RECORDS, runs)] == ["trained with 12 layers"]
-    other = {0: {**runs[0], "trained": {**runs[0]["trained"], "model": "100m"}}}
-    assert not list(report["smaller"](RECORDS, other))
-
-
-def test_a_single_seed_is_drawn_without_errors_and_on_the_axes_of_the_others(tmp_path: Path) -> None:
-    report = runpy.run_path(str(SCRIPTS / "report.py"))
-    drawn: list[Any] = []
-    script = report["curve"].__globals__
-    script["Figure"] = type("Kept", (script["Figure"],), {"savefig": lambda self, *_, **__: drawn.append(self)})
-    runs = report["read"](RECORDS, "30m")
-    report["curve"]({"30m": runs, "100m": {0: runs[0]}}, tmp_path / "curve.png")
-    (figure,) = drawn
-    several, single = figure.axes[:3], figure.axes[3:]
-    assert {bars.has_yerr for axes in several for bars in axes.containers} == {True}
-    assert {bars.has_yerr for axes in single for bars in axes.containers} == {False}
-    assert [axes.get_ylim() for axes in several] == [axes.get_ylim() for axes in single]
-    for axes in figure.axes:
-        bottom, top = axes.get_ylim()
-        assert bottom < axes.dataLim.y0
-        assert axes.dataLim.y1 < top
-
-
 def test_the_page_quotes_the_tables() -> None:
     drawn, quoted = tables_of((RECORDS / "tables.md").read_text()), tables_of(PAGE)
     both = drawn.keys() & quoted.keys()
@@ -266,6 +240,7 @@ def test_results_of_a_model_that_is_gone_stay_alone(tmp_path: Path, script: str,
     assert records.read_text() == '{"key": "trained"}\n'
 
 
+@pytest.mark.slow
 def test_the_experiment_from_text_to_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm.CONTEXT", 32)
     folder, corpus, out = tmp_path / "site-packages", tmp_path / "corpus.xz", tmp_path / "records"

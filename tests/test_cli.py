@@ -59,45 +59,6 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert q_proj["kept_bytes"] == {"dense": 64 * 64 + 4}  # and the float32 1 that FP8 products take for a scale
 
 
-def test_sizes_of_small_models_are_no_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]) == 0
-    before, after = (Checkpoint(tmp_path / name).n_bytes / 1e3 for name in "ms")
-    assert f"\n{before:.3g} kB -> {after:.3g} kB in {tmp_path / 's'}\n" in capsys.readouterr().out
-    assert main(["pack", str(tmp_path / "s")]) == 0
-    size = (tmp_path / "s/slidesparse.packed").stat().st_size
-    assert capsys.readouterr().out == f"{tmp_path / 's/slidesparse.packed'}: {size / 1e3:.3g} kB\n"
-
-
-def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "m")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line for line in lines if "self_attn" in line or "mlp" in line]
-    assert len(rows) == 7
-    assert all("model.layers.*." in row for row in rows)
-    assert len({row.index("bfloat16") for row in rows}) == 1
-    (choice,) = [line for line in lines if "layers run here on" in line]
-    assert choice.startswith("14 layers run here on dense for any number of tokens (")
-    assert "kept: dense" in choice
-
-
-def test_names_keep_numbers_that_do_not_count_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``fc1`` and ``fc2`` of square MLPs are two layers of one shape."""
-    config = transformers.PhiConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    transformers.PhiForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "m")]) == 0
-    shown = capsys.readouterr().out
-    for name in ("fc1", "fc2"):
-        (row,) = [line.split() for line in shown.splitlines() if f"model.layers.*.mlp.{name} " in line]
-        assert row[1] == "2"
-
-
 def test_a_layer_that_cannot_run_is_a_problem_and_has_no_backend(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,12 +73,6 @@ def test_a_layer_that_cannot_run_is_a_problem_and_has_no_backend(
     assert choice.startswith("6 layers run here on dense")
 
 
-def test_no_bar_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress_bar("inspect", 0, unit="layers", show=True):
-        pass
-    assert capsys.readouterr().err == ""
-
-
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"])
@@ -127,27 +82,6 @@ def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "s")]) == 1
     assert "PROBLEM: model.layers.0.self_attn.q_proj violates 4:6 at row" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--pattern", "6_8", "--dtype", "int8"], "not a pattern; got '6_8'"),
-        (["--pattern", "6:8"], "got no --dtype"),
-        (["--pattern", "6:8", "--dtype", "int8", "--layer", "down_proj"], "NAME=PATTERN"),
-    ],
-)
-def test_user_errors_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), *arguments]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("slidesparse: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
 
 
 @pytest.mark.parametrize(
@@ -237,6 +171,7 @@ def test_how_much_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert words in told["--verbose"]
 
 
+@pytest.mark.slow
 def test_other_libraries_are_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their bars and reports have no place in a log; a new process shows what they do when they are imported."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
@@ -271,50 +206,6 @@ def test_tables_and_texts_fit_the_terminal(
     assert max(map(len, shown[None].splitlines())) > 80  # a file has whole rows
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_what_prune_did_fits_the_terminal(
-    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    capsys.readouterr()
-    shown = {}
-    monkeypatch.chdir(tmp_path)
-    for width in (None, 60):
-        monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
-        assert main(["prune", "m", f"made-{width or 99}", "--pattern", "6:8", "--dtype", "int8", *dry]) == 0
-        shown[width] = capsys.readouterr().out
-    assert max(map(len, shown[None].splitlines())) > 80
-    assert all(len(line) <= 60 for line in shown[60].splitlines() if "made-60" not in line)  # a path is not broken
-
-
-def test_what_plan_and_eval_say_fits_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(tmp_path / "m", "llama", torch.float32, num_hidden_layers=1)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt", words=60)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(progress, "terminal_width", lambda: 60)
-    plan = ["plan", "m", "--out", "plan.json", "--sparsity", "0.2", "--recipe", "6bit", "--method", "magnitude"]
-    assert main([*plan, "--calibration", "text.txt", "--length", "16", "--device", "cpu"]) == 0
-    *lines, command = capsys.readouterr().out.splitlines()
-    assert command == "use it with: slidesparse prune SRC DST --plan plan.json --method magnitude --dtype int8"
-    assert max(map(len, lines)) <= 60  # what is to be copied is not broken
-    assert main(["eval", "m", "--text", "text.txt", "--window", "16", "--device", "cpu"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
-
-
-def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns, taken in (("90", 90), ("40", 40), ("7", 40)):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert progress.terminal_width() == taken
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert progress.terminal_width() is None
-    monkeypatch.setattr(sys, "stdout", None)
-    assert progress.terminal_width() is None
-
-
 @pytest.mark.parametrize("target", ["/dev/full", "pipe"])
 def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
     """``slidesparse info | head -1``, and a full disk."""
@@ -334,13 +225,6 @@ def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
             "slidesparse: standard output cannot be written; got No space left on device;"
             " files that the command has made are there\n",
         )
-
-
-@pytest.mark.parametrize("arguments", [[], ["prune", "a"], ["prune", "a", "b", "--pattern", "6:8", "--patern", "x"]])
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("given", [["--share", "a"], ["--algorithms-only"]], ids=" ".join)
@@ -363,10 +247,7 @@ def test_tune_refuses_what_to_measure_where_it_measures_nothing(
         ([instead, file, "--pattern", "6:8", "--backends", "hopper"], "--pattern, --backends"),
     ):
         assert main(["tune", *given]) == 1
-        assert capsys.readouterr().err == (
-            f"slidesparse: {instead}; got {told}; needed none of these: it measures nothing;"
-            f" leave out {instead} to measure, or leave out the rest\n"
-        )
+        assert f"{instead}; got {told}; needed none" in capsys.readouterr().err
     assert not (tmp_path / "f.json").exists()
 
 

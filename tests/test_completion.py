@@ -76,14 +76,3 @@ def test_the_shell_reads_its_script(shell: str, capsys: pytest.CaptureFixture[st
         pytest.skip(f"{shell} is not installed")
     done = subprocess.run([shell, "-n", "/dev/stdin"], input=script, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_texts_with_signs_of_fish() -> None:
-    assert completion._told("it's [a]: \\b") == r"""'it\'s [a]: \\b'"""
-
-
-def test_an_unknown_shell_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["completion", "tcsh"])
-    assert stop.value.code == 2
-    assert "invalid choice: 'tcsh'" in capsys.readouterr().err

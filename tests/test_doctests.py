@@ -41,8 +41,3 @@ def test_examples_in_docstrings(name: str) -> None:
     found = doctest.testmod(_import(name))
     assert found.attempted > 0
     assert found.failed == 0
-
-
-def test_the_parts_that_readers_meet_first_have_examples() -> None:
-    first = {"slidesparse", "slidesparse.weights.pattern", "slidesparse.weights.slide", "slidesparse.weights.packed"}
-    assert first <= set(_with_examples())

@@ -1,9 +1,9 @@
 """Damaged files and odd arguments: a command succeeds and its result verifies, or it says one line and changes nothing.
 
-Other tests say which line; here any will do. The usual run takes half a minute and tries the same cases everywhere, as
-many as the machine manages. By hand, for hours and with other cases::
+Other tests say which line; here any will do. The random ones are slow: half a minute, in which the same cases are tried
+everywhere, as many as the machine manages. By hand, for hours and with other cases::
 
-    SLIDESPARSE_FUZZ_SECONDS=36000 SLIDESPARSE_FUZZ_SEED=1000 pytest tests/test_fuzz.py -k random
+    SLIDESPARSE_FUZZ_SECONDS=36000 SLIDESPARSE_FUZZ_SEED=1000 pytest -m slow tests/test_fuzz.py
 
 A case that failed is printed; it goes into ``KEPT``.
 """
@@ -230,6 +230,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 def test_random(sources: Path, tmp_path: Path) -> None:
     end, number, failed = time.monotonic() + SECONDS, count(), []
 

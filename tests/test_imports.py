@@ -79,92 +79,50 @@ def _depends_on(name: str) -> str | None:
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_downwards(path: Path) -> None:
-    part = _part(path)
+@pytest.mark.parametrize("part", sorted({_part(path) for path in FILES}))
+def test_imports_go_downwards(part: str) -> None:
     assert part in RANK, f"give {part} its layer in {Path(__file__).name}"
-    for name in imports(path, ROOT):
+    imported = {name: path for path in FILES if _part(path) == part for name in imports(path, ROOT)}
+    for name, path in imported.items():
         other = _depends_on(name)
         if other is None or other == part:
             continue
         if other == "__init__":
             # The public face imports nearly everything, so only what stands above all of that may use it.
-            assert RANK[part] > RANK["files"], f"{part} imports the public face: {name}"
+            assert RANK[part] > RANK["files"], f"{path} imports the public face: {name}"
         else:
-            assert RANK[other] < RANK[part], f"{part} imports {name}, which is not below it"
+            assert RANK[other] < RANK[part], f"{path} imports {name}, which is not below it"
 
 
-def _forbidden(path: Path, rules: dict[str, set[str]]) -> set[str]:
-    """What the rules for a file, and for the folders that it is in, forbid."""
-    where = path.relative_to(ROOT).with_suffix("")
-    return set().union(*(rules.get(str(place), set()) for place in (where, *where.parents)))
+def _files(place: str) -> list[Path]:
+    """Those of a folder or a file that the rules name."""
+    return [
+        path for path in FILES if place in map(str, (where := path.relative_to(ROOT).with_suffix(""), *where.parents))
+    ]
 
 
 def _is_inside(name: str, package: str) -> bool:
     return name == package or (name.startswith(f"{package}.") and not name.startswith("torch.nn.functional"))
 
 
-def _under(rules: dict[str, set[str]]) -> list[Path]:
-    return [path for path in FILES if _forbidden(path, rules)]
-
-
-@pytest.mark.parametrize("path", _under(FORBIDDEN), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_part_imports_what_it_must_not_see(path: Path) -> None:
-    forbidden = _forbidden(path, FORBIDDEN)
-    for file, chain in chains(path, ROOT).items():
-        seen = {name for name in imports(file, ROOT) for other in forbidden if _is_inside(name, other)}
-        assert not seen, f"{' -> '.join(str(file.relative_to(ROOT)) for file in chain)} imports {seen}"
-
-
-@pytest.mark.parametrize("path", _under(FORBIDDEN_ITSELF), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_part_imports_itself_what_others_may(path: Path) -> None:
-    forbidden = _forbidden(path, FORBIDDEN_ITSELF)
-    assert not {name for name in imports(path, ROOT) for other in forbidden if _is_inside(name, other)}
-
-
 @pytest.mark.parametrize("place", [*FORBIDDEN, *FORBIDDEN_ITSELF])
 def test_what_the_rules_name_exists(place: str) -> None:
-    assert (ROOT / place).is_dir() or (ROOT / f"{place}.py").is_file()
+    assert _files(place)
 
 
-def _package(root: Path, **files: str) -> Path:
-    """A package of those files: ``a__b`` is ``a/b.py``."""
-    for name, source in files.items():
-        path = root / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    return root
+@pytest.mark.parametrize("place", FORBIDDEN)
+def test_no_part_imports_what_it_must_not_see(place: str) -> None:
+    for path in _files(place):
+        for file, chain in chains(path, ROOT).items():
+            seen = {name for name in imports(file, ROOT) for other in FORBIDDEN[place] if _is_inside(name, other)}
+            assert not seen, f"{' -> '.join(str(file.relative_to(ROOT)) for file in chain)} imports {seen}"
 
 
-def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
-    source = "import a.b\nfrom p import ops\ndef f():\n    from .backend import Problem\n    from .. import quant\n"
-    root = _package(tmp_path / "p", gemm__select=source)
-    assert imports(root / "gemm/select.py", root) == ("a.b", "p.ops", "p.gemm.backend.Problem", "p.quant")
-    assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.weights.quant")] == [
-        None,
-        "ops",
-        "weights",
-    ]
-    assert _depends_on("slidesparse.Pattern") == "__init__"
-
-
-def test_imports_are_followed_through_other_files(tmp_path: Path) -> None:
-    root = _package(
-        tmp_path / "p",
-        report__engines="from p.quant import DTYPES\n",
-        quant="def f():\n    import p.folder.support\n",
-        folder__support="",
-        alone="import torch\n",
-    )
-    (root / "folder/__init__.py").write_text("import torch\n")
-    (root / "report/__init__.py").write_text("from p.alone import torch\n")  # runs, but is not what engines asks for
-    start, quant, around = root / "report/engines.py", root / "quant.py", root / "folder/__init__.py"
-    assert chains(start, root) == {
-        start: (start,),
-        quant: (start, quant),
-        around: (start, quant, around),
-        root / "folder/support.py": (start, quant, root / "folder/support.py"),
-    }
+@pytest.mark.parametrize("place", FORBIDDEN_ITSELF)
+def test_no_part_imports_itself_what_others_may(place: str) -> None:
+    for path in _files(place):
+        seen = {name for name in imports(path, ROOT) for other in FORBIDDEN_ITSELF[place] if _is_inside(name, other)}
+        assert not seen, f"{path.relative_to(ROOT)} imports {seen}"
 
 
 def _run(code: str) -> str:

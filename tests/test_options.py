@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from slidesparse.cli import build_parser, main
-from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.cli import main
 
 PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
 TEXT = ["--calibration", "MISSING.txt"]
 WANDA = [*PRUNE, "--method", "wanda", *TEXT]
 PLAN = ["plan", "MISSING", "--out", "p.json", "--speedup", "1.2", *TEXT]
-IDLE = "calibration windows; got {} without --calibration; needed the text that they are taken of; add --calibration"
+IDLE = "calibration windows; got {} without --calibration"
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "samples of no text": ([*PRUNE, "--samples", "64"], IDLE.format("--samples")),
@@ -25,50 +23,50 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "text for magnitude": ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt"),
     "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
     "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
-    "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3; needed 0 or more"),
-    "negative rotation": ([*WANDA, "--rotate", "-3"], "steps of learning a rotation; got -3; needed 0 or more"),
-    "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth; needed one of them"),
+    "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3"),
+    "negative rotation": ([*WANDA, "--rotate", "-3"], "steps of learning a rotation; got -3"),
+    "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth"),
     "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
     "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
     "six bits in FP8": ([*PRUNE, "--recipe", "6bit", "--dtype", "fp8"], "the 6bit recipe ends in INT8 storage"),
     "six bits of nothing": (
         [*PRUNE, "--recipe", "6bit", "--pattern", "dense", "--layer", "re:.*down_proj=dense"],
-        "options without effect; got --recipe 6bit without a pattern; needed a pattern, whose weights are rounded so;",
+        "options without effect; got --recipe 6bit without a pattern",
     ),
     "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
     "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
     "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),
     "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
-    "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0; needed 1 or more"),
+    "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0"),
     "no pattern of a plan": ([*PLAN, "--patterns", "6:8", "6_8"], "not a pattern; got '6_8'"),
     "samples of a plan by magnitude": (
         [*PLAN, "--method", "magnitude", "--samples", "64"],
-        "options without effect; got --samples with --method magnitude; needed a method that sees calibration windows",
+        "options without effect; got --samples with --method magnitude",
     ),
     "a plan of six bits in FP8": (
         [*PLAN, "--recipe", "6bit", "--dtype", "fp8"],
-        "the 6bit recipe ends in INT8 storage; got fp8; needed int8",
+        "the 6bit recipe ends in INT8 storage; got fp8",
     ),
     "six bits of a backend alone": (
         [*PLAN, "--backend", "hopper-6bit"],
-        "hopper-6bit reads weights of six bits alone; got --recipe absmax; needed --recipe 6bit",
+        "hopper-6bit reads weights of six bits alone; got --recipe absmax",
     ),
     "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
     "windows of tasks": (
         ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],
-        "options without effect; got --window, --stride without --text; needed a text",
+        "options without effect; got --window, --stride without --text",
     ),
     "examples of a text": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--limit", "8"],
-        "options without effect; got --limit without --tasks; needed tasks, which have examples; add --tasks, or leave",
+        "options without effect; got --limit without --tasks",
     ),
     "a stride past the window": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--window", "8", "--stride", "8"],
-        "stride of the windows; got 8; needed 1 to 7, less than the window",
+        "stride of the windows; got 8",
     ),
     "no stride": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--stride", "0"],
-        "stride of the windows; got 0; needed 1 or more, less than the window",
+        "stride of the windows; got 0",
     ),
 }
 
@@ -86,16 +84,3 @@ def test_options_are_refused_before_any_file_is_read(
     assert told.err.startswith(f"slidesparse: {says}")
     assert told.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["MISSING"]
-
-
-@pytest.mark.parametrize("command", ["prune", "plan"])
-def test_help_says_the_usual_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are written into the help, since the parser has none: None tells that nobody asked for a value."""
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([command, "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    usual = Calibration("text.txt")
-    assert re.search(rf"--samples SAMPLES calibration windows \(default: {usual.samples}\)", told)
-    assert re.search(rf"--seed SEED which windows of the text are taken \(default: {usual.seed}\)", told)
-    if command == "prune":
-        assert told.count("(default: 0, none)") == 2  # --match and --rotate

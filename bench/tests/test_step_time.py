@@ -143,7 +143,7 @@ UNKNOWN = ["", "prefill", "prefill:", "prefill:0", "decode:-1", "decode:1e3", "M
 
 @pytest.mark.parametrize("text", [*UNKNOWN, f"decode:{10**40}"])
 def test_unknown_loads(text: str) -> None:
-    with pytest.raises(InputError, match=r"load of a plan; got .*; needed mixed, prefill:TOKENS or decode:SEQUENCES"):
+    with pytest.raises(InputError, match="load of a plan"):
         parse_load(text, Loads(Rest(1, 1), Rest(1, 1), (), {}))
 
 

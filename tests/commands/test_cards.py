@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +14,9 @@ from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.hopper import backend as hopper
-from slidesparse.offline import cards, info, prune_options
+from slidesparse.offline import cards, prune_options
 from slidesparse.offline.cards import CARDS, find_card, warn_of_type
 from slidesparse.weights.pattern import Pattern
-
-PAGE = (Path(__file__).parents[2] / "docs/cards.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -57,52 +53,6 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
         problem = Problem(Pattern(6, 8), dtype, 64, 64, torch.device("cuda"))
         able = [name for name in ("hopper", "cusparselt") if get_backend(name).why_not(problem) is None]
         assert able == cards.list_backends(card.capability, dtype)
-
-
-def test_whose_measurement_there_is() -> None:
-    whose = {card.name: card.measured_by for card in CARDS}
-    assert [name for name, by in whose.items() if by == "us"] == ["H100", "H200"]
-    assert {name for name, by in whose.items() if by == "nobody"} == {"L40S", "B300", "RTX 5090"}
-    assert [card.name for card in CARDS if card.is_slower] == ["GB10"]
-    for known in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-        assert "by this project" in cards.describe_measurement(known)
-    assert "by the paper's authors" in cards.describe_measurement("NVIDIA H100 PCIe")
-    for unknown in ("NVIDIA L40S", "NVIDIA GH200 480GB"):
-        assert "by nobody" in cards.describe_measurement(unknown)
-    assert cards.describe_measurement("NVIDIA B200") == (
-        "by the paper's authors, cuSPARSELt at 6:8 over dense, 64, 1024, 4096, 16384 tokens:"
-        " fp8 1.01, 1.07, 1.09, 1.18; bf16 1.08, 1.09, 1.17, 1.20"
-    )
-
-
-def test_every_figure_has_its_number_of_tokens() -> None:
-    assert all(len(gains) == len(cards.TOKENS) for card in CARDS for gains in card.authors.values())
-    assert [card.capability for card in CARDS] == sorted(card.capability for card in CARDS)
-
-
-def test_info_says_it_of_every_card_and_of_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(json.dumps(info.collect()))
-    assert [card["name"] for card in found["cards"]] == [card.name for card in CARDS]
-    assert found["cards"][6]["backends"] == {"int8": [], "fp8": ["cusparselt"], "bf16": ["cusparselt"]}
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda _: SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, total_memory=48e9),
-    )
-    found["gpus"] = [info._gpu(0)]
-    text = info.describe(found)
-    assert "measured by nobody known to this project" in text
-    assert "GB10" in text
-    assert "the paper's authors: slower than dense" in text
-    assert cards.describe_fp4() in text
-
-
-def test_the_page_says_what_the_list_says() -> None:
-    for figure in re.findall(r"0\.\d+ of dense on a [\w ]+ \(\d+\)", cards.describe_fp4()):
-        assert figure in " ".join(PAGE.split())
-    for card in CARDS:
-        if not cards.serves_int8(card.capability):
-            assert card.name.removesuffix("80").removesuffix("90") in PAGE.partition("stock vLLM, 0.22")[0]
 
 
 # -- prune and inspect ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.models.perplexity import Perplexity, measure_perplexity, windows
+from slidesparse.models.perplexity import measure_perplexity, windows
 from slidesparse.offline.evaluate import Evaluation, evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
@@ -70,11 +70,11 @@ def test_who_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
 def test_unusable_numbers() -> None:
     tokens = torch.arange(10)
     for stride in (0, 4):
-        with pytest.raises(InputError, match="stride of the windows; got"):
+        with pytest.raises(InputError, match="stride of the windows"):
             measure_perplexity(recalling, tokens, 4, stride)
     with pytest.raises(InputError, match="too short to score"):
         measure_perplexity(recalling, tokens[:1], 1, 1)
-    with pytest.raises(InputError, match="tokens of a window; got 1; needed 2 or more"):
+    with pytest.raises(InputError, match="tokens of a window; got 1"):
         measure_perplexity(recalling, tokens, 1, 1)
     for batch in (0, -1):
         with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
@@ -90,14 +90,6 @@ def test_a_ruined_model_has_a_perplexity_too() -> None:
     assert measured.perplexity == math.inf
     told = json.dumps(Evaluation("m", "t", measured, {}).to_json(), allow_nan=False)
     assert json.loads(told)["perplexity"]["perplexity"] is None
-
-
-@pytest.mark.parametrize(("tokens", "told"), [(1, "1 token"), (999, "999 tokens"), (1000, None)])
-def test_a_perplexity_of_few_tokens_says_so(tokens: int, told: str | None) -> None:
-    first, *more = Evaluation("m", "t", Perplexity(1.0, tokens, 9, 8, 4), {}).describe().splitlines()
-    assert f"({tokens} token" in first
-    says = f"only {told}: another text may give quite another perplexity; take 1000 or more"
-    assert more == ([] if told is None else [says])
 
 
 @pytest.fixture
@@ -144,14 +136,14 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
 def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="nothing to evaluate"):
         evaluate(source)
-    with pytest.raises(InputError, match="window; got 999999; needed at most"):
+    with pytest.raises(InputError, match="window; got 999999"):
         evaluate(source, text=source.parent / "text.txt", window=999_999)
     for option in ("batch", "limit"):
         numbers: dict[str, Any] = {option: 0}
-        with pytest.raises(InputError, match=f"--{option}; got 0; needed 1 or more"):
+        with pytest.raises(InputError, match=f"--{option}; got 0"):
             evaluate(source, text=source.parent / "text.txt", **numbers)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UnsupportedError, match=r"lm-evaluation-harness is not installed; pip install"):
+    with pytest.raises(UnsupportedError, match="lm-evaluation-harness is not installed"):
         evaluate(source, tasks=["arc_easy"])
 
 
@@ -198,7 +190,7 @@ def test_metrics_that_are_no_number_are_valid_json(
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [
-        (TypeError("no template"), "cannot run odd; got TypeError: no template; needed tasks that"),
+        (TypeError("no template"), "cannot run odd; got TypeError: no template"),
         (torch.OutOfMemoryError("too much"), "^too much$"),
         (InputError("ours"), "^ours$"),
     ],
@@ -220,5 +212,5 @@ def test_a_harness_too_old_for_this_transformers(source: Path, tmp_path: Path, m
     (tmp_path / "lm_eval/__init__.py").write_text("import transformers\ntransformers.AutoModelForNothing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
-    with pytest.raises(UnsupportedError, match=r"cannot be imported; got AttributeError: .*; pip install"):
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
         evaluate(source, tasks=["counting"])

@@ -15,7 +15,7 @@ import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, write_text
 from small_mixtures import MIXTURES
-from small_models import TEXT, Architecture, make
+from small_models import make
 
 import slidesparse
 from slidesparse.cli import main
@@ -223,25 +223,6 @@ def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: 
         assert torch.allclose(ours[layer], dense, atol=float(dense.abs().max()) / 250)
 
 
-@pytest.mark.parametrize("name", ["llama4", "qwen3-vl-moe"])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_what_is_said_of_transformers_is_so(tmp_path: Path, name: str, dtype: str) -> None:
-    """It loads the cut experts of Llama 4 as linears, and makes up those of Qwen3-VL."""
-    found = ARCHITECTURES[name]
-    make(tmp_path / "m", found)
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
-    known = getattr(transformers, found.model)
-    theirs, info = known.from_pretrained(tmp_path / "s", dtype="auto", output_loading_info=True)
-    assert summary.in_transformers == (not info["missing_keys"]) == (name == "llama4")
-    if summary.in_transformers:
-        with torch.no_grad():
-            both = [
-                model.eval()(**found.inputs()).logits.flatten(0, -2)
-                for model in (slidesparse.load(tmp_path / "s"), theirs)
-            ]
-        assert float(torch.nn.functional.cosine_similarity(*both, dim=-1).min()) > 0.95
-
-
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["qwen3-vl-moe"])
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
@@ -342,7 +323,7 @@ def test_a_run_that_was_interrupted_goes_on(
 def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     source = tensors(tmp_path / "m")
-    with pytest.raises(InputError, match=r"no linear layer to treat; .*; needed at least one nn\.Linear, in a mixture"):
+    with pytest.raises(InputError, match="no linear layer to treat"):
         prune_checkpoint(tmp_path / "m", tmp_path / "n", PruneOptions("6:8", "int8", ignore=("re:.*self_attn",)))
     recipe = ("re:.*experts", "re:.*mlp.gate$")  # the second names routers, which stay dense anyway
     left = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "int8", ignore=recipe))
@@ -422,47 +403,6 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
 
 
 # -- what commands say -------------------------------------------------------------------------------------------------
-
-
-def test_the_remedy_names_experts_as_their_model_does(tmp_path: Path) -> None:
-    changes = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
-    make(tmp_path / "m", Architecture("JetMoeForCausalLM", {**TEXT, **changes}))
-    with pytest.raises(UnsupportedError, match="cannot tell along which dimension") as error:
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
-    ignore = tuple(re.findall("--ignore '([^']+)'", str(error.value)))
-    assert ignore == ("re:.*input_linear", "re:.*output_linear")
-    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", ignore=ignore)).patterns
-
-
-def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    line = "2 x model.layers.*.mlp.experts.gate_up_proj, 4 experts of [304, 64], at 6:8"
-    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    assert f"experts: {line}" in would.describe()
-    assert would.experts["6:8"].count == 24
-    before = inspect_checkpoint(tmp_path / "m")
-    assert {layer.tightest for layer in before.expert_layers} == {"dense"}
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    assert f"treated experts: {line}" in summary.describe()
-    assert would.destination_bytes >= summary.destination_bytes
-    assert line in (tmp_path / "s/README.md").read_text()
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "s")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "experts: 2 x model.layers.*.mlp.experts.down_proj, 4 of 64x152, I8, marked 6:8, tightest 6:8,"
-        " zeros 0.250" in said
-    )
-    assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["expert_layers"]
-    assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
-    add_tokenizer(tmp_path / "s")
-    assert main(["eval", str(tmp_path / "s"), "--text", str(write_text(tmp_path / "text.txt"))]) == 0
-    said = capsys.readouterr().out
-    assert "pruned experts ran dense in 2 of 2 layers, with inputs that vLLM rounds and that were not" in said
-    words = "experts follow their pattern: in INT8 and FP8 they run sparse on a Hopper GPU, all others run dense"
-    assert words in summary.describe()
-    assert words in would.describe()
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -560,22 +500,6 @@ def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys:
     assert main([paths.get(word, word) for word in command]) == 0
 
 
-def test_plan_says_what_to_ignore_where_it_does_not_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["gemma4-moe"])
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "text.txt")
-    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.1", "--calibration", text]
-    words += ["--length", "16", "--method", "magnitude", "--patterns", "6:8"]
-    assert main([*map(str, words)]) == 1
-    outside = "model.per_layer_model_projection"
-    assert capsys.readouterr().err.endswith(
-        f"layer by layer goes through model.layers only; got 1 linear outside of it: {outside};"
-        " put them on the ignore list (--ignore)\n"
-    )
-    assert main([*map(str, words), "--ignore", outside]) == 0
-    assert "--dtype bf16" in capsys.readouterr().out
-
-
 def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
     add_tokenizer(tmp_path / "m")
@@ -646,38 +570,10 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    """transformers joins experts; its error was about a report above, which nobody saw."""
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    found, lost = tensors(tmp_path / "m"), "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    del found[lost]
-    replace_tensors(tmp_path / "m", found)
-    with pytest.raises(
-        slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}; needed"
-    ):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-
-
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
-    with pytest.raises(
-        slidesparse.InputError, match=r"no linear layer to treat; .*2 x transformer\.h\.\*\.attn\.c_attn \("
-    ):
+    with pytest.raises(slidesparse.InputError, match=r"2 x transformer\.h\.\*\.attn\.c_attn"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
         slidesparse.sparsify_(known(known.config_class(**ARCHITECTURES["gpt2"].config)), "6:8")
-
-
-def test_hyper_connections_are_told(tmp_path: Path) -> None:
-    """They multiply by parameters that are no linears, and stayed dense without a word."""
-    make(tmp_path / "m", ARCHITECTURES["hy-v4"])
-    options = PruneOptions("6:8", "bf16")
-    would = dry_run(tmp_path / "m", tmp_path / "s", options)
-    (why,) = [reason for reason in would.left if "hyper-connection" in reason]
-    assert (would.left[why].count, would.left[why].source_bytes) == (5, 2 * (4 * 4 + 2) * 128)
-    line = f"left dense: 2 x model.layers.*.attn_hc.fn ({why})"
-    assert line in prune_checkpoint(tmp_path / "m", tmp_path / "s", options).describe()
-    assert line.removeprefix("left dense: ") in (tmp_path / "s/README.md").read_text()
-    for name in ("m", "s"):
-        assert " ".join(line.split()) in " ".join(inspect_checkpoint(tmp_path / name).table().split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from checkpoints import add_tokenizer, make_checkpoint, write_text
 from huggingface_hub import ModelCard
 
 from slidesparse.cli import main
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
-from slidesparse.offline.prune_options import Recipe
 
 SOURCE = """---
 license: other
@@ -65,48 +62,6 @@ def test_a_hub_reads_where_the_model_comes_from_and_under_which_licence(tmp_path
     assert "commit `0a1b2c`, pruned and quantised by slidesparse" in card.text
     assert "vllm serve THIS_FOLDER" in card.text
     assert "- lm_head (output embedding)" in card.text
-
-
-def test_what_was_done_is_on_the_card(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "some|text.txt")
-    calibration = Calibration(str(text), 4, 32)
-    options = PruneOptions("6:8", "fp8", "wanda", calibration, layers={"re:.*down_proj": "dense"})
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "q", options)
-    assert summary.source_card is None
-    card = (tmp_path / "q/README.md").read_text()
-    assert "| patterns | 6:8 in 6 linears, dense in 1 linear |" in card
-    assert "| method | wanda, 4 windows of 32 tokens of some/text.txt |" in card
-    assert "| weights | fp8, a scale for each channel, zeros in place |" in card
-    assert str(tmp_path) not in card
-    assert "base_model" not in card
-    for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
-        exec(block.replace("THIS_FOLDER", str(tmp_path / "q")).replace("cuda", "cpu"), {})
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe", "words"),
-    [
-        ("llama", "6bit", "int8, of six bits where pruned, a scale for each channel, zeros in place"),
-        ("bitnet", "ternary", "int8, of three values (BitNet b1.58), a scale for each channel, zeros in place"),
-    ],
-)
-def test_how_weights_were_rounded_is_on_the_card(tmp_path: Path, name: str, recipe: Recipe, words: str) -> None:
-    make_checkpoint(tmp_path / "m", name, num_hidden_layers=1)
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8", recipe=recipe))
-    assert f"| weights | {words} |" in (tmp_path / "q/README.md").read_text()
-
-
-def test_a_card_of_float_weights_says_how_they_are_served(tmp_path: Path) -> None:
-    """vLLM asks no plugin where there is no ``quantization_config``: it would serve the folder dense."""
-    prune(snapshot(tmp_path), tmp_path / "float", dtype="bf16")
-    card = ModelCard.load(tmp_path / "float/README.md")
-    assert "commit `0a1b2c`, pruned by slidesparse" in card.text
-    assert "vllm serve THIS_FOLDER --quantization slidesparse\n" in card.text
-    assert "transformers loads the folder dense.\n" in card.text
-    assert "compressed-tensors" not in str(card)
-    assert card.data.base_model_relation == "finetune"
 
 
 BOMB = "a: &a {x: y}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1 or ''}, *a{i - 1 or ''}]}}" for i in range(1, 60))

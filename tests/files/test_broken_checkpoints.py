@@ -182,7 +182,7 @@ def test_a_row_of_zeros_may_have_a_scale_of_zero(quantised: Path, tmp_path: Path
 def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
     folder = damaged(dense, tmp_path / "m", lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(64, 1)}))
     for method, text in (("magnitude", None), ("wanda", Calibration(str(dense.parent / "text.txt")))):
-        with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised; .*remove"):
+        with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised"):
             prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method, text))
 
 
@@ -212,14 +212,6 @@ def test_inspect_says_that_weights_are_stored_otherwise(
     assert main(["inspect", str(folder)]) == 1
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
     assert told.startswith("PROBLEM: quantisation of the source; got gptq; needed none")
-
-
-def test_a_quantisation_without_a_method_is_called_so(dense: Path, tmp_path: Path) -> None:
-    def quantise(_: Tensors, config: Config) -> None:
-        config["quantization_config"] = {"quant_method": None}
-
-    with pytest.raises(CheckpointError, match="quantisation of the source; got no quant_method; needed none"):
-        prune_checkpoint(damaged(dense, tmp_path / "m", quantise), tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
 @pytest.mark.parametrize(

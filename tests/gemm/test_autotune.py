@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse.gemm import autotune
 from slidesparse.gemm.autotune import cold_copies, copies_to_rotate, l2_bytes
-from slidesparse.tuning import timing
 
 H200_L2 = 50 << 20
 
@@ -40,9 +38,3 @@ def test_the_search_keeps_to_the_launches_of_a_graph(
     assert l2_bytes() == H200_L2
     del found.L2_cache_size
     assert l2_bytes(0) == 40 << 20
-
-
-def test_one_constant_says_what_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "COLD_FACTOR", 30)
-    assert cold_copies(1 << 20, 1 << 20, 999) == 30
-    assert timing.copies_needed(1 << 20, 1 << 20, 1 << 40) == 30

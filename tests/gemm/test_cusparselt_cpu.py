@@ -168,7 +168,7 @@ def test_auto_never_takes_the_inexact_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert get_backend("cusparselt").accelerated
     assert not get_backend("cusparselt-bf16").accelerated
     assert _why(monkeypatch, backend="cusparselt-bf16") is None
-    with pytest.raises(ValueError, match="unknown intermediate; got 'fp4'; needed exact or bf16"):
+    with pytest.raises(ValueError, match="unknown intermediate; got 'fp4'"):
         CuSparseLt("fp4")
 
 
@@ -247,7 +247,7 @@ class _OldLibrary:
 @pytest.mark.usefixtures("_unloaded")
 def test_too_old_a_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_open", _OldLibrary)
-    with pytest.raises(UnsupportedError, match=r"cuSPARSELt is too old; got 0\.7\.1; needed 0\.8\.0 or newer"):
+    with pytest.raises(UnsupportedError, match=r"cuSPARSELt is too old; got 0\.7\.1"):
         api.load_library()
 
 

@@ -357,8 +357,6 @@ def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
 def test_a_gpu_backend_refuses_activations_on_a_cpu(backend: str) -> None:
     x = torch.zeros(4, 128, dtype=torch.int8)
     operand = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.uint8) for _ in range(2))
-    with pytest.raises(
-        InputError, match=f"activations of the {backend} backend; got cpu; needed a CUDA device"
-    ) as error:
+    with pytest.raises(InputError, match=f"activations of the {backend} backend") as error:
         get_backend(backend).matmul(x, None, operand, None, None, 32, torch.bfloat16)
     assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, describe_routes, parse_weight
+from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, parse_weight
 from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
@@ -264,7 +264,3 @@ def test_a_spec_takes_another_route_for_a_while(first: int, last: int, routes: l
     forms = FormSpec("dense", (64, 4), 3), FormSpec("quick", (), 5)
     spec = WeightSpec(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
     assert spec.through("quick", first, last).routes == tuple(Route(*route) for route in routes)
-
-
-def test_one_route_is_described_without_a_limit() -> None:
-    assert describe_routes((Route(0, "dense"),)) == "dense for any number of tokens"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import PACKAGED, load_speeds
-from slidesparse.gemm.time_model import MARGIN, NARROW, decide, explain, fastest, lean_routes_of, routes_of, time_at
+from slidesparse.gemm.time_model import MARGIN, NARROW, decide, fastest, lean_routes_of, routes_of, time_at
 
 TOKENS = (64, 1024, 16384)
 
@@ -227,10 +227,3 @@ def test_the_fastest_over_all_token_counts() -> None:
     assert fastest(_layer(dense=(1.0, 1.0, 1.0))) is None
     assert fastest(_layer(dense=(1.0, 1.0, 1.0), wrong=(None,) * 3)) is None
     assert fastest(_layer(gap=(0.1, None, 0.1), wrong=(None,) * 3)) == "gap"
-
-
-def test_the_times_in_words() -> None:
-    layer = _layer(dense=(1.0, 1.0, 2.0), quick=(0.77, 1.0801, None), same=(0.5, 0.5, 1.0), wrong=(None,) * 3)
-    assert explain(layer) == (
-        "quick takes 0.77 to 1.08 of dense's time, same takes 0.50 of dense's time, wrong has no time"
-    )

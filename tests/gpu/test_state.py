@@ -48,5 +48,5 @@ def test_every_backend_gives_the_weight_back(pattern: str, dtype: str, backend: 
 @pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
 def test_a_layer_that_left_its_gpu_says_so(backend: str) -> None:
     layer = _layer(_packed("6:8", "int8"), backend).cpu()
-    with pytest.raises(UnsupportedError, match=r"read a SlideLinear's weight back; .*copy the checkpoint"):
+    with pytest.raises(UnsupportedError, match="read a SlideLinear's weight back"):
         layer.state_dict()

@@ -118,19 +118,6 @@ def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> N
     assert replace(state, unplaced=later | own).pattern_of(named, weight, 0) == DENSE
 
 
-def test_a_layer_that_is_dense_by_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from slidesparse.integrations.names import NamedLayer
-    from slidesparse.integrations.vllm.model_state import ModelState
-
-    state, named = ModelState(unplaced={"a": Pattern(2, 4), "b": DENSE}), NamedLayer("l", Pattern(6, 8))
-    assert state.pattern_of(named, torch.ones(4, 16), 0) == DENSE
-    (line,) = caplog.messages
-    assert line == "slidesparse: l does not satisfy 6:8: it is taken for b, which the checkpoint leaves dense"
-    caplog.clear()
-    assert state.pattern_of(named, torch.zeros(4, 16), 0) == Pattern(2, 4)
-    assert not caplog.messages
-
-
 @pytest.mark.usefixtures("one_process")
 def test_what_vllm_holds_in_floats_is_left_to_it(tmp_path: Path) -> None:
     """Its mixer of Mamba's first version and its output embedding read no scales: Jamba in 8 bits ended the start."""

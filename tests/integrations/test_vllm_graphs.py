@@ -161,19 +161,6 @@ def test_a_second_reading_of_a_norm_is_no_residual() -> None:
     assert joined == [{}]
 
 
-def test_what_was_joined_is_told_once_for_graphs_that_are_alike(caplog: pytest.LogCaptureFixture) -> None:
-    block = Block(reads_twice=True).eval()
-    rewrite = pass_of(state_of(block.qkv, block.o, block.gate_up, block.down))
-    x = torch.randn(9, 64).bfloat16()
-    for _ in range(2):
-        run_compiled(block, rewrite, x)
-    told = [line for line in caplog.messages if "fused" in line]
-    assert told == [
-        "slidesparse: a graph of 4 linears, 4 of them in chains: fused 1 norm and 1 activation with linears; not"
-        " fused: 1 rms_norm whose result has other readers"
-    ]
-
-
 def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, dict[str, int]]:
     """How many linears were joined, and what was not."""
     from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
@@ -224,25 +211,6 @@ def test_an_offset_of_another_kind_is_not_joined() -> None:
         assert lost(lambda x, gain=gain: linear(torch.ops.vllm_ir.rms_norm(x, gain(), 1e-6)), x) == (0, told)
 
 
-def test_a_norm_with_an_all_reduce_is_named() -> None:
-    """As vLLM fuses them on several GPUs: the result stands in the all-reduced tensor."""
-    linear, x = sparse_linear(32, 64).eval(), torch.randn(4, 64).bfloat16()
-
-    def reduce_and_norm(x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        torch.ops.gpus.flashinfer_trtllm_fused_allreduce_norm(x)
-        return linear(x)
-
-    with torch.library._scoped_library("gpus", "FRAGMENT") as library:
-        library.define("flashinfer_trtllm_fused_allreduce_norm(Tensor(a!) x) -> ()")
-        library.impl("flashinfer_trtllm_fused_allreduce_norm", lambda x: [x.mul_(2)][1:] or None, "CPU")
-        library.impl("flashinfer_trtllm_fused_allreduce_norm", lambda x: None, "Meta")
-        joined, reasons = lost(reduce_and_norm, x)
-    (reason,) = reasons
-    assert joined == 0
-    assert "flashinfer_trtllm_fused_allreduce_norm, a norm with the all-reduce before it" in reason
-
-
 def test_what_is_not_joined_says_why() -> None:
     import vllm.ir.ops  # noqa: F401
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -263,27 +231,6 @@ def test_what_is_not_joined_says_why() -> None:
     assert lost(lambda x: linear(silu(x)), wide[None]) == (0, {"aten.mul of 3 dimensions": 1})
     gelu = torch.nn.functional.gelu
     assert lost(lambda x: linear(gelu(x[:, :64]) * x[:, 64:]), wide) == (0, {"aten.mul that is not silu(gate) * up": 1})
-
-
-@pytest.mark.parametrize("version_2", [False, True])
-def test_a_custom_operator_for_an_activation_is_named(version_2: bool) -> None:
-    """One that writes its result into a tensor, as vLLM's do."""
-    from torch._inductor import config as inductor
-
-    linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
-
-    def activate(x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(len(x), 64)
-        torch.ops.activations.silu_and_mul(out, x)
-        return linear(out)
-
-    with torch.library._scoped_library("activations", "FRAGMENT") as library:
-        library.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
-        library.impl("silu_and_mul", lambda out, x: [out.copy_(x[:, :64])][1:] or None, "CPU")
-        library.impl("silu_and_mul", lambda out, x: None, "Meta")
-        with inductor.patch(enable_auto_functionalized_v2=version_2):
-            found = lost(activate, wide)
-    assert found == (0, {"activations.silu_and_mul as a custom operator (custom_ops)": 1})
 
 
 def test_an_activation_of_symbolic_width_is_left_alone() -> None:

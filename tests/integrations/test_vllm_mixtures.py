@@ -136,12 +136,6 @@ def test_attention_is_packed_and_experts_are_loaded(
 
 
 @pytest.mark.usefixtures("without_expert_kernels")
-def test_pruned_experts_in_floats_are_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "bf16"), quantization="slidesparse"), REFERENCE)
-    assert "mlp.experts: dense, experts: their weights are neither INT8 nor FP8 (2 layers)" in caplog.text
-
-
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_stock_vllm_loads_it_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsLinearMethod,
@@ -301,21 +295,6 @@ def test_what_was_never_measured_stays_dense(
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_remedy_of_experts_is_their_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    from slidesparse.integrations.vllm import experts
-
-    monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
-    path = with_dense_attention(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), marked=True)
-    loaded(configured(path, quantization="slidesparse"), REFERENCE)
-    (warning,) = [line for line in caplog.messages if "none of the 2 layers that could run sparse does" in line]
-    assert """--additional-config '{"slidesparse": {"experts": "sparse"}}'""" in warning
-    assert ("measures them" in warning) == alone
-
-
 @pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_with_adapters_stay_vllms_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -358,16 +337,6 @@ def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_sta
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "mlp.experts: dense, experts: they have a bias (2 layers)" in caplog.text
     assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
-
-
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_experts_that_are_left_to_vllm_as_asked_for_are_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "dense"}}
-    loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), options)
-    assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
-    assert "mlp.experts: dense, experts: left to vLLM, as asked for (2 layers)" in caplog.text
 
 
 def with_balancing(path: Path, additional: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -616,11 +585,3 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     assert is_alone(layer) == ("dp_size" not in changed)
     if why is not None:
         assert find_experts(layer, NamedExperts("experts", None)) == why
-
-
-def test_the_warning_knows_experts_that_cannot_be_measured() -> None:
-    """It tells them by words of the reason, which stand in one piece there: a page is held to them."""
-    from slidesparse.integrations.vllm.experts import NOT_ALONE
-    from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED
-
-    assert CANNOT_BE_MEASURED in NOT_ALONE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from slidesparse.errors import CheckpointError
@@ -24,7 +22,6 @@ from slidesparse.weights.pattern import DENSE, Pattern
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CT = {"quant_method": "compressed-tensors"}
 MARKER = {"version": 1}
-LOG = logging.getLogger("test")
 
 
 @pytest.mark.parametrize(

@@ -359,25 +359,6 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
-def test_the_warning_names_the_backend_that_this_gpu_has(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from slidesparse.gemm import select
-
-    asked = []
-
-    def ask(problem: Any) -> dict[str, str | None]:
-        asked.append(problem)
-        return {"hopper": "it has no kernels", "cusparselt": None}
-
-    monkeypatch.setattr(select, "_ask_accelerated", ask)
-    loaded(configured(checkpoints("6:8"), enforce_eager=True), {})
-    (warning,) = warnings_of_ours(caplog)
-    assert """{"slidesparse": {"backend": "cusparselt"}}""" in warning
-    assert len(asked) == 4  # once a layer
-
-
-@pytest.mark.usefixtures("no_dense_kernels")
 def test_who_asks_for_dense_is_not_warned(checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = checkpoints("6:8")
     loaded(configured(path, enforce_eager=True), {"slidesparse": {"backend": "dense"}})
@@ -452,20 +433,6 @@ def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, q
         return
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
-
-
-def test_a_pruned_output_embedding_in_floats_is_in_the_log(
-    checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = checkpoints("dense", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "bf16", lm_head=True))
-    model = loaded(configured(tmp_path / "sparse", quantization="slidesparse", enforce_eager=True), REFERENCE)
-    assert hasattr(model.lm_head, "weight")
-    assert "slidesparse: 4 of 5 layers run sparse" in "".join(caplog.messages)
-    assert any("slidesparse: lm_head: dense, left to vLLM, since an output" in line for line in caplog.messages)
-    caplog.clear()
-    loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True), REFERENCE)
-    assert not any("lm_head" in line for line in caplog.messages)  # its marker leaves the head alone
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
@@ -583,23 +550,6 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
     assert torch.equal(get_and_maybe_dequant_weights(layer), weight.bfloat16())
     assert "latent attention" in config.prepare_model().status.outcomes[name].text
     assert hasattr(replicated(config, "model.layers.0.self_attn.o_proj", weight), "slide")
-
-
-@pytest.mark.usefixtures("no_dense_kernels")
-def test_schemes_that_are_not_ours_are_in_the_log(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM loads FP8 so on an A100: each layer of a pruned checkpoint is left to it, and none is waited for."""
-    from slidesparse.integrations.vllm import config
-
-    reason = "CompressedTensorsW8A16Fp8 is neither INT8 nor FP8 W8A8"
-    monkeypatch.setattr(config, "why_not_w8a8", lambda *_: reason)
-    layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
-    assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 1
-    assert f"slidesparse: model.layers.0.mlp.down_proj: dense, {reason}" in caplog.messages
-    caplog.clear()
-    layer.quant_method.process_weights_after_loading(layer)  # as when weights are loaded again
-    assert not [line for line in caplog.messages if "slidesparse" in line]
 
 
 # -- shards --------------------------------------------------------------------------------------------------------

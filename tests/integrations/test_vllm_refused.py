@@ -40,7 +40,7 @@ def test_formats_that_bring_no_checkpoint_are_refused() -> None:
         if name not in LOAD_FORMATS:
             require_supported(config)
             continue
-        with pytest.raises(UnsupportedError, match=f"--load-format {name} with sparse layers; .*compressed-tensors"):
+        with pytest.raises(UnsupportedError, match=f"--load-format {name} with sparse layers"):
             require_supported(config)
 
 
@@ -48,8 +48,8 @@ def test_formats_that_bring_no_checkpoint_are_refused() -> None:
     ("refused", "told"),
     [
         (lambda: load_format("dummy"), "--load-format dummy with sparse layers; got random weights, which follow no"),
-        (lambda: offload(uva={"cpu_offload_gb": 2}), r"--cpu-offload-gb with sparse layers; got 2(\.0)?; needed 0"),
-        (lambda: offload(prefetch={"offload_group_size": 4}), "--offload-group-size with sparse layers; got 4; needed"),
+        (lambda: offload(uva={"cpu_offload_gb": 2}), r"--cpu-offload-gb with sparse layers; got 2(\.0)?"),
+        (lambda: offload(prefetch={"offload_group_size": 4}), "--offload-group-size with sparse layers; got 4"),
     ],
 )
 def test_a_model_is_refused_before_it_is_loaded(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, ModelStatus, Outcome
+from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 
 LOG = logging.getLogger("test")
 
@@ -37,18 +37,6 @@ def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureF
     ]
 
 
-def test_layers_whose_numbers_end_their_names_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    status, names = ModelStatus(), ("visual.merger.mlp.0", "visual.merger.mlp.2", "fc1")
-    status.outcomes |= dict.fromkeys(names, SPARSE)
-    status.note_outcome("fc2", SPARSE, LOG)
-    assert caplog.messages[1:] == [
-        "slidesparse: visual.merger.mlp.*: sparse, 6:8 by reference (2 layers)",
-        "slidesparse: fc1: sparse, 6:8 by reference",
-        "slidesparse: fc2: sparse, 6:8 by reference",
-    ]
-
-
 def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """With pipeline parallelism another process may hold all layers that were pruned."""
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
@@ -66,15 +54,6 @@ def test_a_part_of_a_model_does_not_speak_for_the_others(caplog: pytest.LogCaptu
         caplog.clear()
         ModelStatus(part=part).note_outcome("model.layers.1.mlp.down_proj", dense, LOG)
         assert f"{said} served at dense speed" in caplog.messages[-1]
-
-
-def test_the_memory_of_packed_weights_is_said_with_that_of_dense_ones(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    status = ModelStatus()
-    status.outcomes["a"] = Outcome(True, True, "6:8 by hopper", kept_bytes=15 * 10**8, dense_bytes=16 * 10**8)
-    status.outcomes["b"] = Outcome(True, True, "6:8 by hopper", kept_bytes=3 * 10**8, dense_bytes=4 * 10**8)
-    status.note_outcome("c", NO_PATTERN, LOG)
-    assert caplog.messages[0] == "slidesparse: 2 of 3 layers run sparse; their weights take 1.80 GB, dense 2.00"
 
 
 def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,53 +109,3 @@ def test_a_checkpoint_without_any_pattern_is_refused() -> None:
     status.expect_layer("a", layer)
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         status.note_outcome("a", NO_PATTERN, LOG)
-
-
-def test_experts_that_cannot_be_measured_have_no_remedy_that_measures(caplog: pytest.LogCaptureFixture) -> None:
-    status, layer = ModelStatus(), _Layer()
-    status.expect_layer("a", layer)
-    why = f"4 experts, 6:8: with data parallelism {CANNOT_BE_MEASURED}"
-    status.note_outcome("a", Outcome(False, True, why, eligible=True, experts=True), LOG)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "tune" not in warning
-    assert """at dense speed. --additional-config '{"slidesparse": {"experts": "sparse"}}' runs them""" in warning
-
-
-@pytest.mark.parametrize(
-    ("able", "named"),
-    [
-        (["cusparselt"] * 2, """{"slidesparse": {"backend": "cusparselt"}}"""),
-        (["hopper", "cusparselt"], None),  # a backend that cannot run a layer ends the start
-        (["hopper", None], None),
-        ([None], None),
-    ],
-)
-def test_the_warning_names_a_backend_that_can_run_here(
-    able: list[str | None], named: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A100 and L40S have cuSPARSELt alone."""
-    status = ModelStatus()
-    for i, backend in enumerate(able):
-        status.outcomes[str(i)] = Outcome(False, True, "6:8; not measured", eligible=True, sparse_by=backend)
-    status.note_outcome("last", NO_PATTERN, LOG)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "the pruned model is served at dense speed" in warning
-    assert ("--additional-config" in warning) == ("tune" in warning) == (named is not None)
-    assert named is None or named in warning
-
-
-@pytest.mark.parametrize(
-    ("reason", "remedy"),
-    [
-        ("measured here", "a sparser pattern gains more; "),
-        ("prior: measured at 8x8", "slidesparse tune measures this GPU"),
-    ],
-)
-def test_the_warning_names_a_remedy_that_helps(reason: str, remedy: str, caplog: pytest.LogCaptureFixture) -> None:
-    status, layer = ModelStatus(), _Layer()
-    status.expect_layer("a", layer)
-    status.note_outcome("a", Outcome(False, True, f"6:8; {reason}", eligible=True, sparse_by="hopper"), LOG)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"({f'6:8; {reason}'})" in warning
-    assert remedy in warning
-    assert ("tune" in warning) == ("tune" in remedy)

@@ -36,6 +36,7 @@ def test_the_kernels_take_what_they_can_count() -> None:
     assert not arrange_experts.takes(1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "tiles"), [(300, 19), (4100, 257)])
 def test_all_tokens_may_go_to_one_expert(device: str, pairs: int, tiles: int) -> None:
     chosen = torch.full((pairs, 1), 2, dtype=torch.int32)

