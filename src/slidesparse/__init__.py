@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "HeldZeros": "recovery",
+    "HeldZeros": "recover.held_zeros",
     "PackedWeight": "packed",
     "Pattern": "pattern",
     "SlideLinear": "linear",

@@ -382,4 +382,4 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         "reordering": options.reorder,
     }
     method = " and ".join([*(word for word, given in before.items() if given), options.method])
-    return f"{method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
+    return f"{method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"
