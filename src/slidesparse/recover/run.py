@@ -1,4 +1,4 @@
-"""``slidesparse recover``: from a pruned checkpoint to one that predicts as the dense model does, with the same zeros."""
+"""``slidesparse recover``: from a pruned checkpoint to one that predicts more like the dense model, zeros held."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ from slidesparse.recover.state import State
 from slidesparse.recover.trained import Zeros, choose_trained
 from slidesparse.recover.training import MOST_LEFT_OUT, Training
 from slidesparse.recover.windows import Windows, read_windows
-from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import parse_dtype, rounding_of
 
 WINDOWS, BEFORE = "windows.safetensors", "before.json"
@@ -84,13 +83,12 @@ class Recovery:
 
     def describe(self) -> str:
         """Return the outcome as text."""
-        speed = self.tokens / max(self.seconds, 1e-9)
-        b, a = self.before, self.after
+        b, a, speed = self.before, self.after, self.tokens / max(self.seconds, 1e-9)
         lines = [
-            f"trained on {self.tokens} tokens in {self.seconds:.0f} s ({speed:.0f} a second) at a rate of {self.rate:.2g}",
-            f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats a token ({self.held_tokens} tokens)",
-            f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f};"
-            f" foresees what dense does: {b['same']:.1%} -> {a['same']:.1%}",
+            f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, at a rate of {self.rate:.2g}",
+            f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
+            f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
+            f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
         ]
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
@@ -316,7 +314,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _same_bytes(device: torch.device) -> Iterator[None]:
-    """Use kernels that add up in one order, so that a run that was killed and went on has the bytes of one that was not."""
+    """Use kernels that add up in one order, so that a run which was killed and went on has the bytes of another."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory

@@ -28,7 +28,7 @@ def choose_trained(model: Any, train: Trained) -> set[str]:
     for name, parameter in model.named_parameters():
         chosen = id(parameter) in prunable if train == "linears" else True
         parameter.requires_grad_(
-            (chosen and id(parameter) not in embeddings or train == "all")
+            ((chosen and id(parameter) not in embeddings) or train == "all")
             and not (routers and name.startswith(routers))
         )
     return {name for name, parameter in model.named_parameters() if id(parameter) in prunable}
