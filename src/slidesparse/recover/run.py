@@ -85,7 +85,7 @@ class Recovery:
         """Return the outcome as text."""
         b, a, speed = self.before, self.after, self.tokens / max(self.seconds, 1e-9)
         lines = [
-            f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, at a rate of {self.rate:.2g}",
+            f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, rate {self.rate:.2g}",
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
             f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",

@@ -26,11 +26,8 @@ def choose_trained(model: Any, train: Trained) -> set[str]:
     prunable = {id(getattr(module, leaf)) for module, leaf in prunable_weights(model).values()}
     routers = tuple(f"{name}." for name in find_routers(model, find_experts(model)))
     for name, parameter in model.named_parameters():
-        chosen = id(parameter) in prunable if train == "linears" else True
-        parameter.requires_grad_(
-            ((chosen and id(parameter) not in embeddings) or train == "all")
-            and not (routers and name.startswith(routers))
-        )
+        inside = id(parameter) not in embeddings and (train == "body" or id(parameter) in prunable)
+        parameter.requires_grad_((inside or train == "all") and not (routers and name.startswith(routers)))
     return {name for name, parameter in model.named_parameters() if id(parameter) in prunable}
 
 
