@@ -136,10 +136,10 @@ def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text after empty lines, where tokens end too, into pieces of at least :data:`PIECE` characters.
+    r"""Cut a text after empty lines, where tokens end too, into pieces of at least :data:`PIECE` characters.
 
-    >>> _pieces("one\\n\\ntwo")
-    ['one\\n\\ntwo']
+    >>> _pieces("one\n\ntwo")
+    ['one\n\ntwo']
     """
     pieces, start = [], 0
     while start < len(text):
