@@ -297,7 +297,9 @@ def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
 def test_tokenizers_that_differ(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "base", tmp_path / "base")
     reverse_letters(tmp_path / "base")
-    refused(pair, "tokenizers of other vocabularies; got '!' with", CheckpointError, dense=tmp_path / "base")
+    refused(
+        pair, "have tokenizers of other vocabularies; got .* with 75 and 4", CheckpointError, dense=tmp_path / "base"
+    )
     shutil.copytree(pair / "pruned", tmp_path / "pruned")
     for name in ("base", "pruned"):
         add_tokenizer(tmp_path / name, "".join(chr(200 + i) for i in range(90)) + "abcdefghijklmnopqrstuvwxyz .")
@@ -318,7 +320,8 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "claims", save_original_format=False)
     config = json.loads((pair / "pruned/config.json").read_text())
     (tmp_path / "claims/config.json").write_text(json.dumps(config))
-    refused(pair, "violates 2:4", pruned=tmp_path / "claims")
+    with pytest.raises(InputError, match="violates 2:4"):
+        recover(tmp_path / "claims", pair / "base", tmp_path / "out", options(pair))
 
 
 def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
-from slidesparse.recover.trained import Zeros, choose_trained
+from slidesparse.recover.trained import Zeros, choose_trained, require_pattern
 from slidesparse.recover.training import MOST_LEFT_OUT, Training
 from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
@@ -165,6 +165,7 @@ class _Pair:
         self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
         self._require_alike()
         self.prunable = choose_trained(self.student.model, options.train)
+        require_pattern(self.pruned.path, self.prunable, lambda name: self.student.read(name, self.pruned.tensor))
         parameters = list(self.student.model.parameters())
         trained = sum(one.numel() for one in parameters if one.requires_grad)
         self.size = Size(sum(one.numel() for one in parameters), trained, self.student.model.config)
@@ -249,7 +250,6 @@ def _train(
     dense.requires_grad_(False)
     zeros = Zeros(pair.prunable, pair.marker)
     everything = fill(student, pair.student, pair.pruned, torch.float32, device, zeros.look)
-    zeros.require_some(pair.pruned.path)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
     held = {name for name in zeros.held if name in parameters}

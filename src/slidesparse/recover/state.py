@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Progress:
     seconds: float = 0.0
     left_out: int = 0
     in_a_row: int = 0
-    losses: list[float] = field(default_factory=list)
+    losses: tuple[float, ...] = ()
 
 
 class State:

@@ -59,25 +59,27 @@ class Documented:
 def make_tasks(number: int, seed: int = 0) -> list[str]:
     """Return tasks, the same for the same seed and packages; each function is asked about in another way each time."""
     rng = random.Random(seed)
-    functions = _functions(rng)
+    functions = _functions(number, rng)
     rng.shuffle(functions)
     rounds = range(-(-number // max(len(functions), 1)))
     asked = (one.ask(FORMS[(i + turn) % len(FORMS)]) for turn in rounds for i, one in enumerate(functions))
     return [task for task, _ in zip(asked, range(number), strict=False)]
 
 
-def _functions(rng: random.Random) -> list[Documented]:
-    """Return functions of the standard library and of all packages, each name once."""
+def _functions(number: int, rng: random.Random) -> list[Documented]:
+    """Return functions of the standard library and of all packages, each name once: many enough for so many tasks."""
     paths = sysconfig.get_paths()
     found: dict[str, Documented] = {}
-    for package in (*_packages(Path(paths["stdlib"])), *_packages(Path(paths["purelib"]))):
+    packages = [*_packages(Path(paths["stdlib"])), *_packages(Path(paths["purelib"]))]
+    most = min(MOST_OF_ONE, 8 + 8 * number // len(packages))
+    for package in packages:
         files = [package] if package.is_file() else sorted(package.rglob("*.py"))
         rng.shuffle(files)
         count = 0
         for file in files:
             for one in _of_file(file):
                 count += found.setdefault(one.name, one) is one
-            if count >= MOST_OF_ONE:
+            if count >= most:
                 break
     return list(found.values())
 
@@ -105,6 +107,8 @@ def _of_file(path: Path) -> Iterator[Documented]:
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        if node.args.args and node.args.args[0].arg in ("self", "cls"):  # a method means little without its class
             continue
         text = (ast.get_docstring(node) or "").strip()
         if len(text) >= LENGTHS[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from slidesparse.recover.options import Trained
 from slidesparse.weights.support import check_pattern, tightest_pattern
 
 
-def choose_trained(model: Any, train: Trained) -> set[str]:
+def choose_trained(model: Any, train: Trained) -> list[str]:
     """Let parameters of a model require gradients or not; return the names of those that pruning may have treated.
 
     Routers of mixtures are never trained: experts that get fewer tokens learn less, and would get fewer still.
@@ -28,7 +28,32 @@ def choose_trained(model: Any, train: Trained) -> set[str]:
     for name, parameter in model.named_parameters():
         inside = id(parameter) not in embeddings and (train == "body" or id(parameter) in prunable)
         parameter.requires_grad_((inside or train == "all") and not (routers and name.startswith(routers)))
-    return {name for name, parameter in model.named_parameters() if id(parameter) in prunable}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in prunable]
+
+
+def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+    """Refuse a checkpoint that is not pruned, before anything is written.
+
+    Args:
+        path: Its name in the error.
+        prunable: Parameters that pruning may have treated.
+        read: Name -> values; of a pruned checkpoint it is called once or twice.
+
+    Raises:
+        InputError: No parameter has zeros, or those that have follow no pattern.
+    """
+    any_zero = False
+    for name in prunable:
+        value = read(name)
+        any_zero |= bool((value == 0).any())
+        if any_zero and (value.dim() != 2 or tightest_pattern(value) is not None):
+            return
+    raise InputError(
+        f"{path} is not pruned",
+        got="zeros that follow no pattern" if any_zero else "no zeros in its linears",
+        needed="a checkpoint in a float type with a pattern of zeros",
+        remedy="make one with: slidesparse prune DENSE PRUNED --pattern 6:8 --dtype bf16",
+    )
 
 
 class Zeros:
@@ -42,10 +67,9 @@ class Zeros:
         held: Parameters whose zeros stay.
     """
 
-    def __init__(self, prunable: set[str], marker: Marker | None) -> None:
+    def __init__(self, prunable: Collection[str], marker: Marker | None) -> None:
         self.prunable, self.marker = prunable, marker
         self.held: set[str] = set()
-        self.follow_one = marker is not None
 
     def look(self, name: str, value: torch.Tensor) -> None:
         """Look at a parameter.
@@ -60,23 +84,6 @@ class Zeros:
         linear = name.removesuffix(".weight")
         if self.marker is not None and value.dim() == 2 and linear not in self.marker.ignore:
             check_pattern(value, self.marker.pattern_of(linear), name=name)
-        elif not self.follow_one:
-            self.follow_one = value.dim() != 2 or tightest_pattern(value) is not None
-
-    def require_some(self, path: object) -> None:
-        """Refuse a checkpoint that is not pruned.
-
-        Raises:
-            InputError: It has no zeros, or they follow no pattern.
-        """
-        if self.held and self.follow_one:
-            return
-        raise InputError(
-            f"{path} is not pruned",
-            got="zeros that follow no pattern" if self.held else "no zeros in its linears",
-            needed="a checkpoint in a float type with a pattern of zeros",
-            remedy="make one with: slidesparse prune DENSE PRUNED --pattern 6:8 --dtype bf16",
-        )
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class Training:
                 progress.in_a_row = 0 if finite else progress.in_a_row + 1
                 progress.left_out += not finite
                 if finite:
-                    progress.losses.append(loss)
+                    progress.losses = (*progress.losses, round(loss, 6))
                 progress.seconds = self._same(progress.seconds + time.monotonic() - begun)
                 done = options.done(progress.step, progress.seconds)
                 report.step(advance, loss, done)
