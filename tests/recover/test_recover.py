@@ -105,12 +105,13 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
         if progress.step == 3:
             raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(State, "save", killed)
-        recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+        with pytest.raises(Killed):
+            recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
     # A shorter run has other rates, and may not take its place.
-    with pytest.raises(CheckpointError, match="unfinished output of another run; got another options.tokens"):
+    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another options\.tokens"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5))
     steps = []
     step = Training._step
@@ -264,7 +265,7 @@ def test_ten_of_them_end_the_run_with_the_last_good_weights(pair: Path, tmp_path
 
 def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=None, minutes=0.02))
-    assert 1 <= found.steps
+    assert found.steps >= 1
     assert found.seconds >= 1.2
 
 
@@ -316,11 +317,11 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "holes")
     add_tokenizer(tmp_path / "holes")
     refused(pair, "is not pruned; got zeros that follow no pattern", pruned=tmp_path / "holes")
-    shutil.copytree(pair / "pruned", tmp_path / "claims")
-    model.save_pretrained(tmp_path / "claims", save_original_format=False)
-    config = json.loads((pair / "pruned/config.json").read_text())
-    (tmp_path / "claims/config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="violates 2:4"):
+    model = transformers.LlamaForCausalLM.from_pretrained(pair / "pruned", dtype=torch.bfloat16)
+    model.model.layers[1].mlp.down_proj.weight.data[3, :4] = 1
+    model.save_pretrained(tmp_path / "claims")
+    add_tokenizer(tmp_path / "claims")
+    with pytest.raises(InputError, match=r"layers.1.mlp.down_proj.weight violates 2:4 at row 3"):
         recover(tmp_path / "claims", pair / "base", tmp_path / "out", options(pair))
 
 
@@ -364,7 +365,7 @@ def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatc
     wanted = options(pair, save_minutes=1e-9)
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "save", full)
-        with pytest.raises(CheckpointError, match="the disk of .* is full; got No space left") as caught:
+        with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left") as caught:
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
     assert "\n" not in str(caught.value)
     assert [one.name for one in (tmp_path / "out.partial/kept").glob("step-*")] == ["step-00000002"]

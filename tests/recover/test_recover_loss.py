@@ -19,8 +19,8 @@ def predictions(cap: float | None, seed: int) -> Predictions:
 
 def whole(student: Predictions, dense: Predictions) -> torch.Tensor:
     logits = [one.hidden @ one.head.t() for one in (student, dense)]
-    logits = [z if one.cap is None else one.cap * torch.tanh(z / one.cap) for z, one in zip(logits, (student, dense))]
-    log_q, log_p = (F.log_softmax(z, -1) for z in logits)
+    capped = [z if student.cap is None else student.cap * torch.tanh(z / student.cap) for z in logits]
+    log_q, log_p = (F.log_softmax(z, -1) for z in capped)
     return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
 
