@@ -5,6 +5,9 @@ that the other channels round to few steps. Dividing channel ``j`` of the norm's
 ``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
 and Efficient Post-Training Quantization for Large Language Models" (2023), with ``s_j = sqrt(max |x_j| / max |w_j|)``.
 
+Inside a gated MLP the same is possible without a norm: what ``down`` reads is the output of ``up`` times a number for
+each channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
+
 Here ``s_j`` is rounded to a power of two, and one common power is taken out, which scales of tokens and rows absorb
 anyway. So folding is exact in BF16 and float32: a layer whose outputs do not stay the same bit for bit, as that of a
 norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros. FP16 has few exponents: what a factor takes below
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 
 from slidesparse.models.hooks import hooked
+from slidesparse.models.reorder import find_inner
 
 MOST = 6
 """Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
@@ -28,14 +32,14 @@ MOST = 6
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm and all that reads its output.
+    """What writes some channels, and all that reads them.
 
     Attributes:
-        norm: The norm's name.
-        linears: The linears that read it; nothing else does.
+        writer: The name of a norm, or of a linear whose output is multiplied channel by channel before it is read.
+        linears: The linears that read the channels; nothing else does.
     """
 
-    norm: str
+    writer: str
     linears: tuple[str, ...]
 
 
@@ -79,9 +83,28 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
     return [folds[name] for name in leaves if name in folds and _reach_all(leaves, folds[name])]
 
 
+def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Callable[[], object]) -> list[Fold]:
+    """Return the linears that may write the channels of another one, as far as shapes tell: up and down, gate and down.
+
+    Which of them do is tried out: ``gate`` is not, since no power of two passes through its activation unchanged.
+
+    Args:
+        linears: Those that may be scaled, in the model's order.
+        model: May be on the meta device.
+        run: Runs the model once, on any input.
+    """
+    inner = find_inner(linears, model, run)
+    return [
+        Fold(writer, (one.reader,))
+        for one in inner
+        for writer in one.writers
+        if linears[writer].out_features == linears[one.reader].in_features
+    ]
+
+
 def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
     """Say whether only linears read a norm's output, and all of its channels as they are."""
-    readers, gain = [modules[name] for name in one.linears], modules[one.norm].get_parameter("weight")
+    readers, gain = [modules[name] for name in one.linears], modules[one.writer].get_parameter("weight")
     return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
 
 
@@ -91,17 +114,19 @@ def is_norm(module: nn.Module) -> bool:
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
 
 
-def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor], strength: float = 0.5) -> torch.Tensor:
     """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
 
     Args:
         largest_input: The largest absolute input of each channel, [in].
         weights: Those of all readers, [out, in] each.
+        strength: How far outliers move from inputs, at 0, into weights, at 1.
     """
     largest_weight = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
-    share = largest_input.to(torch.float32) / largest_weight
+    largest_input = largest_input.to(torch.float32)
+    share = largest_input.pow(strength) / largest_weight.pow(1 - strength)
     alive = torch.isfinite(share) & (share > 0)
-    powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)) / 2, 0.0).round()
+    powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)), 0.0).round()
     if bool(alive.any()):
         powers = torch.where(alive, powers - powers[alive].median(), 0.0)
     return powers.clamp(-MOST, MOST).to(torch.int8)
@@ -109,10 +134,10 @@ def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor]) -> t
 
 @torch.no_grad()
 def fold(modules: Mapping[str, nn.Module], one: Fold, powers: torch.Tensor) -> None:
-    """Divide a norm's gain and bias by the factors, and multiply the columns of its readers, in place."""
+    """Divide what writes the channels by the factors, and multiply the columns of its readers, in place."""
     factors = torch.exp2(powers.to(torch.float32))
-    for parameter in modules[one.norm].parameters(recurse=False):
-        parameter.div_(factors.to(parameter))
+    for parameter in modules[one.writer].parameters(recurse=False):
+        parameter.div_(factors.to(parameter).view(-1, *[1] * (parameter.dim() - 1)))
     for name in one.linears:
         weight: Any = modules[name].weight
         weight.mul_(factors.to(weight))

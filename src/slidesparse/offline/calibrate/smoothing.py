@@ -16,10 +16,14 @@ from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list
-from slidesparse.models.smooth import Fold, exponents, find_folds, fold
+from slidesparse.models.smooth import Fold, exponents, find_folds, find_inner_folds, fold
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
 
 KEPT = "smoothing.safetensors"
+
+
+ROWS = " rows"
+"""What a weight's name ends in among the factors where its rows are multiplied, not its columns."""
 
 
 class SmoothedCheckpoint(ChangedCheckpoint):
@@ -27,7 +31,7 @@ class SmoothedCheckpoint(ChangedCheckpoint):
 
     Args:
         source: The checkpoint.
-        factors: Tensor -> what its last dimension is multiplied by, powers of two.
+        factors: Tensor -> what its last dimension is multiplied by, powers of two; with :data:`ROWS`, its first.
     """
 
     def __init__(self, source: Checkpoint, factors: Mapping[str, torch.Tensor]) -> None:
@@ -37,13 +41,16 @@ class SmoothedCheckpoint(ChangedCheckpoint):
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
         value = self.source.tensor(name, device)
-        return value * self.factors[name].to(value) if name in self.factors else value
+        if name in self.factors:
+            value = value * self.factors[name].to(value)
+        rows = self.factors.get(f"{name}{ROWS}")
+        return value if rows is None else value * rows.to(value)[:, None]
 
 
 def find_smoothing(
     meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
 ) -> list[Fold]:
-    """Return the layers' norms that may be smoothed, as far as a run on the meta device and tensors' names tell.
+    """Return what may be smoothed in the layers, as far as a run on the meta device and tensors' names tell.
 
     Args:
         meta: The meta model.
@@ -52,20 +59,24 @@ def find_smoothing(
         run: Runs the model once; None: it cannot be run.
 
     Raises:
-        InputError: There are none, or the linears are not in layers.
+        InputError: There is nothing, or the linears are not in layers.
     """
+    linears = list(linears)
     found = [] if run is None else find_folds(meta.model, run)
+    if run is not None:
+        known: dict[str, Any] = {name: meta.model.get_submodule(name) for name in linears}
+        found += find_inner_folds(known, meta.model, run)
     layers = [f"{name}." for name, _ in find_layer_list(meta.model, linears).items()]
     otherwise = meta.why_stored_otherwise()
 
     def is_in_one_layer(one: Fold) -> bool:
         """Layers run one at a time, so what a norm at the end of one hands to the next cannot be tried."""
-        return any(all(name.startswith(layer) for name in (one.norm, *one.linears)) for layer in layers)
+        return any(all(name.startswith(layer) for name in (one.writer, *one.linears)) for layer in layers)
 
     def is_stored_plainly(one: Fold) -> bool:
-        parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
+        parameters = [*_parameters_of_writer(meta, one), *(f"{name}.weight" for name in one.linears)]
         own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
-        return None not in own and not any(name in otherwise for name in one.linears)
+        return None not in own and not any(name in otherwise for name in (one.writer, *one.linears))
 
     folds = [one for one in found if is_in_one_layer(one) and is_stored_plainly(one)]
     if not folds:
@@ -127,40 +138,44 @@ def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
 def _find_factors(layers: DenseLayers, folds: Sequence[Fold], progress: bool | None) -> dict[str, torch.Tensor]:
     factors: dict[str, torch.Tensor] = {}
     for name, index in layers.walk("smooth", progress):
-        here = [one for one in folds if one.norm.startswith(f"{name}.")]
+        here = [one for one in folds if one.writer.startswith(f"{name}.")]
         for one, powers in _smoothed(layers, index, here).items():
             scale = torch.exp2(powers.to(torch.float32)).cpu()
             factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
-            of_norm = (str(layers.meta.names.origins[name]) for name in _parameters_of_norm(layers.meta, one))
-            factors |= dict.fromkeys(of_norm, scale.reciprocal())
+            for name in _parameters_of_writer(layers.meta, one):
+                rows = ROWS if layers.meta.model.get_parameter(name).dim() == 2 else ""
+                factors[f"{layers.meta.names.origins[name]}{rows}"] = scale.reciprocal()
     if not factors:
         raise _cannot_smooth(layers.model)
     return factors
 
 
-def _parameters_of_norm(meta: MetaModel, one: Fold) -> list[str]:
-    """Return the names of a norm's gain and bias in the model."""
-    return [f"{one.norm}.{leaf}" for leaf, _ in meta.model.get_submodule(one.norm).named_parameters(recurse=False)]
+def _parameters_of_writer(meta: MetaModel, one: Fold) -> list[str]:
+    """Return the names of the writer's parameters in the model."""
+    return [f"{one.writer}.{leaf}" for leaf, _ in meta.model.get_submodule(one.writer).named_parameters(recurse=False)]
 
 
 def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fold, torch.Tensor]:
-    """Run a layer, and return the exponents of its norms; none where its outputs would not stay the same."""
-    modules = layers.modules(name for one in folds for name in (one.norm, *one.linears))
+    """Run a layer, and return the exponents of its folds; none where its outputs would not stay the same."""
+    modules = layers.modules(name for one in folds for name in (one.writer, *one.linears))
     largest: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            found = out.abs().flatten(0, -2).amax(0)
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            found = args[0].abs().flatten(0, -2).amax(0)
             largest[name] = torch.maximum(largest[name], found) if name in largest else found
 
         return hook
 
-    with hooked(modules[one.norm].register_forward_hook(see(one.norm)) for one in folds):
+    readers = dict.fromkeys(one.linears[0] for one in folds)
+    with hooked(modules[name].register_forward_pre_hook(see(name)) for name in readers):
         before = layers.outputs(index)[0]
     found: dict[Fold, torch.Tensor] = {}
     for one in folds:
+        if any(other.linears == one.linears for other in found):
+            continue  # what these read is smooth now
         weights: list[Any] = [modules[name].weight for name in one.linears]
-        powers = exponents(largest[one.norm], weights)
+        powers = exponents(largest[one.linears[0]], weights)
         fold(modules, one, powers)
         if bool(powers.any()) and torch.equal(layers.output(index), before):
             found[one] = powers
