@@ -22,6 +22,7 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.errors import LONGEST, CheckpointError, UnsupportedError, first_line
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import positions
+from slidesparse.recover.decode_attention import use_decode_attention
 
 Writer = Literal["auto", "vllm", "transformers"]
 """What runs the model; ``auto``: vLLM on a GPU where it is installed."""
@@ -99,6 +100,7 @@ def _of_transformers(job: Job, tokenizer: Any, device: str) -> list[str]:
                 str(job.model), dtype=dtype, local_files_only=True, trust_remote_code=False
             )
             model = model.to(device).eval()
+            use_decode_attention(model)
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {job.model}", got=first_line(error)) from error
     prompts = job.prompts
