@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,25 @@ def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: A
     assert main([*words, "--prompts", "x", "--json"]) == 1
 
 
-def test_tasks_are_made_out_of_documentation() -> None:
+def test_tasks_are_made_out_of_documentation(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    told = "It does what its name says, to each of the things that it is given, in order."
+    functions = [f'def fold_{i}(x, by=2):\n    """Fold in {i}.\n\n    {told}\n    """\n' for i in range(12)]
+    functions += [f'def _private(x):\n    """{told}"""\n', 'def bare(x):\n    """Short."""\n']
+    functions += [f'class A:\n    def method(self):\n        """{told}"""\n']
+    (folder / "folding.py").write_text("\n".join(functions))
+    (folder / "broken.py").write_text("def (")
+    (folder / "test_folding.py").write_text(functions[0].replace("fold_0", "tested"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "none"), "purelib": str(tmp_path)})
     found = make_tasks(40, seed=1)
     assert len(found) == 40
     assert found == make_tasks(40, seed=1)
     assert len(set(found)) == 40
+    assert {name for task in found for name in re.findall(r"fold_\d+|tested|_private|bare|method", task)} == {
+        f"fold_{i}" for i in range(12) if any(f"fold_{i}" in task for task in found)
+    }
     assert found != make_tasks(40, seed=2)
 
 

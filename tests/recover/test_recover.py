@@ -18,6 +18,7 @@ from rank_processes import run_ranks
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.recover import state
 from slidesparse.recover.networks import Student
 from slidesparse.recover.options import RecoverOptions
 from slidesparse.recover.run import recover
@@ -100,8 +101,8 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
     recover(pair / "pruned", pair / "base", tmp_path / "whole", wanted)
     save = State.save
 
-    def killed(state: State, progress: Any, ranks: Any) -> None:
-        save(state, progress, ranks)
+    def killed(kept: State, progress: Any, ranks: Any) -> None:
+        save(kept, progress, ranks)
         if progress.step == 3:
             raise Killed
 
@@ -146,8 +147,8 @@ def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path,
     assert main([*words, "--out", str(tmp_path / "whole")]) == 0
     save = State.save
 
-    def killed(state: State, progress: Any, ranks: Any) -> None:
-        save(state, progress, ranks)
+    def killed(kept: State, progress: Any, ranks: Any) -> None:
+        save(kept, progress, ranks)
         if progress.step == 3:
             os.kill(os.getpid(), 15)
 
@@ -352,9 +353,7 @@ def test_options_that_cannot_be_used(pair: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    save, saved = dcp.save, []
+    save, saved = state.save, []
 
     def full(*args: Any, **named: Any) -> Any:
         if len(saved) == 2:
@@ -364,7 +363,7 @@ def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatc
 
     wanted = options(pair, save_minutes=1e-9)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp, "save", full)
+        patch.setattr(state, "save", full)
         with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left") as caught:
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
     assert "\n" not in str(caught.value)

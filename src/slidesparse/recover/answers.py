@@ -113,6 +113,9 @@ def _of_transformers(job: Job, tokenizer: Any, device: str) -> list[str]:
             for i, answer in zip(batch, found, strict=True):
                 answers[i] = answer
             advance(len(batch))
+    del model
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # for what comes after it in this process
     return answers
 
 

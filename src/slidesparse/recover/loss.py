@@ -63,7 +63,7 @@ def distillation(student: Predictions, dense: Predictions, chunk: int = CHUNK) -
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int
     ) -> torch.Tensor:
         student = Predictions(hidden.detach(), head.detach(), cap)
@@ -91,7 +91,7 @@ class _Distillation(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         of_hidden, of_head = ctx.saved_tensors
         return (
             None if of_hidden is None else of_hidden * slope,

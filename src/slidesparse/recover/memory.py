@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,11 @@ class Fit:
     micro: int
     recompute: bool
     sync_each: bool = False
+
+    @classmethod
+    def of_all(cls, fits: Sequence[Sequence[int]]) -> Fit:
+        """Return the one that fits each process, of those that they found (as lists of their fields)."""
+        return cls(min(one[0] for one in fits), any(one[1] for one in fits), any(one[2] for one in fits))
 
 
 def activation_bytes(config: Any, tokens: int, recompute: bool) -> int:
@@ -95,12 +101,12 @@ def fit_memory(size: Size, options: RecoverOptions, world: int, device: torch.de
     recompute = {"auto": (False, True), "on": (True,), "off": (False,)}[options.recompute]
     micro = min(options.micro, max(1, options.windows // world))
     if device.type != "cuda":
-        return Fit(micro, recompute[0])
+        return Fit(micro, recompute[0], world == 1)
     free = SPARE * torch.cuda.mem_get_info(device)[0]
-    fits = [Fit(micro, again, sync) for sync in ((False, True) if world > 1 else (False,)) for again in recompute]
+    fits = [Fit(micro, again, sync) for sync in ((False, True) if world > 1 else (True,)) for again in recompute]
     while micro > 1:
         micro //= 2
-        fits.append(Fit(micro, recompute[-1], world > 1))
+        fits.append(Fit(micro, recompute[-1], True))
     for fit in fits:
         if needed_bytes(size, options, world, fit) <= free:
             return fit

@@ -87,7 +87,8 @@ class Student(Network):
         found = self.predictions(ids)
         if judged is None:
             return distillation(found, dense)
-        return compare(*(one.first(judged * ids.shape[1]) for one in (found, dense)), ids[:judged])
+        tokens = judged * ids.shape[1]
+        return compare(found.first(tokens), dense.first(tokens), ids[:judged])
 
 
 def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: bool = False) -> None:
@@ -132,7 +133,8 @@ def fill(
         device: Where they go.
         look: Called with each value of the state, whole and on the CPU.
     """
-    model, values = network.model, {}
+    model = network.model
+    values: dict[str, torch.Tensor] = {}
     for name, empty in model.state_dict(keep_vars=True).items():
         if name not in meta.filled:
             continue

@@ -48,9 +48,7 @@ class _RoundedProduct(torch.autograd.Function):
     """``round(x) @ round(weight).T`` in float32: x [tokens, K], weight [out, K]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, recipe: Rounding
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, recipe: Rounding) -> torch.Tensor:
         rows, columns = quantize_rows(x, dtype), quantised_weight(weight, dtype, recipe)
         ctx.save_for_backward(*rows, weight)
         ctx.dtype, ctx.recipe, ctx.kind = dtype, recipe, x.dtype
@@ -58,7 +56,7 @@ class _RoundedProduct(torch.autograd.Function):
         return product * rows.scale * columns.scale.t()
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         values, scale, weight = ctx.saved_tensors
         slope = slope.to(ctx.kind)
         rounded = quantised_weight(weight, ctx.dtype, ctx.recipe)

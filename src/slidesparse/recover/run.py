@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,14 @@ from slidesparse.models.causal import refuse_masked, vocabulary_of
 from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
-from slidesparse.recover.memory import Size, fit_memory
+from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import Dense, Student, divide, fill, tie
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
 from slidesparse.recover.trained import Zeros, choose_trained, require_pattern
-from slidesparse.recover.training import MOST_LEFT_OUT, Training
+from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
 from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
 
@@ -238,7 +238,7 @@ def _train(
     ranks: Ranks,
 ) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
     """Train, and return what is told of it and the new tensors, which the first process has."""
-    fit = fit_memory(pair.size, options, ranks.world, device)
+    fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
     mesh = init_device_mesh(device.type, (ranks.world,))
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
@@ -256,6 +256,7 @@ def _train(
     training = Training(student, dense, windows, parameters, held, options, rate, fit, ranks, device)
     state = State(work.kept, parameters, training.optimizer)
     progress = state.load(ranks)
+    say(_plan_words(windows, options, progress.step))
     if not (work.kept / BEFORE).exists():
         before = training.judge()
         if ranks.is_first:
@@ -280,6 +281,15 @@ def _train(
     return told, gathered(parameters, pair.student, pair.pruned, ranks.is_first) if better else {}
 
 
+def _plan_words(windows: Windows, options: RecoverOptions, step: int) -> str:
+    """Return what will be done, in words."""
+    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
+    if options.steps is not None:
+        through = options.steps * options.windows / windows.count
+        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+    return words + (f"; goes on after step {step}" if step else "")
+
+
 @contextmanager
 def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Let processes send tensors; one that is alone forms a group of itself, so that there is one way to train."""
@@ -287,8 +297,10 @@ def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
         with rank_tensors(ranks, device):
             yield
         return
-    kind = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kind, store = "nccl" if device.type == "cuda" else "gloo", cast("Any", dist).HashStore()  # which has no types
+    dist.init_process_group(kind, store=store, rank=0, world_size=1)
     try:
         yield
     finally:
@@ -317,12 +329,13 @@ def _same_bytes(device: torch.device) -> Iterator[None]:
     """Use kernels that add up in one order, so that a run which was killed and went on has the bytes of another."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False  # all of it is written before it is read
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled

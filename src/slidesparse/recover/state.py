@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from slidesparse.base.ranks import Ranks
 from slidesparse.base.typed_json import decode
@@ -80,7 +81,7 @@ class State:
             shutil.rmtree(new, ignore_errors=True)
         ranks.wait()
         try:
-            dcp.save(self._tensors(), checkpoint_id=new)
+            save(self._tensors(), checkpoint_id=new)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
         if ranks.is_first:
@@ -104,7 +105,7 @@ class State:
             return Progress()
         progress: Progress = decode(Progress, read_json(found[-1] / PROGRESS), "progress")
         try:
-            dcp.load(self._tensors(), checkpoint_id=found[-1])
+            load(self._tensors(), checkpoint_id=found[-1])
         except (CheckpointException, OSError, RuntimeError) as error:
             remedy = f"remove {self.folder.parent} and run again"
             raise CheckpointError(f"{found[-1]} cannot be read", got=first_line(error), remedy=remedy) from error

@@ -186,5 +186,10 @@ class _Report:
             self.said = now
             left = (now - self.begun) / max(done - self.from_, 1e-9) * (1 - done)
             minutes, seconds = divmod(round(left), 60)
-            line = f"recover: step {self.progress.step}, {words}, {minutes}:{seconds:02} left"
-            print(line, file=sys.stderr, flush=True)
+            say(f"step {self.progress.step}, {words}, {minutes}:{seconds:02} left")
+
+
+def say(words: str) -> None:
+    """Print a line of progress on standard error, unless the command is quiet."""
+    if bars_shown(True):
+        print(f"recover: {words}", file=sys.stderr, flush=True)
