@@ -19,7 +19,7 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.recover import state
-from slidesparse.recover.networks import Student
+from slidesparse.recover.networks import StudentNetwork
 from slidesparse.recover.options import RecoverOptions
 from slidesparse.recover.run import recover
 from slidesparse.recover.state import State
@@ -87,6 +87,8 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() or name != "qwen2"
     record = json.loads((tmp_path / "out/recover.json").read_text())
     assert record["after"] == found.after
+    assert len(record["losses"]) == found.steps
+    assert record["losses"][-1] < record["losses"][0]
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -236,28 +238,28 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
 
 
 def test_steps_without_a_finite_loss_are_left_out(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    forward, calls = Student.forward, []
+    forward, calls = StudentNetwork.forward, []
 
-    def broken(self: Student, ids: Any, dense: Any, judged: int | None = None) -> torch.Tensor:
-        found = forward(self, ids, dense, judged)
-        calls.append(judged)
-        return found * torch.nan if judged is None and calls.count(None) == 2 else found
+    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
+        found = forward(self, ids, dense, counted)
+        calls.append(counted)
+        return found * torch.nan if counted is None and calls.count(None) == 2 else found
 
-    monkeypatch.setattr(Student, "forward", broken)
+    monkeypatch.setattr(StudentNetwork, "forward", broken)
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert (found.steps, found.left_out, found.kept, found.ended_early) == (6, 1, "after", False)
     assert all(bool(value.isfinite().all()) for value in tensors(tmp_path / "out").values())
 
 
 def test_ten_of_them_end_the_run_with_the_last_good_weights(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    forward, calls = Student.forward, []
+    forward, calls = StudentNetwork.forward, []
 
-    def broken(self: Student, ids: Any, dense: Any, judged: int | None = None) -> torch.Tensor:
-        found = forward(self, ids, dense, judged)
-        calls.append(judged)
-        return found * torch.nan if judged is None and calls.count(None) > 15 else found
+    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
+        found = forward(self, ids, dense, counted)
+        calls.append(counted)
+        return found * torch.nan if counted is None and calls.count(None) > 15 else found
 
-    monkeypatch.setattr(Student, "forward", broken)
+    monkeypatch.setattr(StudentNetwork, "forward", broken)
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=60))
     assert (found.steps, found.left_out, found.kept, found.ended_early) == (25, 10, "after", True)
     assert found.after["kl"] < found.before["kl"]

@@ -31,16 +31,16 @@ def _add_recover(commands: Commands) -> None:
     budget = recover.add_mutually_exclusive_group(required=True)
     budget.add_argument("--tokens", help="budget: 5M, 20M, 1G")
     budget.add_argument("--minutes", type=float, help="budget in minutes of training")
-    for name, what in (("text", "a text"), ("chats", "chats, one a line as JSON")):
+    for name, what in (("text", "a text to train on"), ("chats", "chats to train on, one a line as JSON")):
         recover.add_argument(
             f"--{name}",
             action="append",
             default=[],
             metavar="FILE[:WEIGHT]",
-            help=f"{what} to train on, with its share among several; may be given again",
+            help=f"{what}, with its share among several; may be given again",
         )
     add_own_chats(recover, "the dense model")
-    recover.add_argument("--rate", type=float, help="highest rate (default: 2e-5 for a width of 2048, by one over it)")
+    recover.add_argument("--rate", type=float, help="highest rate (default: 2e-5 x 2048 / the model's width)")
     recover.add_argument("--batch", default="65536", metavar="TOKENS", help="tokens of a step (%(default)s)")
     recover.add_argument("--window", type=int, default=1024, help="tokens of a window (%(default)s)")
     recover.add_argument("--micro", type=int, default=8, help="most windows that a GPU takes at once (%(default)s)")

@@ -48,7 +48,7 @@ class Network(nn.Module):
         return Predictions(hidden.flatten(0, 1), self.model.get_output_embeddings().weight, self.cap)
 
 
-class Dense(Network):
+class DenseNetwork(Network):
     """The dense model."""
 
     @torch.no_grad()
@@ -73,22 +73,22 @@ class Dense(Network):
             )
 
 
-class Student(Network):
+class StudentNetwork(Network):
     """The pruned model. Its loss is computed inside its forward, where FSDP2 has put the output embedding together."""
 
-    def forward(self, ids: torch.Tensor, dense: Predictions, judged: int | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, dense: Predictions, counted: int | None = None) -> torch.Tensor:
         """Return the sum over tokens of KL(dense || student); to judge, the sums of :func:`compare`.
 
         Args:
             ids: int64 [windows, window].
             dense: The dense model's predictions for them.
-            judged: How many of the windows are judged; None: train.
+            counted: How many of the windows count; None: train.
         """
         found = self.predictions(ids)
-        if judged is None:
+        if counted is None:
             return distillation(found, dense)
-        tokens = judged * ids.shape[1]
-        return compare(found.first(tokens), dense.first(tokens), ids[:judged])
+        tokens = counted * ids.shape[1]
+        return compare(found.first(tokens), dense.first(tokens), ids[:counted])
 
 
 def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: bool = False) -> None:
@@ -149,8 +149,8 @@ def fill(
     model.load_state_dict(values, strict=False, assign=True)
     tie(model, meta.names.tied)
     for module in model.modules():  # rotary tables, which no checkpoint holds
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     return dict(model.named_parameters())
 
 

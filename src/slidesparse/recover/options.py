@@ -25,7 +25,7 @@ RATE, WIDTH = 2e-5, 2048
 """The usual rate of a model that is as wide as this. Adam's best rate falls as one over the width (maximal update
 parametrisation, arXiv 2203.03466): 7e-5 for 576 channels, 4.6e-5 for 896, 1e-5 for 4096."""
 
-WARM_UP, FIRST, LEAST = 0.02, 0.05, 0.1
+WARM_UP, START, LEAST = 0.02, 0.05, 0.1
 """The share of a run in which the rate rises, and the shares of the highest rate that it has first and last."""
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)", re.ASCII)
@@ -146,5 +146,5 @@ def rate_share(done: float) -> float:
     [0.05, 0.5, 1.0, 0.55, 0.1]
     """
     if done < WARM_UP:
-        return max(done / WARM_UP, FIRST)
+        return max(done / WARM_UP, START)
     return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))

@@ -34,7 +34,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import Dense, Student, divide, fill, tie
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
@@ -63,6 +63,7 @@ class Recovery:
         held_tokens: Tokens of the held windows.
         before: What :meth:`slidesparse.recover.training.Training.judge` says of the pruned model.
         after: The same of the trained one.
+        losses: Mean loss of each step.
     """
 
     destination: str
@@ -76,10 +77,11 @@ class Recovery:
     held_tokens: int
     before: dict[str, float]
     after: dict[str, float]
+    losses: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
+        """Return all fields but the losses, of which there may be many."""
+        return {name: value for name, value in asdict(self).items() if name != "losses"}
 
     def describe(self) -> str:
         """Return the outcome as text."""
@@ -145,7 +147,7 @@ def recover(
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
-            write_result(work, pair.pruned, files, trained, {**plan, **result.to_json()})
+            write_result(work, pair.pruned, files, trained, {**plan, **asdict(result)})
     return result
 
 
@@ -237,12 +239,13 @@ def _train(
     device: torch.device,
     ranks: Ranks,
 ) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
-    """Train, and return what is told of it and the new tensors, which the first process has."""
+    """Train, and return what is said of it, and the new tensors, which the first process has."""
     fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
     mesh = init_device_mesh(device.type, (ranks.world,))
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
-    dense, student = Dense(pair.teacher.model).eval(), Student(pair.student.model).eval()  # without dropout
+    # Without dropout: the dense model predicts without it, too.
+    dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
     if ranks.world > 1:
         divide(dense, mesh, compute)
     divide(student, mesh, compute, fit.recompute)
@@ -277,6 +280,7 @@ def _train(
         "ended_early": progress.in_a_row >= MOST_LEFT_OUT,
         "before": before,
         "after": after,
+        "losses": progress.losses,
     }
     return told, gathered(parameters, pair.student, pair.pruned, ranks.is_first) if better else {}
 

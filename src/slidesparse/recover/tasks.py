@@ -28,7 +28,7 @@ FORMS = (
     "Which mistakes do people make when they use `{name}`, which is documented as follows? Give an example of each.\n\n"
     "{text}",
     "Summarise this text in one sentence, and then ask three questions that it leaves open.\n\n{text}",
-    "A colleague asks: what is the idea behind `{name}`? Answer in a short paragraph.\n\nIts documentation: {text}",
+    "A colleague asks: what is the idea of `{name}`? Answer in a short paragraph.\n\nIts documentation: {text}",
 )
 """Ways of asking."""
 
@@ -67,7 +67,7 @@ def make_tasks(number: int, seed: int = 0) -> list[str]:
 
 
 def _functions(number: int, rng: random.Random) -> list[Documented]:
-    """Return functions of the standard library and of all packages, each name once: many enough for so many tasks."""
+    """Return functions of the standard library and of all packages, each name once; more of them for more tasks."""
     paths = sysconfig.get_paths()
     found: dict[str, Documented] = {}
     packages = [*_packages(Path(paths["stdlib"])), *_packages(Path(paths["purelib"]))]

@@ -17,7 +17,7 @@ from slidesparse.base.log import LOG
 from slidesparse.base.progress import bars_shown, progress_bar
 from slidesparse.base.ranks import Ranks
 from slidesparse.recover.memory import Fit
-from slidesparse.recover.networks import Dense, Student, put_away
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, put_away
 from slidesparse.recover.options import RecoverOptions, rate_share
 from slidesparse.recover.state import Progress, State
 from slidesparse.recover.trained import hold_zeros
@@ -52,8 +52,8 @@ class Training:
 
     def __init__(
         self,
-        student: Student,
-        dense: Dense,
+        student: StudentNetwork,
+        dense: DenseNetwork,
         windows: Windows,
         parameters: Mapping[str, nn.Parameter],
         held: set[str],
@@ -145,7 +145,7 @@ class Training:
                 places = [i * ranks.world + ranks.rank for i in range(start, min(start + self.fit.micro, rounds))]
                 ids = held[[place % len(held) for place in places]].long().to(self.device)
                 real = sum(place < len(held) for place in places)
-                sums += self.student(ids, self.dense(ids), judged=real)
+                sums += self.student(ids, self.dense(ids), counted=real)
         put_away(self.student)
         if ranks.world > 1:
             dist.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""The windows of text that a run trains on and is judged by, and their order: a function of the seed alone."""
+"""The windows of text that a run trains on and is measured by, and their order: a function of the seed alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows,
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.recover.options import RecoverOptions
 
-PIECE = 1 << 16
-"""Characters of a text that are tokenised at a time: a library tokenises many pieces with all cores."""
+STRETCH = 1 << 16
+"""Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it fill the unit interval evenly, so that any stretch of a run has the texts in their shares."""
@@ -123,11 +123,11 @@ def _kept(text: WeightedText, windows: torch.Tensor, tokens: int, wanted: int) -
 
 def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:
     """Return the tokens of a text, without what a tokenizer puts around it: int64 [n]."""
-    pieces, found = _pieces(text), []
+    stretches, found = _stretches(text), []
     try:
         with progress_bar(f"tokens of {name}", len(text), unit="characters") as advance:
-            for start in range(0, len(pieces), 256):
-                some = pieces[start : start + 256]
+            for start in range(0, len(stretches), 256):
+                some = stretches[start : start + 256]
                 found += tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
                 advance(sum(map(len, some)))
     except Exception as error:  # a broken tokenizer can raise anything
@@ -135,16 +135,16 @@ def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:
     return torch.cat([torch.tensor(one, dtype=torch.int64) for one in found])
 
 
-def _pieces(text: str) -> list[str]:
-    r"""Cut a text after empty lines, where tokens end too, into pieces of at least :data:`PIECE` characters.
+def _stretches(text: str) -> list[str]:
+    r"""Cut a text after empty lines, where tokens end too, into stretches of at least :data:`STRETCH` characters.
 
-    >>> _pieces("one\n\ntwo")
+    >>> _stretches("one\n\ntwo")
     ['one\n\ntwo']
     """
-    pieces, start = [], 0
+    stretches, start = [], 0
     while start < len(text):
-        end = text.find("\n\n", start + PIECE)
+        end = text.find("\n\n", start + STRETCH)
         end = len(text) if end < 0 else end + 2
-        pieces.append(text[start:end])
+        stretches.append(text[start:end])
         start = end
-    return pieces
+    return stretches
