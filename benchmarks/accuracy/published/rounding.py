@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse.models.hooks import hooked
-from slidesparse.models.smooth import exponents
+from slidesparse.models.smooth import best_exponents, exponents
 from slidesparse.models.targets import find_targets
+from slidesparse.offline.calibrate.smoothing import TOKENS
 from slidesparse.prune.round_outputs import round_for_outputs
 from slidesparse.prune.sparsegpt import DAMPING
 from slidesparse.weights.quant import dequantize, quantize_rows, quantize_rows_to_six_bits
@@ -48,6 +50,7 @@ class Study:
         self.weights = {name: linear.weight.detach().clone() for name, linear in self.linears.items()}
         self.grams: dict[str, torch.Tensor] = {}
         self.largest: dict[str, torch.Tensor] = {}
+        self.some: dict[str, torch.Tensor] = {}
         self.see(calibration)
         self.base = self.losses()
 
@@ -59,6 +62,7 @@ class Study:
             def collect(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 x = args[0].flatten(0, -2)
                 self.grams[name] = self.grams.get(name, 0) + x.T @ x
+                self.some.setdefault(name, x[:TOKENS].clone())
                 self.largest[name] = torch.maximum(self.largest.get(name, x.new_zeros(())), x.abs().amax(0))
 
             return collect
@@ -69,7 +73,8 @@ class Study:
                 self.model(some, use_cache=False)
         for name in self.linears:
             first_name = re.sub("[kv]_proj$", "q_proj", name).replace("up_proj", "gate_proj")
-            self.grams[name], self.largest[name] = self.grams[first_name], self.largest[first_name]
+            for seen in (self.grams, self.largest, self.some):
+                seen[name] = seen[first_name]
 
     @torch.no_grad()
     def losses(self) -> list[float]:
@@ -80,15 +85,20 @@ class Study:
             found += losses.double().mean(1).tolist()
         return found
 
-    def factors(self, kinds: list[str], strength: float) -> dict[str, torch.Tensor]:
-        """Return by what columns of linears are multiplied and their inputs divided."""
+    def factors(self, kinds: list[str], strength: float | None, weights: str | None) -> dict[str, torch.Tensor]:
+        """Return by what columns are multiplied and inputs divided; without a strength, as ``prune`` finds it."""
         found = {name: torch.ones_like(self.largest[name]) for name in self.linears}
         sets = {(name.rsplit(".", 1)[0], readers) for kind in kinds for readers in READERS[kind] for name in found}
         for parent, readers in sets:
             names = [f"{parent}.{leaf}" for leaf in readers if f"{parent}.{leaf}" in found]
             if names:
-                weights = [self.weights[name] for name in names]
-                powers = exponents(self.largest[names[0]], weights, strength)
+                own, first = [self.weights[name] for name in names], names[0]
+                if strength is None:
+                    eight = partial(quantize_rows, dtype=torch.int8)
+                    of_weights = quantize_rows_to_six_bits if weights == "6bit" else eight
+                    powers = best_exponents(self.some[first], self.largest[first], own, eight, of_weights)
+                else:
+                    powers = exponents(self.largest[first], own, strength)
                 found |= dict.fromkeys(names, torch.exp2(powers.float()))
         return found
 
@@ -125,15 +135,15 @@ class Study:
                 linear.weight.data = self.weights[name]
 
     def measure(
-        self, weights: str | None, feedback: bool, inputs: str, kinds: list[str], strength: float
+        self, weights: str | None, feedback: bool, inputs: str, kinds: list[str], strength: float | None
     ) -> dict[str, Any]:
         """Return what rounding so takes, in percent of perplexity."""
-        with self.rounded(weights, feedback, inputs, self.factors(kinds, strength)):
+        with self.rounded(weights, feedback, inputs, self.factors(kinds, strength, weights)):
             mean, error = paired(self.losses(), self.base)
         return {"percent": round(100 * math.expm1(mean), 3), "error": round(100 * error, 3)}
 
 
-def cases() -> Iterator[tuple[str, tuple[str | None, bool, str, list[str], float]]]:
+def cases() -> Iterator[tuple[str, tuple[str | None, bool, str, list[str], float | None]]]:
     """Yield what is measured, by name."""
     yield "inputs", (None, False, ".", [], 0.5)
     for kinds in (["norm"], ["down"], ["norm", "down"]):
@@ -142,14 +152,15 @@ def cases() -> Iterator[tuple[str, tuple[str | None, bool, str, list[str], float
     for weights in ("int8", "6bit"):
         for feedback in (False, True):
             how = "for outputs" if feedback else "to nearest"
-            yield f"weights {weights} {how}", (weights, feedback, "", [], 0.5)
-            yield f"{weights} {how}", (weights, feedback, ".", [], 0.5)
-            for strength in (0.25, 0.5):
-                yield (
-                    f"{weights} {how}, smooth norm and down {strength}",
-                    (weights, feedback, ".", ["norm", "down"], strength),
-                )
-            yield f"{weights} {how}, smooth norm 0.5", (weights, feedback, ".", ["norm"], 0.5)
+            yield f"weights {weights} {how}", (weights, feedback, "", [], None)
+            yield f"{weights} {how}", (weights, feedback, ".", [], None)
+            for kinds in (["norm"], ["norm", "down"]):
+                for strength in (0.5, None):
+                    told = "measured" if strength is None else str(strength)
+                    yield (
+                        f"{weights} {how}, smooth {' and '.join(kinds)} {told}",
+                        (weights, feedback, ".", kinds, strength),
+                    )
 
 
 def main() -> None:

@@ -53,8 +53,9 @@ def add_prune(commands: Commands) -> None:
     )
     prune.add_argument(
         "--smooth",
-        action="store_true",
-        help="fold outliers of activations into weights before rounding, by powers of two",
+        action=argparse.BooleanOptionalAction,
+        help="fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
+        " calibration text, in one process)",
     )
     prune.add_argument(
         "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"

@@ -3,7 +3,9 @@
 A few channels of a norm's output may be a hundred times as large as the others. They set the scale of every token, so
 that the other channels round to few steps. Dividing channel ``j`` of the norm's gain by ``s_j`` and multiplying column
 ``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
-and Efficient Post-Training Quantization for Large Language Models" (2023), with ``s_j = sqrt(max |x_j| / max |w_j|)``.
+and Efficient Post-Training Quantization for Large Language Models" (2023), ``s_j = max |x_j|^a / max |w_j|^(1 - a)``.
+Of several strengths ``a`` that one is taken whose rounded products on some tokens are nearest to the exact ones; where
+none is nearer than without factors, there are none.
 
 Inside a gated MLP the same is possible without a norm: what ``down`` reads is the output of ``up`` times a number for
 each channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
@@ -16,7 +18,7 @@ norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros. FP16 has fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +27,16 @@ from torch import nn
 
 from slidesparse.models.hooks import hooked
 from slidesparse.models.reorder import find_inner
+from slidesparse.weights.quant import Quantised, dequantize
 
 MOST = 6
 """Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
+
+STRENGTHS = (0.5, 0.25, 0.75)
+"""Strengths that are tried. Weights of six bits bear less than those of eight, and inputs of ``down`` need more."""
+
+Quantise = Callable[[torch.Tensor], Quantised]
+"""Rounds the rows of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,37 @@ def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor], stre
     if bool(alive.any()):
         powers = torch.where(alive, powers - powers[alive].median(), 0.0)
     return powers.clamp(-MOST, MOST).to(torch.int8)
+
+
+@torch.no_grad()
+def best_exponents(
+    inputs: torch.Tensor,
+    largest_input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    of_inputs: Quantise,
+    of_weights: Quantise,
+) -> torch.Tensor:
+    """Return the exponents with which rounding takes least from the readers' outputs: int8 [in], or all 0.
+
+    Args:
+        inputs: Some tokens of what they read, [tokens, in].
+        largest_input: The largest absolute input of each channel, over all tokens.
+        weights: Those of all readers, [out, in] each.
+        of_inputs: How inputs are rounded where the model is served.
+        of_weights: How weights are.
+    """
+    wide, wides = inputs.to(torch.float32), [weight.to(torch.float32) for weight in weights]
+
+    def loss(powers: torch.Tensor) -> float:
+        factors = torch.exp2(powers.to(torch.float32))
+        rounded = dequantize(*of_inputs(wide / factors))
+        return sum(
+            float((rounded @ dequantize(*of_weights(weight * factors)).T - wide @ weight.T).square().sum())
+            for weight in wides
+        )
+
+    found = [exponents(largest_input, weights, strength) for strength in STRENGTHS]
+    return min([torch.zeros_like(found[0]), *found], key=loss)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,8 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
+    if options.smooth is None and ranks.world > 1:
+        options = replace(options, smooth=False)
     prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes

@@ -25,7 +25,7 @@ from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_check
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import QUANTISED, dtype_name
+from slidesparse.weights.quant import QUANTISED, Rounding, dtype_name
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,24 @@ class CalibratedSteps:
     Attributes:
         rotation: How the stream is rotated; None: it is not.
         rotate: Steps of learning a rotation.
-        smooth: Norms into whose linears outliers may be folded; None: they are not.
+        smooth: Where outliers may be folded into weights; None: they are not.
+        must_smooth: Whether it is refused where nothing can be.
         reorder: Channels inside MLPs that may be reordered; None: they are not.
         matching: How layers are matched; None: they are not.
         seed: Of the calibration text, and of all that is drawn.
+        dtype: Of the output.
+        rounding: How INT8 weights are rounded.
     """
 
     rotation: Rotation | None
     rotate: int
     smooth: Sequence[Fold] | None
+    must_smooth: bool
     reorder: Sequence[Inner] | None
     matching: Matching | None
     seed: int
+    dtype: torch.dtype
+    rounding: Rounding
 
     def prepare(
         self,
@@ -80,7 +86,18 @@ class CalibratedSteps:
                 progress=progress,
             )
         if self.smooth is not None:
-            checkpoint = smooth_checkpoint(checkpoint, self.smooth, patterns, windows, folder, device, progress)
+            checkpoint = smooth_checkpoint(
+                checkpoint,
+                self.smooth,
+                patterns,
+                windows,
+                folder,
+                device,
+                progress,
+                self.dtype,
+                self.rounding,
+                required=self.must_smooth,
+            )
         if self.reorder is not None:
             checkpoint = reorder_checkpoint(checkpoint, self.reorder, patterns, windows, folder, device, progress)
         return checkpoint
@@ -113,11 +130,14 @@ class Source:
 
     def foldable(self) -> set[str]:
         """Return the linears into which outliers of their inputs can be folded."""
+        return {linear for fold in self.folds() for linear in fold.linears}
+
+    def folds(self) -> Sequence[Fold]:
+        """Return what may be smoothed; nothing where nothing can be."""
         try:
-            folds = find_smoothing(self.meta, self.checkpoint, self.patterns, self.run)
+            return find_smoothing(self.meta, self.checkpoint, self.patterns, self.run)
         except InputError:
-            return set()
-        return {linear for fold in folds for linear in fold.linears}
+            return ()
 
 
 def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> CalibratedSteps:
@@ -130,9 +150,12 @@ def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> Calib
         rotation=_rotation(options, source),
         rotate=options.rotate,
         smooth=_smooth(options, source, dtype),
+        must_smooth=bool(options.smooth),
         reorder=_reorder(options, source),
         matching=_matching(options, source.experts),
         seed=0 if options.calibration is None else options.calibration.seed,
+        dtype=dtype,
+        rounding=options.rounding,
     )
 
 
@@ -149,6 +172,9 @@ def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
 
 
 def _smooth(options: PruneOptions, source: Source, dtype: torch.dtype) -> Sequence[Fold] | None:
+    if options.smooth is None:
+        usual = options.calibration is not None and not options.rotate and not source.quantised and dtype == torch.int8
+        return source.folds() or None if usual else None
     if not options.smooth:
         return None
     if source.quantised is not None or dtype not in QUANTISED:

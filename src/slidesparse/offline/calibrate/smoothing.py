@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list
-from slidesparse.models.smooth import Fold, exponents, find_folds, find_inner_folds, fold
+from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
+from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
+
+TOKENS = 256
+"""Tokens by which factors are compared."""
 
 
 ROWS = " rows"
@@ -41,10 +46,14 @@ class SmoothedCheckpoint(ChangedCheckpoint):
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
         value = self.source.tensor(name, device)
-        if name in self.factors:
-            value = value * self.factors[name].to(value)
-        rows = self.factors.get(f"{name}{ROWS}")
-        return value if rows is None else value * rows.to(value)[:, None]
+        factors = [self.factors[name]] if name in self.factors else []
+        factors += [self.factors[f"{name}{ROWS}"][:, None]] if f"{name}{ROWS}" in self.factors else []
+        if not factors:
+            return value
+        scaled = value.to(torch.float32)  # so that FP16 rounds once, after both
+        for factor in factors:
+            scaled = scaled * factor.to(scaled)
+        return scaled.to(value.dtype)
 
 
 def find_smoothing(
@@ -100,8 +109,11 @@ def smooth_checkpoint(
     folder: Path,
     device: torch.device,
     progress: bool | None = None,
+    dtype: torch.dtype = torch.int8,
+    recipe: Rounding = "absmax",
+    required: bool = True,
 ) -> SmoothedCheckpoint:
-    """Find the factors of norms, by what their channels are on a text.
+    """Find the factors of channels, by what they are on a text.
 
     Args:
         checkpoint: The source, in a float type.
@@ -111,15 +123,19 @@ def smooth_checkpoint(
         folder: Keeps the factors; those of an interrupted run are used again, since pruned layers depend on them.
         device: Where layers run, one at a time.
         progress: Show a progress bar; None: on a terminal only.
+        dtype: In which inputs and weights will be served.
+        recipe: How INT8 weights will be rounded.
+        required: Whether it is an error when no layer stays the same.
 
     Raises:
-        InputError: No norm stays the same when it is smoothed.
+        InputError: No layer stays the same when it is smoothed.
         CheckpointError: The checkpoint is damaged, or the factors that were kept.
     """
 
     def find() -> dict[str, torch.Tensor]:
         layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
-        return _find_factors(layers, folds, progress)
+        rounding = partial(quantize_rows, dtype=dtype), _of_weights(dtype, recipe)
+        return _find_factors(layers, folds, progress, *rounding, required=required)
 
     return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
 
@@ -134,18 +150,32 @@ def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
     return torch.float32 if STORED_NAMES[torch.float16] in stored else None
 
 
+def _of_weights(dtype: torch.dtype, recipe: Rounding) -> Quantise:
+    return quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
+
+
 @torch.no_grad()
-def _find_factors(layers: DenseLayers, folds: Sequence[Fold], progress: bool | None) -> dict[str, torch.Tensor]:
+def _find_factors(
+    layers: DenseLayers,
+    folds: Sequence[Fold],
+    progress: bool | None,
+    of_inputs: Quantise,
+    of_weights: Quantise,
+    required: bool,
+) -> dict[str, torch.Tensor]:
     factors: dict[str, torch.Tensor] = {}
+    changed = False
     for name, index in layers.walk("smooth", progress):
         here = [one for one in folds if one.writer.startswith(f"{name}.")]
-        for one, powers in _smoothed(layers, index, here).items():
+        found, refused = _smoothed(layers, index, here, of_inputs, of_weights)
+        changed = changed or refused
+        for one, powers in found.items():
             scale = torch.exp2(powers.to(torch.float32)).cpu()
             factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
             for name in _parameters_of_writer(layers.meta, one):
                 rows = ROWS if layers.meta.model.get_parameter(name).dim() == 2 else ""
                 factors[f"{layers.meta.names.origins[name]}{rows}"] = scale.reciprocal()
-    if not factors:
+    if required and changed and not factors:
         raise _cannot_smooth(layers.model)
     return factors
 
@@ -155,14 +185,19 @@ def _parameters_of_writer(meta: MetaModel, one: Fold) -> list[str]:
     return [f"{one.writer}.{leaf}" for leaf, _ in meta.model.get_submodule(one.writer).named_parameters(recurse=False)]
 
 
-def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fold, torch.Tensor]:
-    """Run a layer, and return the exponents of its folds; none where its outputs would not stay the same."""
+def _smoothed(
+    layers: DenseLayers, index: int, folds: Sequence[Fold], of_inputs: Quantise, of_weights: Quantise
+) -> tuple[dict[Fold, torch.Tensor], bool]:
+    """Run a layer, and return the exponents of its folds where they help, and whether others changed its outputs."""
     modules = layers.modules(name for one in folds for name in (one.writer, *one.linears))
     largest: dict[str, torch.Tensor] = {}
+    some: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            found = args[0].abs().flatten(0, -2).amax(0)
+            inputs = args[0].flatten(0, -2)
+            some.setdefault(name, inputs[:TOKENS].clone())
+            found = inputs.abs().amax(0)
             largest[name] = torch.maximum(largest[name], found) if name in largest else found
 
         return hook
@@ -171,14 +206,19 @@ def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fo
     with hooked(modules[name].register_forward_pre_hook(see(name)) for name in readers):
         before = layers.outputs(index)[0]
     found: dict[Fold, torch.Tensor] = {}
+    refused = False
     for one in folds:
         if any(other.linears == one.linears for other in found):
             continue  # what these read is smooth now
         weights: list[Any] = [modules[name].weight for name in one.linears]
-        powers = exponents(largest[one.linears[0]], weights)
+        read = one.linears[0]
+        powers = best_exponents(some[read], largest[read], weights, of_inputs, of_weights)
+        if not bool(powers.any()):
+            continue
         fold(modules, one, powers)
-        if bool(powers.any()) and torch.equal(layers.output(index), before):
+        if torch.equal(layers.output(index), before):
             found[one] = powers
         else:
             fold(modules, one, -powers)
-    return found
+            refused = True
+    return found, refused
