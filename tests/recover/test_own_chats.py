@@ -55,7 +55,7 @@ def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any)
     """Greedy answers to prompts of several lengths are those to each alone."""
     import transformers
 
-    monkeypatch.setattr(answers, "asdict", lambda _: {"do_sample": False, "temperature": None, "top_p": None})
+    monkeypatch.setattr(answers, "asdict", lambda _: {"do_sample": False, "temperature": None, "min_p": None})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model / "base", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model / "base")
     monkeypatch.setattr(loaded, "generate", without_sampling(loaded.generate))

@@ -43,7 +43,7 @@ def _add_recover(commands: Commands) -> None:
     recover.add_argument("--rate", type=float, help="highest rate (default: 2e-5 x 2048 / the model's width)")
     recover.add_argument("--batch", default="65536", metavar="TOKENS", help="tokens of a step (%(default)s)")
     recover.add_argument("--window", type=int, default=1024, help="tokens of a window (%(default)s)")
-    recover.add_argument("--micro", type=int, default=8, help="most windows that a GPU takes at once (%(default)s)")
+    recover.add_argument("--micro", type=int, default=32, help="most windows that a GPU takes at once (%(default)s)")
     recover.add_argument("--held", type=int, default=64, help="windows kept from training, to judge by (%(default)s)")
     recover.add_argument("--seed", type=int, default=0, help="of the order of windows (%(default)s)")
     recover.add_argument(

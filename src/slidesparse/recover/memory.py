@@ -19,6 +19,9 @@ STATE, FROZEN, DENSE = 16, 4, 2
 """Bytes of a trained parameter: the float32 weight, its gradient, and two moments of Adam; of one that is not trained;
 and of the dense model's."""
 
+FEW = 8
+"""Windows at a time below which a GPU waits for its host: then computing activations again costs less."""
+
 SPARE = 0.92
 """The share of the free memory that is planned with; the rest is for what splits it, and for the libraries."""
 
@@ -103,10 +106,15 @@ def fit_memory(size: Size, options: RecoverOptions, world: int, device: torch.de
     if device.type != "cuda":
         return Fit(micro, recompute[0], world == 1)
     free = SPARE * torch.cuda.mem_get_info(device)[0]
-    fits = [Fit(micro, again, sync) for sync in ((False, True) if world > 1 else (True,)) for again in recompute]
-    while micro > 1:
-        micro //= 2
-        fits.append(Fit(micro, recompute[-1], True))
+    halves = [micro >> times for times in range(micro.bit_length())]  # 32, 16, ... 1
+    fits = [
+        Fit(few, again, sync)
+        for sync in ((False, True) if world > 1 else (True,))
+        for again in recompute
+        for few in halves
+        if few >= FEW or again
+    ]
+    fits += [Fit(few, recompute[-1], True) for few in halves]
     for fit in fits:
         if needed_bytes(size, options, world, fit) <= free:
             return fit

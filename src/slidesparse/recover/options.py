@@ -81,7 +81,7 @@ class RecoverOptions:
     dtype: QuantName | None = None
     recipe: Rounding = "absmax"
     bos: bool = True
-    micro: int = 8
+    micro: int = 32
     save_minutes: float = 5.0
     recompute: Recompute = "auto"
 

@@ -137,7 +137,7 @@ def recover(
     files = survey(pair.pruned.path, wanted_files(pair.pruned))
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
     # What does not change the result may be another one when a run goes on.
-    told = replace(options, micro=8, save_minutes=5.0, recompute="auto", rate=rate)
+    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
     plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
