@@ -1,7 +1,7 @@
 """Attention for writing many answers at once: one query a row, with keys and values read once for each group of heads.
 
-PyTorch's kernels for attention with a mask are made for many queries; with one query a row, a batch of a thousand answers
-spends most of its time there. Two batched products with grouped heads read no more than the keys and values.
+PyTorch's kernels for attention with a mask are made for many queries; with one query a row, a thousand answers spend
+most of their time there. Two batched products with grouped heads read no more than the keys and values.
 """
 
 from __future__ import annotations
