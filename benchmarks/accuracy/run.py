@@ -25,6 +25,7 @@ import torch
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, influence, judge, save, served
 from speeds import ServedTime, served_speeds
 
+from slidesparse import HeldZeros
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
@@ -33,7 +34,6 @@ from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.prune import get_pruner
-from slidesparse.recover.held_zeros import HeldZeros
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import is_nonzero
 

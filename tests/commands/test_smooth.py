@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import SMALL, add_tokenizer, make_source, write_text
+from checkpoints import SMALL, make_source
 from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
@@ -19,13 +21,13 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import SetLoss
-from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
+from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
-from slidesparse.offline.calibrate.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.offline.calibrate.smoothing import ROWS, SmoothedCheckpoint, find_smoothing, smooth_checkpoint
 from slidesparse.offline.outcome import describe_rounding
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
@@ -75,8 +77,9 @@ def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: P
     before = logits(model, ids)
     norms = [name for name in smoothed.factors if "norm" in name]
     assert len(norms) == 2 * model.config.num_hidden_layers
-    assert len(smoothed.factors) == (2 + 5) * model.config.num_hidden_layers  # q, k, v, gate, up
-    for name in smoothed.factors:
+    # Behind norms q, k, v, gate and up; and up's rows with down's columns.
+    assert len(smoothed.factors) == (2 + 5 + 2) * model.config.num_hidden_layers
+    for name in {name.removesuffix(ROWS) for name in smoothed.factors}:
         assert not torch.equal(smoothed.tensor(name), Checkpoint(source).tensor(name))
         model.get_parameter(name).data.copy_(smoothed.tensor(name))
     assert torch.equal(logits(model, ids), before)
@@ -100,8 +103,10 @@ def test_fp16_loses_no_more_than_the_page_says(tmp_path: Path) -> None:
     ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
     smoothed = smoothed_by(source, ids, tmp_path / "kept")
     lost = 0
-    for name, factor in smoothed.factors.items():
-        found, exact = smoothed.tensor(name), Checkpoint(source).tensor(name).double() * factor
+    for name in {name.removesuffix(ROWS) for name in smoothed.factors}:
+        found, exact = smoothed.tensor(name), Checkpoint(source).tensor(name).double()
+        exact = exact * smoothed.factors.get(name, 1.0)
+        exact = exact * smoothed.factors[f"{name}{ROWS}"][:, None] if f"{name}{ROWS}" in smoothed.factors else exact
         assert found.dtype == torch.float16
         wrong = found.double() != exact
         assert bool((exact[wrong].abs() < 2**-14).all())
@@ -226,26 +231,26 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
-def test_norms_that_do_not_multiply_or_are_not_read_by_linears(name: str, tmp_path: Path) -> None:
-    """Gemma's gain is one more than its weight, and OLMo 2 has its norms after its linears."""
+@pytest.mark.parametrize(
+    ("name", "smooth"),
+    [
+        ("gemma2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
+        ("olmo2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
+        (
+            "bert",
+            {"attention.self.value.weight rows", "attention.self.value.bias", "attention.output.dense.weight"},
+        ),
+    ],
+)
+def test_only_what_leaves_a_layer_as_it_was_is_smoothed(name: str, smooth: set[str], tmp_path: Path) -> None:
+    """Gemma's gain is one more than its weight, OLMo 2 has its norms after its linears, and BERT's layers end in one.
+
+    No power of two passes through the activation of a gate, or through that between BERT's two linears.
+    """
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    before = set(tmp_path.iterdir())
-    with pytest.raises(InputError, match=r"no norm of \w+ can be smoothed"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m"))
-    assert set(tmp_path.iterdir()) == before
-
-
-def test_a_norm_whose_output_the_next_layer_reads_is_left_alone(tmp_path: Path) -> None:
-    """BERT's layers end in a norm; layers run one at a time, so its readers have no weights when it runs."""
-    make(tmp_path / "m", ARCHITECTURES["bert"], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    with pytest.raises(InputError, match=r"no norm of BertModel can be smoothed"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m", ignore=("pooler.dense",)))
-    assert not (tmp_path / "made").exists()
+    ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
+    factors = smoothed_by(tmp_path / "m", ids, tmp_path / "kept").factors
+    assert {re.sub(r".*layers?\.\d+\.", "", name) for name in factors} == smooth
 
 
 @torch.no_grad()
@@ -292,3 +297,24 @@ def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:
     weights = [torch.ones(2, 7), torch.tensor([[0.5] * 5 + [0.0, 1.0]])]
     weights[0][:, 5] = 0
     assert exponents(inputs, weights).tolist() == [0, 0, 3, 0, MOST, 0, 0]
+
+
+def test_factors_that_do_not_help_are_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 32, generator=generator), torch.randn(16, 32, generator=generator)
+    eight = partial(quantize_rows, dtype=torch.int8)
+
+    def best(x: torch.Tensor) -> torch.Tensor:
+        return best_exponents(x, x.abs().amax(0), [weight], eight, eight)
+
+    assert not bool(best(x.sign()).any())
+    x[:, 5] *= 50
+    powers = best(x)
+    assert powers[5] > 1 + powers.float().median()
+
+    def error(powers: torch.Tensor) -> float:
+        factors = torch.exp2(powers.float())
+        rounded = dequantize(*eight(x / factors)) @ dequantize(*eight(weight * factors)).T
+        return float((rounded - x @ weight.T).square().sum())
+
+    assert error(powers) < 0.2 * error(torch.zeros_like(powers))

@@ -107,7 +107,7 @@ def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.
         is_silent: Leave it to another process to say wrong usage.
     """
     from slidesparse import __version__
-    from slidesparse.cli import checkpoints, measuring
+    from slidesparse.cli import checkpoints, measuring, recover
     from slidesparse.cli.arguments import Parser
     from slidesparse.cli.completion import add_completion
 
@@ -116,6 +116,7 @@ def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.
     parser.add_argument("--version", action="version", version=__version__)
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
+    recover.add_commands(commands)
     measuring.add_commands(commands)
     add_completion(commands)
     for command in commands.choices.values():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slidesparse.cli.recover import add_no_bos, add_own_chats
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,14 +25,27 @@ def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool =
         text: What ``--calibration`` is for, in the command's help.
         required: Whether the command needs it.
     """
-    parser.add_argument("--calibration", metavar="FILE", required=required, help=text)
+    parser.add_argument(
+        "--calibration",
+        action="append",
+        default=[],
+        metavar="FILE[:WEIGHT]",
+        help=f"{text}; may be given again, with weights",
+    )
+    parser.set_defaults(needs_calibration=required)
+    add_own_chats(parser, "the model")
+    add_no_bos(parser)
     parser.add_argument("--samples", type=int, help="calibration windows (default: 128)")
     parser.add_argument("--length", type=int, help="tokens of a window (default: 2048, or what the model can read)")
     parser.add_argument("--seed", type=int, help="which windows of the text are taken (default: 0)")
 
 
-def calibration_of(options: argparse.Namespace) -> Calibration | None:
-    """Return the text that the options name, or None.
+def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Calibration | None:
+    """Return the texts that the options name, or None.
+
+    Args:
+        options: Those of a command.
+        own: Files of chats that the model wrote itself.
 
     Raises:
         InputError: They name windows of no text, or a number or the name of the text cannot be used.
@@ -38,8 +53,10 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
     from slidesparse.offline.calibrate.calibration import Calibration
 
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
-    if options.calibration is not None:
-        return Calibration(options.calibration, **given)
+    if texts := [*options.calibration, *own]:
+        return Calibration(texts[0], **given, more=tuple(texts[1:]), bos=not options.no_bos)
+    if options.needs_calibration:
+        raise InputError("no text to measure on", remedy="add --calibration FILE, or --self NUMBER")
     if given:
         raise InputError(
             "calibration windows",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.pruning import add_plan, add_prune
+from slidesparse.cli.recover import add_no_bos
 
 
 def add_commands(commands: Commands) -> None:
@@ -71,6 +72,7 @@ def _add_eval(commands: Commands) -> None:
     )
     evaluate.add_argument("--limit", type=int, help="examples of each task (default: all)")
     evaluate.add_argument("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
+    add_no_bos(evaluate)
     evaluate.add_argument("--card", action="store_true", help="add the result to the README.md that prune wrote there")
     evaluate.add_argument("--device", help="cpu or cuda (default: cuda when there is one)")
 
@@ -89,6 +91,7 @@ def _eval(options: argparse.Namespace) -> int:
         limit=options.limit,
         device=device_of(options),
         card=options.card,
+        bos=not options.no_bos,
     )
     print(json.dumps(evaluation.to_json(), indent=2) if options.json else wrapped(evaluation.describe()))
     return 0

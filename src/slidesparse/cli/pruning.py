@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
+from slidesparse.cli.recover import own_chats_of
 from slidesparse.cli.together import add_join_timeout, one_voice, own_device
 from slidesparse.errors import InputError
 
@@ -51,8 +53,9 @@ def add_prune(commands: Commands) -> None:
     )
     prune.add_argument(
         "--smooth",
-        action="store_true",
-        help="fold outliers of activations into weights before rounding, by powers of two",
+        action=argparse.BooleanOptionalAction,
+        help="fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
+        " calibration text, in one process)",
     )
     prune.add_argument(
         "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
@@ -126,7 +129,9 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.prune import prune_checkpoint
     from slidesparse.offline.prune_options import PruneOptions
 
-    calibration = calibration_of(options)
+    if options.dry_run and options.own_chats:
+        raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")
+    calibration = calibration_of(options, ["own chats"] if options.own_chats else [])
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
@@ -163,6 +168,8 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     if not ranks.local:
         ranks.wait()
     device = own_device(ranks, device_of(options))
+    if own := own_chats_of(options, source, device, ranks):
+        wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary
     how = _How(device=device, links=options.links, followed=plan)
     if not options.dry_run:
@@ -236,15 +243,18 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from slidesparse.base.ranks import ALONE
     from slidesparse.models.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
     from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain
     from slidesparse.offline.plan.plan_words import describe
 
     refuse_samples(options)
+    source, device = source_of(options), device_of(options)
+    own = own_chats_of(options, source, device, ALONE)
     wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
-        calibration=cast("Calibration", calibration_of(options)),  # argparse requires it
+        calibration=cast("Calibration", calibration_of(options, own)),  # there is one, or an error
         method=options.method,
         patterns=tuple(options.patterns or CANDIDATES),
         mma_gain=parse_gain(options.mma_gain),
@@ -256,6 +266,6 @@ def _plan(options: argparse.Namespace) -> int:
         recipe=options.recipe,
     )
     with _standard_output_kept_clean():
-        plan = plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))
+        plan = plan_checkpoint(source, options.out, wanted, device=device)
     print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
     return 0

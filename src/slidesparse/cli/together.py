@@ -18,7 +18,7 @@ from slidesparse.errors import SlideSparseWarning
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
 
-COMMANDS = ("prune",)
+COMMANDS = ("prune", "recover", "chats")
 """The commands that several processes can run together."""
 
 LONGEST_JOIN_S = 86400.0

@@ -67,13 +67,13 @@ class Window(NamedTuple):
     scored: int
 
 
-def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
-    """Yield the windows that cover a text.
+def windows(tokens: int, window: int, stride: int, done: int = 1) -> Iterator[Window]:
+    """Yield the windows that cover a text, but for ``done`` tokens: the first, which has nothing before it.
 
     >>> [(w.start, w.end, w.scored) for w in windows(10, 4, 3)]
     [(0, 4, 3), (3, 7, 3), (6, 10, 3)]
     """
-    start, done = 0, 1  # the first token has nothing before it
+    start = 0
     while done < tokens:
         end = min(start + window, tokens)
         yield Window(start, end, end - done)
@@ -103,6 +103,7 @@ def measure_perplexity(
     n_bytes: int = 0,
     batch: int = 1,
     advance: Callable[[int], None] = lambda _: None,
+    before: torch.Tensor | None = None,
 ) -> Perplexity:
     """Score a text.
 
@@ -114,6 +115,8 @@ def measure_perplexity(
         n_bytes: Length of the text, for bits per byte.
         batch: Windows at a time.
         advance: Called with the number of tokens that were scored.
+        before: What each window begins with, and ``tokens`` does not: int64 [k], k < window; None or none: nothing. It
+            is not scored, and the text's first token is.
 
     Raises:
         InputError: The numbers do not fit, or the model answers with NaN.
@@ -124,8 +127,12 @@ def measure_perplexity(
     if batch < 1:
         raise InputError("windows at a time", got=batch, needed="1 or more")
     nats, scored = 0.0, 0
-    for readings in _batches(list(windows(len(tokens), window, stride)), batch):
-        ids = torch.stack([tokens[w.start : w.end] for w in readings])
+    before = tokens[:0] if before is None else before
+    if not len(before) < window or (len(before) and stride > window - len(before)):
+        raise InputError("tokens of a window", got=window, needed=f"more than {len(before)}, with which each begins")
+    found = list(windows(len(tokens), window - len(before), stride, 0 if len(before) else 1))
+    for readings in _batches(found, batch):
+        ids = torch.stack([torch.cat([before, tokens[w.start : w.end]]) for w in readings])
         wide = logits(ids)[:, :-1].to(torch.float32)
         losses = F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
         total = sum(float(row[-w.scored :].sum(dtype=torch.float64)) for row, w in zip(losses, readings, strict=True))

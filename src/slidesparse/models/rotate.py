@@ -47,7 +47,7 @@ class Stream:
     def inside(self, layer: str) -> tuple[list[Fold], list[str]]:
         """Return the folds and the writers of one layer."""
         start = f"{layer}."
-        return [one for one in self.folds if one.norm.startswith(start)], [
+        return [one for one in self.folds if one.writer.startswith(start)], [
             name for name in self.writers if name.startswith(start)
         ]
 
@@ -68,7 +68,7 @@ def find_stream(model: nn.Module, layer_list: LayerList, run: Callable[[], objec
     name_of = {id(module): name for name, module in model.named_modules()}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     norms = {name: module for name, module in model.named_modules() if _is_on_stream(module, hidden)}
-    folds = {one.norm: one for one in find_folds(model, run) if one.norm in norms}
+    folds = {one.writer: one for one in find_folds(model, run) if one.writer in norms}
     for name, norm in norms.items():
         if name not in folds:
             raise cannot_rotate(model, f"{name}, which not only linears read", "norms that only linears read")
@@ -76,13 +76,13 @@ def find_stream(model: nn.Module, layer_list: LayerList, run: Callable[[], objec
             raise cannot_rotate(model, f"{name} with a bias", "RMSNorms with a gain")
     start = f"{layer_list.name}."
     outside = [name for name in linears if not name.startswith(start)]
-    final = [one for one in folds.values() if not one.norm.startswith(start)]
+    final = [one for one in folds.values() if not one.writer.startswith(start)]
     if outside != [name_of[id(head)]] or [list(one.linears) for one in final] != [outside]:
-        got = ", ".join([*outside, *(one.norm for one in final)]) or "nothing"
+        got = ", ".join([*outside, *(one.writer for one in final)]) or "nothing"
         raise cannot_rotate(model, f"{got} outside the layers", "a norm there, and an output embedding that reads it")
     readers = {linear for one in folds.values() for linear in one.linears}
     writers = [name for name, linear in linears.items() if linear.out_features == hidden and name not in readers]
-    inside = tuple(one for one in folds.values() if one.norm.startswith(start))
+    inside = tuple(one for one in folds.values() if one.writer.startswith(start))
     return Stream(name_of[id(embedding)], inside, tuple(writers), final[0])
 
 
@@ -109,7 +109,7 @@ def cannot_rotate(model: nn.Module, got: str, needed: str) -> InputError:
 def fold_gains(modules: Mapping[str, Any], folds: Iterable[Fold]) -> None:
     """Move the gains of norms into the linears that read them, in place."""
     for one in folds:
-        gain = modules[one.norm].weight
+        gain = modules[one.writer].weight
         for name in one.linears:
             modules[name].weight.mul_(gain)
         gain.fill_(1.0)

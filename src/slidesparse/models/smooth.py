@@ -3,7 +3,12 @@
 A few channels of a norm's output may be a hundred times as large as the others. They set the scale of every token, so
 that the other channels round to few steps. Dividing channel ``j`` of the norm's gain by ``s_j`` and multiplying column
 ``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
-and Efficient Post-Training Quantization for Large Language Models" (2023), with ``s_j = sqrt(max |x_j| / max |w_j|)``.
+and Efficient Post-Training Quantization for Large Language Models" (2023), ``s_j = max |x_j|^a / max |w_j|^(1 - a)``.
+Of several strengths ``a`` that one is taken whose rounded products on some tokens are nearest to the exact ones; where
+none is nearer than without factors, there are none.
+
+Inside a gated MLP the same is possible without a norm: what ``down`` reads is the output of ``up`` times a number for
+each channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
 
 Here ``s_j`` is rounded to a power of two, and one common power is taken out, which scales of tokens and rows absorb
 anyway. So folding is exact in BF16 and float32: a layer whose outputs do not stay the same bit for bit, as that of a
@@ -13,7 +18,7 @@ norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros. FP16 has fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +26,29 @@ import torch
 from torch import nn
 
 from slidesparse.models.hooks import hooked
+from slidesparse.models.reorder import find_inner
+from slidesparse.weights.quant import Quantised, dequantize
 
 MOST = 6
 """Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
 
+STRENGTHS = (0.5, 0.25, 0.75)
+"""Strengths that are tried. Weights of six bits bear less than those of eight, and inputs of ``down`` need more."""
+
+Quantise = Callable[[torch.Tensor], Quantised]
+"""Rounds the rows of a matrix."""
+
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm and all that reads its output.
+    """What writes some channels, and all that reads them.
 
     Attributes:
-        norm: The norm's name.
-        linears: The linears that read it; nothing else does.
+        writer: The name of a norm, or of a linear whose output is multiplied channel by channel before it is read.
+        linears: The linears that read the channels; nothing else does.
     """
 
-    norm: str
+    writer: str
     linears: tuple[str, ...]
 
 
@@ -79,9 +92,28 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
     return [folds[name] for name in leaves if name in folds and _reach_all(leaves, folds[name])]
 
 
+def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Callable[[], object]) -> list[Fold]:
+    """Return the linears that may write the channels of another one, as far as shapes tell: up and down, gate and down.
+
+    Which of them do is tried out: ``gate`` is not, since no power of two passes through its activation unchanged.
+
+    Args:
+        linears: Those that may be scaled, in the model's order.
+        model: May be on the meta device.
+        run: Runs the model once, on any input.
+    """
+    inner = find_inner(linears, model, run)
+    return [
+        Fold(writer, (one.reader,))
+        for one in inner
+        for writer in one.writers
+        if linears[writer].out_features == linears[one.reader].in_features
+    ]
+
+
 def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
     """Say whether only linears read a norm's output, and all of its channels as they are."""
-    readers, gain = [modules[name] for name in one.linears], modules[one.norm].get_parameter("weight")
+    readers, gain = [modules[name] for name in one.linears], modules[one.writer].get_parameter("weight")
     return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
 
 
@@ -91,28 +123,61 @@ def is_norm(module: nn.Module) -> bool:
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
 
 
-def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor], strength: float = 0.5) -> torch.Tensor:
     """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
 
     Args:
         largest_input: The largest absolute input of each channel, [in].
         weights: Those of all readers, [out, in] each.
+        strength: How far outliers move from inputs, at 0, into weights, at 1.
     """
     largest_weight = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
-    share = largest_input.to(torch.float32) / largest_weight
+    largest_input = largest_input.to(torch.float32)
+    share = largest_input.pow(strength) / largest_weight.pow(1 - strength)
     alive = torch.isfinite(share) & (share > 0)
-    powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)) / 2, 0.0).round()
+    powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)), 0.0).round()
     if bool(alive.any()):
         powers = torch.where(alive, powers - powers[alive].median(), 0.0)
     return powers.clamp(-MOST, MOST).to(torch.int8)
 
 
 @torch.no_grad()
+def best_exponents(
+    inputs: torch.Tensor,
+    largest_input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    of_inputs: Quantise,
+    of_weights: Quantise,
+) -> torch.Tensor:
+    """Return the exponents with which rounding takes least from the readers' outputs: int8 [in], or all 0.
+
+    Args:
+        inputs: Some tokens of what they read, [tokens, in].
+        largest_input: The largest absolute input of each channel, over all tokens.
+        weights: Those of all readers, [out, in] each.
+        of_inputs: How inputs are rounded where the model is served.
+        of_weights: How weights are.
+    """
+    wide, wides = inputs.to(torch.float32), [weight.to(torch.float32) for weight in weights]
+
+    def loss(powers: torch.Tensor) -> float:
+        factors = torch.exp2(powers.to(torch.float32))
+        rounded = dequantize(*of_inputs(wide / factors))
+        return sum(
+            float((rounded @ dequantize(*of_weights(weight * factors)).T - wide @ weight.T).square().sum())
+            for weight in wides
+        )
+
+    found = [exponents(largest_input, weights, strength) for strength in STRENGTHS]
+    return min([torch.zeros_like(found[0]), *found], key=loss)
+
+
+@torch.no_grad()
 def fold(modules: Mapping[str, nn.Module], one: Fold, powers: torch.Tensor) -> None:
-    """Divide a norm's gain and bias by the factors, and multiply the columns of its readers, in place."""
+    """Divide what writes the channels by the factors, and multiply the columns of its readers, in place."""
     factors = torch.exp2(powers.to(torch.float32))
-    for parameter in modules[one.norm].parameters(recurse=False):
-        parameter.div_(factors.to(parameter))
+    for parameter in modules[one.writer].parameters(recurse=False):
+        parameter.div_(factors.to(parameter).view(-1, *[1] * (parameter.dim() - 1)))
     for name in one.linears:
         weight: Any = modules[name].weight
         weight.mul_(factors.to(weight))

@@ -39,7 +39,7 @@ class CalibratedSteps:
     Attributes:
         rotation: How the stream is rotated.
         rotate: Steps of learning a rotation.
-        smooth: Norms into whose linears outliers may be folded.
+        smooth: Where outliers may be folded into weights.
         reorder: Channels inside MLPs that may be reordered.
         matching: How layers are matched.
 
@@ -54,6 +54,7 @@ class CalibratedSteps:
         self.smooth: Sequence[Fold] | None = None
         self.reorder: Sequence[Inner] | None = None
         self.matching = Matching(options.match, self.seed) if options.match else None
+        self.dtype, self.rounding, self.must_smooth = job.dtype, options.rounding, bool(options.smooth)
         where = job.meta, job.checkpoint, self.patterns, job.run
         if options.rotate:
             _require_floats(job, "rotating")
@@ -67,6 +68,9 @@ class CalibratedSteps:
                 got = f"--dtype {dtype_name(job.dtype)}"
                 raise InputError("smoothing helps rounding to 8 bits", got=got, needed="int8 or fp8")
             self.smooth = find_smoothing(*where)
+        floats_to_int8 = job.source_dtype is None and job.dtype == torch.int8
+        if options.smooth is None and options.calibration is not None and not options.rotate and floats_to_int8:
+            self.smooth = _folds(job) or None
         if options.reorder:
             _require_floats(job, "reordering")
             self.reorder = find_reordering(*where)
@@ -95,7 +99,8 @@ class CalibratedSteps:
                 checkpoint, self.rotation, *how, self.rotate, seed=self.seed, progress=progress
             )
         if self.smooth is not None:
-            checkpoint = smooth_checkpoint(checkpoint, self.smooth, *how, progress)
+            rounded = self.dtype, self.rounding
+            checkpoint = smooth_checkpoint(checkpoint, self.smooth, *how, progress, *rounded, required=self.must_smooth)
         if self.reorder is not None:
             checkpoint = reorder_checkpoint(checkpoint, self.reorder, *how, progress)
         return checkpoint
@@ -105,11 +110,15 @@ def foldable(job: PruneJob) -> set[str] | None:
     """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
     if job.source_dtype is not None or job.steps.smooth is not None:
         return None if job.source_dtype is not None else set()
+    return {linear for fold in _folds(job) for linear in fold.linears}
+
+
+def _folds(job: PruneJob) -> Sequence[Fold]:
+    """Return where outliers may be folded into weights; nothing where a model has no such place."""
     try:
-        folds = find_smoothing(job.meta, job.checkpoint, job.calibrated_patterns, job.run)
+        return find_smoothing(job.meta, job.checkpoint, job.calibrated_patterns, job.run)
     except InputError:
-        return set()
-    return {linear for fold in folds for linear in fold.linears}
+        return ()
 
 
 def _require_floats(job: PruneJob, doing: str) -> None:

@@ -27,7 +27,7 @@ from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
-from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions
+from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.offline.model_card import add_measurements, card_to_measure
 
@@ -95,6 +95,7 @@ def evaluate(
     device: str | torch.device = "cpu",
     card: bool = False,
     progress: bool | None = None,
+    bos: bool = True,
 ) -> Evaluation:
     """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
 
@@ -109,6 +110,7 @@ def evaluate(
         device: Device on which the model runs.
         card: Add what was measured to the model card that ``prune`` wrote into the folder.
         progress: Show a progress bar; None: on a terminal only.
+        bos: Begin each window with what the tokenizer puts before a text, not only the first one.
 
     Raises:
         InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
@@ -139,7 +141,8 @@ def evaluate(
         content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content)
         check_tokens(tokens, model.config, path)
-        measured = _perplexity(model, tokens.to(device), content, window, stride, batch, progress)
+        before = tokens_before(tokenizer).to(device) if bos else None
+        measured = _perplexity(model, tokens.to(device), before, content, window, stride, batch, progress)
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = _experts_words(checkpoint, model)
     evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
@@ -159,6 +162,7 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
 def _perplexity(
     model: Any,
     tokens: torch.Tensor,
+    before: torch.Tensor | None,
     content: str,
     window: int | None,
     stride: int | None,
@@ -171,12 +175,14 @@ def _perplexity(
         InputError: The windows are longer than the model reads, or the model answers with NaN.
     """
     window = min(positions(model.config), len(tokens)) if window is None else window
+    if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
+        tokens = tokens[len(before) :]
     most = positions(model.config, at_most=window)
     if window > most:
         raise InputError("window", got=window, needed=f"at most {most}, the model's positions")
     stride = max(window // 2, 1) if stride is None else stride
     with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
-        how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance}
+        how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance, "before": before}
         return measure_perplexity(logits_of(model), tokens, window, stride, **how)
 
 

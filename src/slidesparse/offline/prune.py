@@ -8,7 +8,7 @@ written, and taken over by a resumed run, on its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,8 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
+    if options.smooth is None and ranks.world > 1:
+        options = replace(options, smooth=False)
     prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
@@ -246,4 +248,4 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         "reordering": options.reorder,
     }
     method = " and ".join([*(word for word, given in before.items() if given), options.method])
-    return f"{method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
+    return f"{method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

@@ -41,7 +41,8 @@ class PruneOptions:
         lm_head: Treat the output embedding too.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
-        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`.
+        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
+            is calibrated by one process, as far as the model can be smoothed.
         reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
         rotate: Steps in which a rotation of the residual stream is learned first: see
             :mod:`slidesparse.models.learn_rotation`; 0: none.
@@ -57,7 +58,7 @@ class PruneOptions:
     lm_head: bool = False
     part: Part = "language"
     match: int = 0
-    smooth: bool = False
+    smooth: bool | None = False
     reorder: bool = False
     rotate: int = 0
 

@@ -36,7 +36,7 @@ class HeldZeros:
         require_kind(model, nn.Module, "model", "a torch.nn.Module")
         if isinstance(names, str):
             raise InputError("names", got=shown(names), needed="a list of names")
-        places = _weights(model) if names is None else {name: _place(model, name) for name in names}
+        places = prunable_weights(model) if names is None else {name: _place(model, name) for name in names}
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
         for name, (module, leaf) in places.items():
@@ -79,7 +79,7 @@ class HeldZeros:
         return HoldZeros()
 
 
-def _weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def prunable_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return where the weights are that pruning may have treated: more than those that it treats by default."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
@@ -99,7 +99,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         return holder, leaf
     module = _submodule(model, name)
     if module is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
-        known = next(iter(_weights(model)), "-")
+        known = next(iter(prunable_weights(model)), "-")
         raise InputError(f"no weight called {name}", needed=f"the name of a linear or of a parameter, such as {known}")
     return module, "weight"
 

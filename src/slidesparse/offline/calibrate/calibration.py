@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.files.tokenizer_files import has_tokenizer_files
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
@@ -41,6 +43,8 @@ class Calibration:
         length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
             are fewer.
         seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
+        more: Other texts. Each, and ``file`` too, may end in ``:WEIGHT``: its share of the windows.
+        bos: Begin each window with what the tokenizer puts before a text.
 
     Raises:
         InputError: A number or the name of the file cannot be used.
@@ -50,9 +54,12 @@ class Calibration:
     samples: int = SAMPLES
     length: int | None = None
     seed: int = 0
+    more: tuple[str, ...] = ()
+    bos: bool = True
 
     def __post_init__(self) -> None:
-        usable_path(self.file, "calibration text")
+        for text in (self.file, *self.more):
+            usable_path(text, "calibration text")
         object.__setattr__(self, "file", os.fspath(self.file))  # as it was written: ./a/b is no name of a data set
         if not isinstance(self.samples, int) or self.samples < 1:
             raise InputError("calibration windows (--samples)", got=repr(self.samples), needed="1 or more")
@@ -60,6 +67,21 @@ class Calibration:
             raise InputError("tokens of a calibration window (--length)", got=repr(self.length), needed="2 or more")
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise InputError("calibration seed", got=repr(self.seed), needed=f"0 to {MAX_SEED}")
+
+    @property
+    def texts(self) -> list[WeightedText]:
+        """All texts with their weights."""
+        return [weighted(one) for one in (self.file, *self.more)]
+
+    @property
+    def names(self) -> str:
+        """The names of all texts, without their folders."""
+        return ", ".join(Path(one.file).name for one in self.texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; the later ones only where they are not as usual, as plan files have them."""
+        usual = {"more": (), "bos": True}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -92,6 +114,35 @@ def encode(tokenizer: Any, text: str) -> torch.Tensor:
         raise CheckpointError("the tokenizer cannot read the text", got=first_line(error)) from error
 
 
+def tokens_before(tokenizer: Any) -> torch.Tensor:
+    """Return what a tokenizer puts before a text, such as Gemma's and Llama's BOS: int64 [n], of many tokenizers none.
+
+    A window out of the middle of a text begins with it too: models have seen nothing else at their first position, and
+    some attend to it from everywhere.
+    """
+    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    places = range(len(whole) - len(bare) + 1)
+    return torch.tensor(whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)], dtype=torch.int64)
+
+
+def cut_windows(tokens: torch.Tensor, length: int, before: torch.Tensor) -> torch.Tensor:
+    """Cut a text into windows that do not overlap and begin with ``before``: int64 [n, length].
+
+    Args:
+        tokens: int64 [tokens], with or without ``before`` at its start.
+        length: Tokens of each window.
+        before: int64 [k], from :func:`tokens_before`; may be empty.
+    """
+    count = len(before)
+    if count and torch.equal(tokens[:count], before):
+        tokens = tokens[count:]
+    room = length - count
+    if room < 1:
+        raise InputError("tokens of a window", got=length, needed=f"more than {count}, with which each begins")
+    body = tokens[: len(tokens) // room * room].view(-1, room)
+    return torch.cat([before.expand(len(body), count), body], 1) if count else body
+
+
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
     """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
     known = getattr(text_config(config), "max_position_embeddings", None)
@@ -114,7 +165,13 @@ def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
 
 
 def sample_windows(
-    tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text", remedy: str = FEWER
+    tokens: torch.Tensor,
+    samples: int,
+    length: int,
+    seed: int,
+    source: str = "the text",
+    remedy: str = FEWER,
+    before: Sequence[int] | torch.Tensor = (),
 ) -> torch.Tensor:
     """Return windows that do not overlap, in random order: int64 [samples, length].
 
@@ -125,20 +182,20 @@ def sample_windows(
         seed: Seed of the random choice.
         source: Name of the text in the error.
         remedy: What the error says to do.
+        before: With what each window begins: see :func:`tokens_before`.
 
     Raises:
         InputError: The text is too short.
     """
-    available = len(tokens) // length
-    if available < samples:
+    windows = cut_windows(tokens, length, torch.as_tensor(before, dtype=tokens.dtype))
+    if len(windows) < samples:
         raise InputError(
             f"{source} is too short for calibration",
-            got=f"{len(tokens)} tokens, {available} windows of {length}",
+            got=f"{len(tokens)} tokens, {len(windows)} windows of {length}",
             needed=f"{samples} windows",
             remedy=remedy,
         )
-    chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:samples]
-    return tokens[: available * length].view(available, length)[chosen]
+    return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]]
 
 
 def digest(windows: torch.Tensor) -> str:
@@ -164,13 +221,21 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration, too
         InputError: The text cannot be used, or the windows are longer than the model reads.
         CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
     """
-    small = is_default(calibration.file)
+    small = any(is_default(one.file) for one in calibration.texts)
     usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length
     if length > positions(config, at_most=length):
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
-    documents = read_documents(DEFAULT_FILE if small else calibration.file)
+    counts = shares(calibration.texts, calibration.samples)
+    documents = [read_documents(DEFAULT_FILE if is_default(one.file) else one.file) for one in calibration.texts]
     tokenizer = load_tokenizer(folder)
-    tokens = encode(tokenizer, as_text(documents, tokenizer))
-    check_tokens(tokens, config, folder)
-    return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file), too_short)
+    before = tokens_before(tokenizer) if calibration.bos else torch.tensor([], dtype=torch.int64)
+    found = []
+    for one, count, inside in zip(calibration.texts, counts, documents, strict=True):
+        tokens = encode(tokenizer, as_text(inside, tokenizer))
+        check_tokens(tokens, config, folder)
+        found.append(sample_windows(tokens, count, length, calibration.seed, one.file, too_short, before))
+    if len(found) == 1:
+        return found[0]
+    mixed = torch.cat(found)
+    return mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(calibration.seed))]

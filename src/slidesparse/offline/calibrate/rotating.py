@@ -99,7 +99,7 @@ def find_rotation(
     if run is None:
         raise cannot_rotate(model, "a model that cannot be run to see what reads the stream", "a language model")
     stream = find_stream(model, find_layer_list(model, linears), run)
-    gains = {linear: one.norm for one in (*stream.folds, stream.final) for linear in one.linears}
+    gains = {linear: one.writer for one in (*stream.folds, stream.final) for linear in one.linears}
     own = [f"{stream.embedding}.weight", *(f"{name}.weight" for name in (*gains, *gains.values()))]
     written = [f"{name}.{leaf}" for name in stream.writers for leaf in _parameters(model.get_submodule(name))]
     tensors: dict[str, str] = {}
@@ -217,7 +217,7 @@ class _Walk:
         found: list[Costed] = []
         for name, index in self.layers.walk("rotate", progress):
             folds, writers = self.stream.inside(name)
-            modules: Any = self.layers.modules([*(m for one in folds for m in (one.norm, *one.linears)), *writers])
+            modules: Any = self.layers.modules([*(m for one in folds for m in (one.writer, *one.linears)), *writers])
             dense = self.layers.output(index)
             fold_gains(modules, folds)
             sets = [[one for one in fold.linears if one in self.treated] for fold in folds]
@@ -244,8 +244,8 @@ class _Walk:
     def _around(self) -> Sample:
         """Try out what is around the layers, and return what the first layer reads of a rotated stream."""
         layers, final = self.layers, self.stream.final
-        modules, inputs = layers.modules([self.stream.embedding, final.norm]), layers.inputs[0]
-        norm: Any = modules[final.norm]
+        modules, inputs = layers.modules([self.stream.embedding, final.writer]), layers.inputs[0]
+        norm: Any = modules[final.writer]
         before, gain = run_around(layers.model, layers.layer_list, inputs), norm.weight.clone()
         if before.shape[-1] != len(self.q):
             raise cannot_rotate(layers.model, "layers inside no model of their own", "a stack of layers with a norm")
@@ -257,7 +257,7 @@ class _Walk:
                 rotated = record_inputs(layers.model, layers.layer_list, [inputs])[0]
         finally:
             norm.weight.copy_(gain)
-        self._require(final.norm, (after @ self.q.T) * gain, before, before)
+        self._require(final.writer, (after @ self.q.T) * gain, before, before)
         self._require(self.stream.embedding, rotated.hidden, layers.samples[0].hidden @ self.q, rotated.hidden)
         return rotated
 

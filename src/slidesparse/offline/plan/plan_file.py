@@ -161,7 +161,7 @@ def about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -
         "model": str(checkpoint.path),
         "weights": fingerprint(checkpoint, checkpoint.config),
         "method": options.method,
-        "calibration": asdict(options.calibration),
+        "calibration": options.calibration.to_json(),
         "windows": digest(windows),
         "ignore": list(options.ignore),
     }

@@ -59,6 +59,6 @@ def _calibration_words(calibration: Calibration) -> str:
     """Return the options with which ``prune`` sees the text as ``plan`` did, each where it is not the usual one."""
     usual = Calibration(calibration.file)
     names = [name for name in ("samples", "length", "seed") if getattr(calibration, name) != getattr(usual, name)]
-    return f" --calibration {quote(str(calibration.file))}" + "".join(
-        f" --{name} {getattr(calibration, name)}" for name in names
-    )
+    texts = "".join(f" --calibration {quote(one)}" for one in (calibration.file, *calibration.more))
+    told = "".join(f" --{name} {getattr(calibration, name)}" for name in names)
+    return texts + told + ("" if calibration.bos else " --no-bos")

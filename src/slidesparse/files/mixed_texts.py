@@ -1,0 +1,55 @@
+"""Several texts, each with a weight: its share of what is taken of all of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slidesparse.errors import InputError
+
+
+@dataclass(frozen=True)
+class WeightedText:
+    """A text and its weight: see :func:`offline.calibrate.texts.read_documents` for what ``file`` may be."""
+
+    file: str
+    weight: float = 1.0
+
+
+def weighted(text: str) -> WeightedText:
+    """Return what ``FILE`` or ``FILE:WEIGHT`` means; a file whose whole name is this comes first.
+
+    Raises:
+        InputError: The weight is not above zero.
+
+    >>> weighted("chats.jsonl:0.5")
+    WeightedText(file='chats.jsonl', weight=0.5)
+    >>> weighted("owner/data:main")
+    WeightedText(file='owner/data:main', weight=1.0)
+    """
+    file, colon, end = text.rpartition(":")
+    try:
+        weight = float(end)
+    except ValueError:
+        return WeightedText(text)
+    if not colon or not file or os.path.lexists(text):
+        return WeightedText(text)
+    if not 0 < weight < math.inf:
+        raise InputError(f"weight of {file}", got=end, needed="a number above 0")
+    return WeightedText(file, weight)
+
+
+def shares(texts: Sequence[WeightedText], total: int) -> list[int]:
+    """Divide a number by weights, the remainders to those that lost most by rounding down.
+
+    >>> shares([WeightedText("a", 2), WeightedText("b"), WeightedText("c")], 6)
+    [3, 2, 1]
+    """
+    exact = [total * one.weight / sum(each.weight for each in texts) for one in texts]
+    found = [math.floor(one) for one in exact]
+    order = sorted(range(len(texts)), key=lambda index: (found[index] - exact[index], index))
+    for index in order[: total - sum(found)]:
+        found[index] += 1
+    return found

@@ -1,0 +1,127 @@
+"""How far predictions are from the dense model's, over the whole vocabulary, some tokens at a time.
+
+A vocabulary of 150 thousand makes 600 kB of float32 logits a token. So logits exist for a chunk of tokens alone: the
+hidden states of both models are multiplied by the output embeddings, and where there is something to train, the
+gradients of the student's hidden states and output embedding are computed in the same pass, before the next chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 1 << 28
+"""Logits of a chunk: 1 GiB of float32, of which about five are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model predicts, before it is multiplied out.
+
+    Attributes:
+        hidden: Last hidden states, after the last norm [tokens, width].
+        head: The weight of the output embedding [vocabulary, width], of the same type.
+        cap: Gemma 2's soft cap of logits, ``cap * tanh(logits / cap)``; None: no cap.
+    """
+
+    hidden: torch.Tensor
+    head: torch.Tensor
+    cap: float | None = None
+
+    def first(self, tokens: int) -> Predictions:
+        """Return the predictions for the first tokens."""
+        return replace(self, hidden=self.hidden[:tokens])
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        """Return the logits of some tokens: float32 [rows, vocabulary]."""
+        logits = wide_product(self.hidden[rows], self.head.t())
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a @ b`` in float32: a GPU adds up 16-bit products so anyway, and rounds only what is stored."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def chunks(tokens: int, vocabulary: int, chunk: int = CHUNK) -> Iterator[slice]:
+    """Yield the rows of each chunk of at most ``chunk`` logits."""
+    size = max(1, chunk // vocabulary)
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def distillation(student: Predictions, dense: Predictions, chunk: int = CHUNK) -> torch.Tensor:
+    """Return KL(dense || student), summed over tokens: float32 scalar, with gradients for the student."""
+    found: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk)
+    return found
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int
+    ) -> torch.Tensor:
+        student = Predictions(hidden.detach(), head.detach(), cap)
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_head = torch.zeros_like(head, dtype=torch.float32) if wants_head else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in chunks(len(hidden), len(head), chunk):
+            logits = student.logits(rows)
+            log_q, log_p = F.log_softmax(logits, -1), F.log_softmax(dense.logits(rows), -1)
+            p = log_p.exp()
+            total += log_p.sub_(log_q).mul_(p).sum()
+            if of_hidden is None and of_head is None:
+                continue
+            slope = log_q.exp_().sub_(p)  # d KL / d logits
+            if cap is not None:
+                slope *= 1 - (logits / cap).square()
+            slope = slope.to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = slope @ student.head
+            if of_head is not None:
+                of_head += wide_product(slope.t(), student.hidden[rows])
+        ctx.save_for_backward(of_hidden, of_head)
+        ctx.head_dtype = head.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
+        of_hidden, of_head = ctx.saved_tensors
+        return (
+            None if of_hidden is None else of_hidden * slope,
+            None if of_head is None else (of_head * slope).to(ctx.head_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+@torch.no_grad()
+def compare(student: Predictions, dense: Predictions, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
+    """Judge predictions on a text.
+
+    Args:
+        student: Of the trained model.
+        dense: Of the dense one.
+        ids: The tokens of the text, int64 [windows, window], in the order of ``hidden``.
+        chunk: Logits at a time.
+
+    Returns:
+        float64 [4], sums over tokens: KL(dense || student), the student's and the dense model's loss of the next token
+        (nats; a window's last token has none), and how often both rank the same token first.
+    """
+    following = F.pad(ids[:, 1:], (0, 1), value=-100).flatten()
+    sums = torch.zeros(4, dtype=torch.float64, device=ids.device)
+    for rows in chunks(len(student.hidden), len(student.head), chunk):
+        log_q, log_p = (F.log_softmax(one.logits(rows), -1) for one in (student, dense))
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        losses = (F.nll_loss(one, following[rows], reduction="none") for one in (log_q, log_p))
+        same = log_q.argmax(-1) == log_p.argmax(-1)
+        sums += torch.stack([one.sum(dtype=torch.float64) for one in (kl, *losses, same)])
+    return sums

@@ -1,0 +1,168 @@
+"""The two networks of a run: the pruned one, which is trained, and the dense one, which it is trained toward.
+
+Both are divided among the processes by FSDP2, layer by layer, and the embeddings and the last norm with the root. The
+student keeps float32 weights, and multiplies in BF16 on a GPU. The dense one has BF16 weights alone, and stays whole
+in a single process, where nothing is gained by dividing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint as computed_again
+
+from slidesparse.errors import InputError
+from slidesparse.files.check_tensors import check_finite
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.parts import text_config
+from slidesparse.recover.loss import Predictions, compare, distillation
+
+SAME = 0.05
+"""Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""
+
+
+class Network(nn.Module):
+    """A causal language model that gives what its predictions are multiplied out of.
+
+    Args:
+        model: transformers' model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.cap = getattr(text_config(model.config), "final_logit_softcapping", None)
+
+    def predictions(self, ids: torch.Tensor) -> Predictions:
+        """Return the predictions for tokens int64 [windows, window], a row for each."""
+        decoder = getattr(self.model, "get_decoder", lambda: self.model.base_model)()
+        hidden = decoder(input_ids=ids, use_cache=False)[0]
+        return Predictions(hidden.flatten(0, 1), self.model.get_output_embeddings().weight, self.cap)
+
+
+class DenseNetwork(Network):
+    """The dense model."""
+
+    @torch.no_grad()
+    def forward(self, ids: torch.Tensor) -> Predictions:
+        """Return its predictions."""
+        return self.predictions(ids)
+
+    @torch.no_grad()
+    def require_plain_head(self, ids: torch.Tensor) -> None:
+        """Refuse a model that does something else with its last hidden state than to multiply it.
+
+        Raises:
+            InputError: Its logits are scaled, or have a bias.
+        """
+        plain = self(ids).logits(slice(None))
+        logits = self.model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
+        if float((logits - plain).abs().max()) > SAME * float(logits.max() - logits.min()):
+            raise InputError(
+                f"{type(self.model).__name__} cannot be trained here",
+                got="logits that are more than the product of a hidden state and the output embedding",
+                needed="a model without a scale or a bias of logits",
+            )
+
+
+class StudentNetwork(Network):
+    """The pruned model. Its loss is computed inside its forward, where FSDP2 has put the output embedding together."""
+
+    def forward(self, ids: torch.Tensor, dense: Predictions, counted: int | None = None) -> torch.Tensor:
+        """Return the sum over tokens of KL(dense || student); to judge, the sums of :func:`compare`.
+
+        Args:
+            ids: int64 [windows, window].
+            dense: The dense model's predictions for them.
+            counted: How many of the windows count; None: train.
+        """
+        found = self.predictions(ids)
+        if counted is None:
+            return distillation(found, dense)
+        tokens = counted * ids.shape[1]
+        return compare(found.first(tokens), dense.first(tokens), ids[:counted])
+
+
+def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: bool = False) -> None:
+    """Divide a network without values among processes.
+
+    Args:
+        network: On the meta device, with what is shared tied.
+        mesh: The processes.
+        compute: Type in which it multiplies.
+        recompute: Compute activations again in the backward pass.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for layer in repeated_layers(network.model):
+        if recompute:
+            layer.forward = partial(computed_again, layer.forward, use_reentrant=False)
+        shard(layer, reshard_after_forward=mesh.size() > 1)
+    shard(network, reshard_after_forward=False)
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: the list of modules that holds most of it."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=[]))
+
+
+def fill(
+    network: Network,
+    meta: MetaModel,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    look: Callable[[str, torch.Tensor], None] = lambda *_: None,
+) -> dict[str, nn.Parameter]:
+    """Fill a network with a checkpoint's values, each process with its part; return its parameters by name.
+
+    Args:
+        network: Divided, or not.
+        meta: Around its model.
+        checkpoint: Its checkpoint.
+        dtype: Type of the weights.
+        device: Where they go.
+        look: Called with each value of the state, whole and on the CPU.
+    """
+    model = network.model
+    values: dict[str, torch.Tensor] = {}
+    for name, empty in model.state_dict(keep_vars=True).items():
+        if name not in meta.filled:
+            continue
+        value = meta.read(name, checkpoint.tensor)
+        check_finite(value, name)
+        look(name, value)
+        value = value.to(dtype) if value.is_floating_point() else value
+        if isinstance(empty, DTensor):
+            values[name] = distribute_tensor(value.to(device), empty.device_mesh, empty.placements, src_data_rank=None)
+        else:
+            values[name] = value.to(device)
+    model.load_state_dict(values, strict=False, assign=True)
+    tie(model, meta.names.tied)
+    for module in model.modules():  # rotary tables, which no checkpoint holds
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    return dict(model.named_parameters())
+
+
+def tie(model: Any, tied: Mapping[str, str]) -> None:
+    """Let parameters be shared that transformers shares."""
+    for name, other in tied.items():
+        (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
+        setattr(model.get_submodule(place), leaf, getattr(model.get_submodule(owner), source))
+
+
+def put_away(network: Network) -> None:
+    """Divide again what a forward pass has put together, so that parameters are the float32 ones."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,107 @@
+"""Write a trained model as a checkpoint with the tensors, the types and the other files of the one it began from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from slidesparse.base.traced_tensor import Origin, replay, sources
+from slidesparse.errors import UnsupportedError
+from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from slidesparse.files.json_files import write_json
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.source_files import SourceFiles
+from slidesparse.files.staging import Workplace
+from slidesparse.files.stored import STORED_NAMES
+from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.models.config_keys import MARKER_KEY
+
+TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
+
+
+def gathered(
+    parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint, keep: bool
+) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors that training has changed, on the CPU and in the checkpoint's types.
+
+    All processes take part; those that do not keep the result get nothing.
+
+    Args:
+        parameters: Name -> trained parameter.
+        meta: The model, and where its parameters are in the checkpoint.
+        checkpoint: What the run began from.
+        keep: Whether this process keeps the tensors.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        value = parameter.detach()
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        if keep:
+            found |= _as_stored(whole, meta.names.origins[name], checkpoint)
+    for name, other in meta.names.tied.items():  # a checkpoint may hold both all the same
+        if other in found and name in checkpoint.files:
+            found[name] = found[other]
+    return found
+
+
+def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint that a parameter was made of, with its values: the inverse of ``replay``.
+
+    transformers stacks, cuts and joins tensors of experts. Done with the numbers of the elements in the place of the
+    elements, that says where each one goes.
+    """
+    stored = {name: checkpoint.stored(name) for name in sources(origin)}
+    if isinstance(origin, str):
+        return {origin: value.to(TYPES[stored[origin].dtype])}
+    numbers: dict[str, torch.Tensor] = {}
+    start = 0
+    for name, one in stored.items():
+        end = start + one.n_bytes // TYPES[one.dtype].itemsize
+        numbers[name], start = torch.arange(start, end).view(one.shape), end
+    places = replay(origin, numbers.__getitem__)
+    flat = torch.full((start,), torch.nan)
+    flat[places.flatten()] = value.float().flatten()
+    if bool(flat.isnan().any()) or places.shape != value.shape:
+        raise UnsupportedError(
+            "cannot store a trained parameter as it was", got=f"only a part of {', '.join(stored)} in the model"
+        )
+    return {name: flat[numbers[name]].to(TYPES[one.dtype]) for name, one in stored.items()}
+
+
+def write_result(
+    work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
+) -> None:
+    """Write the result into the place of work.
+
+    Args:
+        work: The place.
+        checkpoint: What the run began from.
+        files: Its other files.
+        trained: Tensor -> its new values; empty where the values of before are the better ones.
+        record: What ``recover.json`` says of the run.
+    """
+    for shard, tensors in checkpoint.shards.items():
+        with TensorWriter(work.output / shard, tensors) as writer:
+            for name in tensors:
+                writer.write(name, trained[name] if name in trained else checkpoint.tensor(name))
+    if list(checkpoint.shards) != [SINGLE_FILE]:
+        weight_map = {tensor: shard for shard, tensors in checkpoint.shards.items() for tensor in tensors}
+        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": checkpoint.n_bytes}, "weight_map": weight_map})
+    files.copy_to(work.output)
+    # Without the marker it is a source for ``prune`` once more, which keeps the zeros and quantises the rest.
+    config = {key: value for key, value in checkpoint.config.items() if key != MARKER_KEY}
+    write_json(work.output / "config.json", config)
+    write_json(work.output / RECORD, record)
+
+
+RECORD = "recover.json"
+"""What the run was, and what it gained."""
+
+
+def wanted_files(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of files that are written anew."""
+    return {"config.json", INDEX_FILE, RECORD, *map(str, map(Path, checkpoint.shards))}

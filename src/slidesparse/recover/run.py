@@ -1,0 +1,345 @@
+"""``slidesparse recover``: from a pruned checkpoint to one that predicts more like the dense model, zeros held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from slidesparse import __version__
+from slidesparse.base.device import usable_device
+from slidesparse.base.log import LOG
+from slidesparse.base.paths import usable_path
+from slidesparse.base.rank_tensors import rank_tensors
+from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.check_tensors import refuse_faults
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.identity import fingerprint
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.marker import Marker, source_quantisation
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.shared_staging import staged_together
+from slidesparse.files.source_files import survey
+from slidesparse.files.staging import Workplace, new_folder
+from slidesparse.models.causal import refuse_masked, vocabulary_of
+from slidesparse.models.experts import find_experts
+from slidesparse.models.parts import text_config
+from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.recover.memory import Fit, Size, fit_memory
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
+from slidesparse.recover.options import RecoverOptions, usual_rate
+from slidesparse.recover.result import gathered, wanted_files, write_result
+from slidesparse.recover.rounding import round_linears_
+from slidesparse.recover.state import State
+from slidesparse.recover.trained import Zeros, choose_trained, require_pattern
+from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
+from slidesparse.recover.windows import Windows, read_windows
+from slidesparse.weights.quant import parse_dtype, rounding_of
+
+WINDOWS, BEFORE = "windows.safetensors", "before.json"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The outcome of a run.
+
+    Attributes:
+        destination: The new checkpoint.
+        kept: Whose weights it has: ``after`` the training, or ``before`` where that did not help.
+        steps: Steps that were made.
+        tokens: Tokens that were trained on.
+        seconds: Of training.
+        rate: The highest rate.
+        left_out: Steps that were left out, without a finite loss.
+        ended_early: Whether there was no finite loss any more.
+        held_tokens: Tokens of the held windows.
+        before: What :meth:`slidesparse.recover.training.Training.judge` says of the pruned model.
+        after: The same of the trained one.
+        losses: Mean loss of each step.
+    """
+
+    destination: str
+    kept: str
+    steps: int
+    tokens: int
+    seconds: float
+    rate: float
+    left_out: int
+    ended_early: bool
+    held_tokens: int
+    before: dict[str, float]
+    after: dict[str, float]
+    losses: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields but the losses, of which there may be many."""
+        return {name: value for name, value in asdict(self).items() if name != "losses"}
+
+    def describe(self) -> str:
+        """Return the outcome as text."""
+        b, a, speed = self.before, self.after, self.tokens / max(self.seconds, 1e-9)
+        lines = [
+            f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, rate {self.rate:.2g}",
+            f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
+            f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
+            f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
+        ]
+        if self.left_out:
+            lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
+        if self.ended_early:
+            lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
+        kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
+        return "\n".join([*lines, f"{self.destination} has {kept}; quantise it with slidesparse prune"])
+
+
+def recover(
+    pruned: str | Path,
+    dense: str | Path,
+    destination: str | Path,
+    options: RecoverOptions,
+    *,
+    device: str | torch.device = "cpu",
+    ranks: Ranks = ALONE,
+) -> Recovery:
+    """Train a pruned checkpoint toward the dense model it came from, into a new folder.
+
+    Processes that torchrun started call this together, with equal arguments but for the device.
+
+    Args:
+        pruned: A checkpoint in a float type, with a pattern of zeros.
+        dense: The dense model's checkpoint.
+        destination: A folder that does not exist.
+        options: The options.
+        device: That of this process.
+        ranks: The processes.
+
+    Raises:
+        CheckpointError: A checkpoint cannot be used, or the two do not belong together; the disk is full.
+        InputError: A text, an option or a path cannot be used.
+        UnsupportedError: There is no such device, or its memory is too small.
+    """
+    where = usable_device(device)
+    pair = _Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
+    destination = new_folder(usable_path(destination, "destination"), pair.pruned.path)
+    if options.windows % ranks.world:
+        raise InputError(
+            "windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}, for as many processes",
+            remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
+        )  # fmt: skip
+    files = survey(pair.pruned.path, wanted_files(pair.pruned))
+    rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
+    # What does not change the result may be another one when a run goes on.
+    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
+    weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
+    plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
+    size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
+    with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
+        windows = _windows(pair, options, work, ranks)
+        with _explained(ranks), _connected(ranks, where):
+            outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
+        result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
+        if ranks.is_first:
+            write_result(work, pair.pruned, files, trained, {**plan, **asdict(result)})
+    return result
+
+
+class _Pair:
+    """The two checkpoints, which belong together."""
+
+    def __init__(self, pruned: Path, dense: Path, options: RecoverOptions) -> None:
+        self.pruned, self.dense = Checkpoint(pruned), Checkpoint(dense)
+        self.marker = Marker.from_config(self.pruned.config)
+        for one in (self.pruned, self.dense):
+            if source_quantisation(one.config):
+                raise CheckpointError(
+                    f"{one.path} is quantised",
+                    needed="weights in a float type",
+                    remedy="prune with --dtype bf16, recover, and quantise then",
+                )
+        self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
+        self._require_alike()
+        self.prunable = choose_trained(self.student.model, options.train)
+        require_pattern(self.pruned.path, self.prunable, lambda name: self.student.read(name, self.pruned.tensor))
+        parameters = list(self.student.model.parameters())
+        trained = sum(one.numel() for one in parameters if one.requires_grad)
+        self.size = Size(sum(one.numel() for one in parameters), trained, self.student.model.config)
+        if options.dtype is not None:
+            self._round(options)
+
+    @staticmethod
+    def _meta(checkpoint: Checkpoint) -> MetaModel:
+        meta = build_meta_model(checkpoint, real_buffers=True)
+        refuse_masked(type(meta.model))
+        refuse_faults(meta, checkpoint)
+        tie(meta.model, meta.names.tied)
+        model: Any = meta.model
+        if not all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output")) or (
+            model.get_output_embeddings() is None
+        ):
+            raise InputError(f"{type(model).__name__} cannot be trained here", needed="a causal language model")
+        return meta
+
+    def _require_alike(self) -> None:
+        """Refuse a pruned and a dense model of other shapes or vocabularies."""
+        student, teacher = (one.model.state_dict(keep_vars=True) for one in (self.student, self.teacher))
+        vocabularies = [vocabulary_of(one.model.config) for one in (self.student, self.teacher)]
+        apart = f"{self.pruned.path} and {self.dense.path} do not belong together"
+        if vocabularies[0] != vocabularies[1]:
+            raise CheckpointError(apart, got=f"vocabularies of {vocabularies[0]} and {vocabularies[1]} tokens")
+        for name in student.keys() & teacher.keys():
+            if student[name].shape != teacher[name].shape:
+                raise CheckpointError(apart, got=f"{name} {list(student[name].shape)} and {list(teacher[name].shape)}")
+        if other := sorted(student.keys() ^ teacher.keys()):
+            raise CheckpointError(apart, got=f"{other[0]} in one of them alone")
+
+    def require_one_tokenizer(self) -> None:
+        """Refuse tokenizers that call tokens otherwise: the dense model would read another text."""
+        first, second = (load_tokenizer(one.path).get_vocab() for one in (self.pruned, self.dense))
+        if first != second:
+            differing = sorted(first.items() ^ second.items(), key=str)[0][0]
+            raise CheckpointError(
+                f"{self.pruned.path} and {self.dense.path} have tokenizers of other vocabularies",
+                got=f"{differing!r} with {first.get(differing, 'no number')} and {second.get(differing, 'no number')}",
+            )
+
+    def _round(self, options: RecoverOptions) -> None:
+        """Let the student's linears round as they will be served."""
+        marker = Marker.require(self.pruned.config, self.pruned.path)
+        if find_experts(self.student.model):
+            raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy="leave it out")
+        dtype = parse_dtype(options.dtype or "int8")
+        recipes = {name: rounding_of(options.recipe, marker.pattern_of(name)) for name in self.student.linears(marker)}
+        round_linears_(self.student.model, recipes, dtype)
+
+
+def _windows(pair: _Pair, options: RecoverOptions, work: Workplace, ranks: Ranks) -> Windows:
+    """Return the windows; the first process cuts them for all, once."""
+    path = work.kept / WINDOWS
+    if ranks.is_first and not path.exists():
+        pair.require_one_tokenizer()
+        read_windows(pair.pruned.path, pair.student.model.config, options).save(path)
+    ranks.wait()
+    return Windows.load(path, options)
+
+
+def _train(
+    pair: _Pair,
+    windows: Windows,
+    options: RecoverOptions,
+    rate: float,
+    work: Workplace,
+    device: torch.device,
+    ranks: Ranks,
+) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+    """Train, and return what is said of it, and the new tensors, which the first process has."""
+    fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
+    # Without dropout: the dense model predicts without it, too.
+    dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
+    if ranks.world > 1:
+        divide(dense, mesh, compute)
+    divide(student, mesh, compute, fit.recompute)
+    fill(dense, pair.teacher, pair.dense, compute, device)
+    dense.requires_grad_(False)
+    zeros = Zeros(pair.prunable, pair.marker)
+    everything = fill(student, pair.student, pair.pruned, torch.float32, device, zeros.look)
+    dense.require_plain_head(windows.held[:1, :16].long().to(device))
+    parameters = {name: one for name, one in everything.items() if one.requires_grad}
+    held = {name for name in zeros.held if name in parameters}
+    training = Training(student, dense, windows, parameters, held, options, rate, fit, ranks, device)
+    state = State(work.kept, parameters, training.optimizer)
+    progress = state.load(ranks)
+    say(_plan_words(windows, options, progress.step))
+    if not (work.kept / BEFORE).exists():
+        before = training.judge()
+        if ranks.is_first:
+            write_json(work.kept / BEFORE, before)
+        ranks.wait()
+    before = read_json(work.kept / BEFORE)
+    training.run(state, progress)
+    state.save(progress, ranks)  # so that a kill from here on loses nothing
+    after = training.judge()
+    better = after["kl"] < before["kl"]
+    told = {
+        "kept": "after" if better else "before",
+        "steps": progress.step,
+        "tokens": progress.step * options.step_tokens,
+        "seconds": round(progress.seconds, 3),
+        "rate": rate,
+        "left_out": progress.left_out,
+        "ended_early": progress.in_a_row >= MOST_LEFT_OUT,
+        "before": before,
+        "after": after,
+        "losses": progress.losses,
+    }
+    return told, gathered(parameters, pair.student, pair.pruned, ranks.is_first) if better else {}
+
+
+def _plan_words(windows: Windows, options: RecoverOptions, step: int) -> str:
+    """Return what will be done, in words."""
+    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
+    if options.steps is not None:
+        through = options.steps * options.windows / windows.count
+        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+    return words + (f"; goes on after step {step}" if step else "")
+
+
+@contextmanager
+def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Let processes send tensors; one that is alone forms a group of itself, so that there is one way to train."""
+    if ranks.store is not None:
+        with rank_tensors(ranks, device):
+            yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kind, store = "nccl" if device.type == "cuda" else "gloo", cast("Any", dist).HashStore()  # which has no types
+    dist.init_process_group(kind, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _explained(ranks: Ranks) -> Iterator[None]:
+    """Explain errors of memory, and of transfers to a process that is gone."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise UnsupportedError(
+            "the memory of a GPU is too small",
+            got=first_line(error),
+            remedy="use --micro 1, --recompute on, or more GPUs; a run that goes on may have others",
+        ) from error
+    except RuntimeError:
+        if ranks.world > 1:
+            ranks.require_all_alive()
+        raise
+
+
+@contextmanager
+def _same_bytes(device: torch.device) -> Iterator[None]:
+    """Use kernels that add up in one order, so that a run which was killed and went on has the bytes of another."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False  # all of it is written before it is read
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled

@@ -1,0 +1,112 @@
+"""Save the state of a run with torch.distributed.checkpoint, and go on from it with any number of processes.
+
+What a run does next depends on its weights, on AdamW's moments and on how many steps are done: the order of windows is
+a function of the step, and nothing is drawn at random. A state gets its name when it is complete; then the one before
+goes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from slidesparse.base.ranks import Ranks
+from slidesparse.base.typed_json import decode
+from slidesparse.errors import CheckpointError, first_line
+from slidesparse.files.json_files import read_json, write_json
+
+NAME, PROGRESS = "step-", "progress.json"
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps that are done, those left out among them.
+        seconds: Seconds of training.
+        left_out: Steps that were left out, since their loss was NaN or Inf.
+        in_a_row: Of these, how many were the last ones.
+        losses: Mean loss of each step.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    left_out: int = 0
+    in_a_row: int = 0
+    losses: tuple[float, ...] = ()
+
+
+class State:
+    """The state of a run, in a folder.
+
+    Args:
+        folder: Holds it; all processes see it.
+        parameters: Name -> parameter, of those that are trained.
+        optimizer: AdamW, which has made no step.
+    """
+
+    def __init__(self, folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.parameters, self.optimizer = folder, parameters, optimizer
+        fused = bool(optimizer.defaults.get("fused"))
+        for parameter in parameters.values():  # as AdamW makes them in its first step
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def _tensors(self) -> dict[str, Any]:
+        states = self.optimizer.state
+        return {name: {"weight": one.detach(), **states[one]} for name, one in self.parameters.items()}
+
+    def save(self, progress: Progress, ranks: Ranks) -> None:
+        """Save the state; all processes together.
+
+        Raises:
+            OSError: It cannot be written; the state before is still there.
+        """
+        final = self.folder / f"{NAME}{progress.step:08}"
+        new = final.with_suffix(".tmp")
+        if ranks.is_first:
+            shutil.rmtree(new, ignore_errors=True)
+        ranks.wait()
+        try:
+            save(self._tensors(), checkpoint_id=new)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
+        if ranks.is_first:
+            write_json(new / PROGRESS, asdict(progress))
+            shutil.rmtree(final, ignore_errors=True)  # of a run that began anew
+            new.rename(final)
+            for other in self.folder.glob(f"{NAME}*"):
+                if other != final:
+                    shutil.rmtree(other)
+        ranks.wait()
+
+    def load(self, ranks: Ranks) -> Progress:
+        """Go on from the last state that was saved; a new run where there is none.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        found = sorted(one for one in self.folder.glob(f"{NAME}*") if one.suffix != ".tmp")
+        ranks.wait()
+        if not found:
+            return Progress()
+        progress: Progress = decode(Progress, read_json(found[-1] / PROGRESS), "progress")
+        try:
+            load(self._tensors(), checkpoint_id=found[-1])
+        except (CheckpointException, OSError, RuntimeError) as error:
+            remedy = f"remove {self.folder.parent} and run again"
+            raise CheckpointError(f"{found[-1]} cannot be read", got=first_line(error), remedy=remedy) from error
+        return progress

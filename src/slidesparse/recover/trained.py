@@ -1,0 +1,104 @@
+"""Which parameters of a pruned model are trained, and which of them have zeros that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slidesparse.errors import InputError
+from slidesparse.files.marker import Marker
+from slidesparse.models.experts import find_experts, find_routers
+from slidesparse.recover.held_zeros import prunable_weights
+from slidesparse.recover.options import Trained
+from slidesparse.weights.support import check_pattern, tightest_pattern
+
+
+def choose_trained(model: Any, train: Trained) -> list[str]:
+    """Let parameters of a model require gradients or not; return the names of those that pruning may have treated.
+
+    Routers of mixtures are never trained: experts that get fewer tokens learn less, and would get fewer still.
+    """
+    embeddings = {id(part().weight) for part in (model.get_input_embeddings, model.get_output_embeddings)}
+    prunable = {id(getattr(module, leaf)) for module, leaf in prunable_weights(model).values()}
+    routers = tuple(f"{name}." for name in find_routers(model, find_experts(model)))
+    for name, parameter in model.named_parameters():
+        inside = id(parameter) not in embeddings and (train == "body" or id(parameter) in prunable)
+        parameter.requires_grad_((inside or train == "all") and not (routers and name.startswith(routers)))
+    return [name for name, parameter in model.named_parameters() if id(parameter) in prunable]
+
+
+def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+    """Refuse a checkpoint that is not pruned, before anything is written.
+
+    Args:
+        path: Its name in the error.
+        prunable: Parameters that pruning may have treated.
+        read: Name -> values; of a pruned checkpoint it is called once or twice.
+
+    Raises:
+        InputError: No parameter has zeros, or those that have follow no pattern.
+    """
+    any_zero = False
+    for name in prunable:
+        value = read(name)
+        any_zero |= bool((value == 0).any())
+        if any_zero and (value.dim() != 2 or tightest_pattern(value) is not None):
+            return
+    raise InputError(
+        f"{path} is not pruned",
+        got="zeros that follow no pattern" if any_zero else "no zeros in its linears",
+        needed="a checkpoint in a float type with a pattern of zeros",
+        remedy="make one with: slidesparse prune DENSE PRUNED --pattern 6:8 --dtype bf16",
+    )
+
+
+class Zeros:
+    """The zeros of a pruned checkpoint, looked at while its values are read.
+
+    Args:
+        prunable: Parameters that pruning may have treated.
+        marker: What ``prune`` says of the checkpoint; None for one that something else pruned.
+
+    Attributes:
+        held: Parameters whose zeros stay.
+    """
+
+    def __init__(self, prunable: Collection[str], marker: Marker | None) -> None:
+        self.prunable, self.marker = prunable, marker
+        self.held: set[str] = set()
+
+    def look(self, name: str, value: torch.Tensor) -> None:
+        """Look at a parameter.
+
+        Raises:
+            PatternViolation: It does not follow the pattern that the marker says it does.
+        """
+        zero = value == 0
+        if name not in self.prunable or not bool(zero.any()) or bool(zero.all()):
+            return
+        self.held.add(name)
+        linear = name.removesuffix(".weight")
+        if self.marker is not None and value.dim() == 2 and linear not in self.marker.ignore:
+            check_pattern(value, self.marker.pattern_of(linear), name=name)
+
+
+@torch.no_grad()
+def hold_zeros(parameters: Mapping[str, nn.Parameter], held: set[str]) -> None:
+    """Take the gradient of zeros away, after the backward pass and before norms and steps.
+
+    A weight whose gradients are all zero has moments of zero, and Adam without decay of weights moves it by nothing:
+    it stays at zero to the bit, without a mask that would take memory.
+    """
+    for name in held:
+        parameter = parameters[name]
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(local(parameter.detach()) != 0)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this process has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

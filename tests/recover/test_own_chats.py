@@ -1,0 +1,146 @@
+"""Chats that a model writes itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+from rank_processes import run_ranks
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.recover import answers
+from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
+from slidesparse.recover.tasks import FORMS, Documented, make_tasks
+
+TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}(assistant) "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder / "base")
+    add_tokenizer(folder / "base")
+    (folder / "base/chat_template.jinja").write_text(TEMPLATE)
+    (folder / "prompts.txt").write_text("What is a window?\n\nName four weights, and then some more of them.\nWhy?\n")
+    return folder
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> None:
+    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8)
+    assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
+    found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
+    assert [one[0]["content"] for one in found][:3] == [
+        "What is a window?",
+        "Name four weights, and then some more of them.",
+        "Why?",
+    ]
+    assert all([one["role"] for one in chat] == ["user", "assistant"] for chat in found)
+    assert all(0 < len(chat[1]["content"]) <= 8 for chat in found)
+    assert len({chat[1]["content"] for chat in found}) > 1
+    with pytest.raises(InputError, match="exists; remove it"):
+        write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+
+
+def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any) -> None:
+    """Greedy answers to prompts of several lengths are those to each alone."""
+    import transformers
+
+    monkeypatch.setattr(answers, "asdict", lambda _: {"do_sample": False, "temperature": None, "min_p": None})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model / "base", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model / "base")
+    monkeypatch.setattr(loaded, "generate", without_sampling(loaded.generate))
+    prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
+    together = answers._answered(loaded, tokenizer, prompts, 6)
+    assert together == [answers._answered(loaded, tokenizer, [one], 6)[0] for one in prompts]
+
+
+def without_sampling(generate: Any) -> Any:
+    def greedy(*args: Any, **named: Any) -> Any:
+        return generate(*args, **{**named, "do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50})
+
+    return greedy
+
+
+def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = ChatOptions(3, str(model / "prompts.txt"), longest=4)
+    first = kept_chats(model / "base", wanted, "cpu")
+    monkeypatch.setattr("slidesparse.recover.own_chats.write_answers", None)
+    assert kept_chats(model / "base", wanted, "cpu") == first
+    assert first.is_relative_to(tmp_path)
+    with pytest.raises(TypeError):  # another number is another file
+        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), longest=4), "cpu")
+
+
+def test_two_processes_write_one_file(model: Path, tmp_path: Path) -> None:
+    words = ["chats", model / "base", tmp_path / "chats.jsonl", "--number", 5, "--prompts", model / "prompts.txt"]
+    ended = run_ranks(tmp_path, 2, [*words, "--longest", 4, "--device", "cpu"])
+    assert [one.status for one in ended] == [0, 0], ended
+    assert len(lines(tmp_path / "chats.jsonl")) == 5
+    assert ended[0].out.strip().endswith("chats.jsonl: 5 chats")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_model_without_a_chat_template_writes_texts(model: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    write_chats(tmp_path / "base", tmp_path / "texts.jsonl", ChatOptions(1, str(model / "prompts.txt"), 4), "cpu")
+    (found,) = lines(tmp_path / "texts.jsonl")
+    assert found["text"].startswith("What is a window?")
+
+
+def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_text(tmp_path / "text.txt", 600)
+    base, own = str(model / "base"), ["--self", "40", "--prompts", str(model / "prompts.txt")]
+    words = ["prune", base, str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16", "--method", "wanda"]
+    assert main([*words, *own, "--samples", "8", "--length", "16", "--device", "cpu"]) == 0
+    words = ["recover", str(tmp_path / "pruned"), "--dense", base, "--out", str(tmp_path / "out"), "--tokens", "512"]
+    words += ["--text", f"{tmp_path / 'text.txt'}:2", "--batch", "128", "--window", "32", "--held", "4"]
+    capsys.readouterr()
+    assert main([*words, *own, "--device", "cpu", "--rate", "3e-3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 4
+    assert told["after"]["kl"] < told["before"]["kl"]
+    assert len(list((tmp_path / "cache/slidesparse/chats").iterdir())) == 1
+    assert main([*words, "--prompts", "x", "--json"]) == 1
+
+
+def test_tasks_are_made_out_of_documentation(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    told = "It does what its name says, to each of the things that it is given, in order."
+    functions = [f'def fold_{i}(x, by=2):\n    """Fold in {i}.\n\n    {told}\n    """\n' for i in range(12)]
+    functions += [f'def _private(x):\n    """{told}"""\n', 'def bare(x):\n    """Short."""\n']
+    functions += [f'class A:\n    def method(self):\n        """{told}"""\n']
+    (folder / "folding.py").write_text("\n".join(functions))
+    (folder / "broken.py").write_text("def (")
+    (folder / "test_folding.py").write_text(functions[0].replace("fold_0", "tested"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "none"), "purelib": str(tmp_path)})
+    found = make_tasks(40, seed=1)
+    assert len(found) == 40
+    assert found == make_tasks(40, seed=1)
+    assert len(set(found)) == 40
+    assert {name for task in found for name in re.findall(r"fold_\d+|tested|_private|bare|method", task)} == {
+        f"fold_{i}" for i in range(12) if any(f"fold_{i}" in task for task in found)
+    }
+    assert found != make_tasks(40, seed=2)
+
+
+def test_every_form_asks_about_the_function() -> None:
+    one = Documented("fold", "fold(x, by)", "Fold x in two.\n\nReturns half of it.")
+    asked = [one.ask(form) for form in FORMS]
+    assert all("Fold x in two." in task for task in asked)
+    assert "{" not in "".join(asked)
+    assert 'def fold(x, by):\n    """Fold x in two.\n\n    Returns half of it.\n    """' in asked[1]

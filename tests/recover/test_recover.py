@@ -1,0 +1,394 @@
+"""``slidesparse recover`` on small models: what stays, what is learned, what goes on after a kill, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+from rank_processes import run_ranks
+
+from slidesparse.cli import main
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.recover import state
+from slidesparse.recover.networks import StudentNetwork
+from slidesparse.recover.options import RecoverOptions
+from slidesparse.recover.run import recover
+from slidesparse.recover.state import State
+from slidesparse.recover.training import Training
+from slidesparse.weights.support import check_pattern
+
+WINDOW, WINDOWS = 32, 8
+
+
+def options(folder: Path, steps: int = 6, **changes: Any) -> RecoverOptions:
+    texts = (str(folder / "text.txt"),)
+    batch = WINDOW * WINDOWS
+    usual = {"texts": texts, "tokens": steps * batch, "batch": batch, "window": WINDOW, "held": 8, "rate": 3e-3}
+    return RecoverOptions(**{**usual, **changes})
+
+
+def make_pair(folder: Path, name: str = "llama", pattern: str = "2:4", **changes: Any) -> None:
+    """A dense checkpoint, a pruned one and a text."""
+    make_checkpoint(folder / "base", name, **changes)
+    add_tokenizer(folder / "base")
+    write_text(folder / "text.txt", 900)
+    words = ["prune", str(folder / "base"), str(folder / "pruned"), "--pattern", pattern, "--dtype", "bf16"]
+    assert main(words) == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    make_pair(folder)
+    return folder
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "train"), [("llama", "body"), ("qwen2", "all"), ("qwen3", "linears")])
+def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> None:
+    make_pair(tmp_path, name)
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=25, train=train))
+    assert found.kept == "after"
+    assert found.after["kl"] < 0.7 * found.before["kl"]
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    linears = {one for one in before if "_proj.weight" in one}
+    for one in linears:
+        assert torch.equal(after[one] == 0, before[one] == 0)
+        check_pattern(after[one], "2:4")
+    changed = {one for one in before if not torch.equal(before[one], after[one])}
+    embeddings = {one for one in before if "embed" in one or "head" in one}
+    assert changed >= linears
+    assert bool(changed & embeddings) == (train == "all")
+    assert bool({one for one in changed if "norm" in one}) == (train != "linears")
+    # It is a source for prune again, which keeps the zeros and quantises.
+    served = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", "int8"]
+    assert main(served) == 0
+    int8 = tensors(tmp_path / "served")
+    assert all(not bool(int8[one][before[one] == 0].any()) for one in linears)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() or name != "qwen2"
+    record = json.loads((tmp_path / "out/recover.json").read_text())
+    assert record["after"] == found.after
+    assert len(record["losses"]) == found.steps
+    assert record["losses"][-1] < record["losses"][0]
+    assert not (tmp_path / "out.partial").exists()
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is cleared up that a kill would leave."""
+
+
+def test_a_killed_run_goes_on_and_has_the_same_bytes(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = options(pair, save_minutes=1e-9)
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", wanted)
+    save = State.save
+
+    def killed(kept: State, progress: Any, ranks: Any) -> None:
+        save(kept, progress, ranks)
+        if progress.step == 3:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "save", killed)
+        with pytest.raises(Killed):
+            recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+    assert not (tmp_path / "out").exists()
+    # A shorter run has other rates, and may not take its place.
+    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another options\.tokens"):
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5))
+    steps = []
+    step = Training._step
+    monkeypatch.setattr(Training, "_step", lambda self, number, rate: steps.append(number) or step(self, number, rate))
+    recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+    assert steps == [3, 4, 5]
+    assert same_bytes(tmp_path / "whole", tmp_path / "out")
+
+
+def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
+    """And a run of one that was killed goes on with two."""
+    words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
+    words += ["--batch", "256", "--window", "32", "--held", "7", "--rate", "3e-3", "--micro", "2", "--device", "cpu"]
+    assert main([*map(str, words), "--out", str(tmp_path / "one"), "--json"]) == 0
+    ended = run_ranks(tmp_path, 2, [*words, "--out", tmp_path / "two", "--json"])
+    assert [one.status for one in ended] == [0, 0], ended
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("one", "two"))
+    for when in ("before", "after"):
+        assert second[when]["kl"] == pytest.approx(first[when]["kl"], rel=1e-3)
+    pruned = tensors(pair / "pruned")
+    for name, value in one.items():
+        assert torch.equal(two[name] == 0, value == 0)
+        moved = (value.float() - pruned[name].float()).norm()
+        assert float((two[name].float() - value.float()).norm()) <= 0.02 * float(moved)
+
+
+def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
+    words += ["--batch", "256", "--window", "32", "--held", "7", "--rate", "3e-3", "--device", "cpu", "--json"]
+    words = [*map(str, words), "--save-minutes", "1e-9"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    save = State.save
+
+    def killed(kept: State, progress: Any, ranks: Any) -> None:
+        save(kept, progress, ranks)
+        if progress.step == 3:
+            os.kill(os.getpid(), 15)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "save", killed)
+        assert main([*words, "--out", str(tmp_path / "out")]) == 143
+    assert (tmp_path / "out.partial/kept/step-00000003").exists()
+    ended = run_ranks(tmp_path, 2, [*words, "--out", tmp_path / "out"])
+    assert [one.status for one in ended] == [0, 0], ended
+    first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("whole", "out"))
+    assert second["steps"] == 6
+    assert second["after"]["kl"] == pytest.approx(first["after"]["kl"], rel=1e-3)
+
+
+def test_activations_that_are_computed_again_change_nothing(pair: Path, tmp_path: Path) -> None:
+    for name in ("on", "off"):
+        recover(pair / "pruned", pair / "base", tmp_path / name, options(pair, steps=2, recompute=name))
+    assert same_bytes(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), [("int8", "absmax"), ("int8", "6bit"), ("fp8", "absmax")])
+def test_it_trains_what_is_served(dtype: Any, recipe: Any, tmp_path: Path) -> None:
+    """The held-out loss with rounding in the loop is that of the checkpoint that prune makes of the result."""
+    make_pair(tmp_path)
+    wanted = options(tmp_path, steps=8, dtype=dtype, recipe=recipe)
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", wanted)
+    assert found.after["kl"] < found.before["kl"]
+    words = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", dtype]
+    assert main([*words, "--recipe", recipe]) == 0
+    import slidesparse
+    from slidesparse.recover.windows import read_windows
+
+    held = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).held.long()
+    logits = slidesparse.load(tmp_path / "served")(held).logits[:, :-1].float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())
+    # The trained weights are BF16 in the file, and float32 in the loop.
+    assert float(loss) == pytest.approx(found.after["loss"], rel=5e-3)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **sizes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.15)
+    model.save_pretrained(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    write_text(tmp_path / "text.txt", 900)
+    words = ["prune", str(tmp_path / "base"), str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16"]
+    assert main(words) == 0
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=10, train="all"))
+    assert found.after["kl"] < found.before["kl"]
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
+    routers = {name for name in before if re.search(r"(mlp|block_sparse_moe)\.gate\.", name)}
+    experts = {name for name in before if "experts" in name}
+    assert routers
+    assert experts
+    assert all(torch.equal(before[name], after[name]) for name in routers)
+    for name in experts:
+        assert torch.equal(after[name] == 0, before[name] == 0)
+        assert not torch.equal(after[name], before[name])
+
+
+def test_a_layer_that_a_plan_left_dense_learns(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    write_text(tmp_path / "text.txt", 900)
+    name = "model.layers.0.mlp.down_proj"
+    words = ["prune", str(tmp_path / "base"), str(tmp_path / "pruned"), "--pattern", "6:8", "--dtype", "bf16"]
+    assert main([*words, "--layer", f"{name}=dense"]) == 0
+    recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=10))
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
+    assert not torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
+
+
+def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Path, tmp_path: Path) -> None:
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
+    assert found.kept == "before"
+    assert "weights of before" in found.describe()
+    before, after = tensors(pair / "pruned"), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_steps_without_a_finite_loss_are_left_out(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    forward, calls = StudentNetwork.forward, []
+
+    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
+        found = forward(self, ids, dense, counted)
+        calls.append(counted)
+        return found * torch.nan if counted is None and calls.count(None) == 2 else found
+
+    monkeypatch.setattr(StudentNetwork, "forward", broken)
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert (found.steps, found.left_out, found.kept, found.ended_early) == (6, 1, "after", False)
+    assert all(bool(value.isfinite().all()) for value in tensors(tmp_path / "out").values())
+
+
+def test_ten_of_them_end_the_run_with_the_last_good_weights(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    forward, calls = StudentNetwork.forward, []
+
+    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
+        found = forward(self, ids, dense, counted)
+        calls.append(counted)
+        return found * torch.nan if counted is None and calls.count(None) > 15 else found
+
+    monkeypatch.setattr(StudentNetwork, "forward", broken)
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=60))
+    assert (found.steps, found.left_out, found.kept, found.ended_early) == (25, 10, "after", True)
+    assert found.after["kl"] < found.before["kl"]
+    assert "ended early" in found.describe()
+
+
+def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=None, minutes=0.02))
+    assert found.steps >= 1
+    assert found.seconds >= 1.2
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, said: str, kind: type[SlideSparseError] = InputError, **changes: Any) -> None:
+    """One line, and nothing is left behind."""
+    paths = {"pruned": folder / "pruned", "dense": folder / "base"}
+    paths |= {name: changes.pop(name) for name in list(paths) if name in changes}
+    with pytest.raises(kind, match=said) as caught:
+        recover(paths["pruned"], paths["dense"], folder / "refused", options(folder, **changes))
+    assert "\n" not in str(caught.value)
+    assert not (folder / "refused").exists()
+    assert not (folder / "refused.partial").exists()
+
+
+def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "other", intermediate_size=160)
+    add_tokenizer(tmp_path / "other")
+    refused(pair, "do not belong together; got .*160", CheckpointError, dense=tmp_path / "other")
+    make_checkpoint(tmp_path / "words", vocab_size=128)
+    add_tokenizer(tmp_path / "words")
+    refused(pair, "do not belong together; got vocabularies of 96 and 128", CheckpointError, dense=tmp_path / "words")
+    make_checkpoint(tmp_path / "deep", num_hidden_layers=3)
+    add_tokenizer(tmp_path / "deep")
+    refused(pair, "do not belong together; got model.layers.2", CheckpointError, dense=tmp_path / "deep")
+
+
+def test_tokenizers_that_differ(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "base", tmp_path / "base")
+    reverse_letters(tmp_path / "base")
+    refused(
+        pair, "have tokenizers of other vocabularies; got .* with 75 and 4", CheckpointError, dense=tmp_path / "base"
+    )
+    shutil.copytree(pair / "pruned", tmp_path / "pruned")
+    for name in ("base", "pruned"):
+        add_tokenizer(tmp_path / name, "".join(chr(200 + i) for i in range(90)) + "abcdefghijklmnopqrstuvwxyz .")
+    said = r"tokenizer of .* does not fit its model; got token 1\d\d; needed less than 96"
+    refused(pair, said, CheckpointError, dense=tmp_path / "base", pruned=tmp_path / "pruned")
+
+
+def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
+    refused(pair, "is not pruned; got no zeros in its linears", pruned=pair / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(pair / "base", dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data[0] = 0
+        layer.mlp.up_proj.weight.data[1, :7] = 0
+    model.save_pretrained(tmp_path / "holes")
+    add_tokenizer(tmp_path / "holes")
+    refused(pair, "is not pruned; got zeros that follow no pattern", pruned=tmp_path / "holes")
+    model = transformers.LlamaForCausalLM.from_pretrained(pair / "pruned", dtype=torch.bfloat16)
+    model.model.layers[1].mlp.down_proj.weight.data[3, :4] = 1
+    model.save_pretrained(tmp_path / "claims")
+    add_tokenizer(tmp_path / "claims")
+    with pytest.raises(InputError, match=r"layers.1.mlp.down_proj.weight violates 2:4 at row 3"):
+        recover(tmp_path / "claims", pair / "base", tmp_path / "out", options(pair))
+
+
+def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:
+    words = ["prune", str(pair / "base"), str(tmp_path / "int8"), "--pattern", "2:4", "--dtype", "int8"]
+    assert main(words) == 0
+    refused(pair, "is quantised; needed weights in a float type", CheckpointError, pruned=tmp_path / "int8")
+
+
+def test_a_text_that_is_too_short(pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    said = r"short.txt is too short; got 11 tokens, 0 windows of 32; needed two windows"
+    refused(pair, said, texts=(str(tmp_path / "short.txt"),))
+
+
+def test_options_that_cannot_be_used(pair: Path) -> None:
+    for said, changes in {
+        "nothing to train on": {"texts": ()},
+        "the budget; needed tokens or minutes": {"tokens": None},
+        "--window; got 1; needed 2": {"window": 1},
+        "--rate; got -1": {"rate": -1.0},
+        "--batch; got 16; needed 32 tokens": {"batch": 16},
+        "--train; got 'some'": {"train": "some"},
+        "--recipe 6bit; got --dtype None": {"recipe": "6bit"},
+    }.items():
+        with pytest.raises(InputError, match=said):
+            options(pair, **changes)
+
+
+def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    save, saved = state.save, []
+
+    def full(*args: Any, **named: Any) -> Any:
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        saved.append(named)
+        return save(*args, **named)
+
+    wanted = options(pair, save_minutes=1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "save", full)
+        with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left") as caught:
+            recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+    assert "\n" not in str(caught.value)
+    assert [one.name for one in (tmp_path / "out.partial/kept").glob("step-*")] == ["step-00000002"]
+    assert recover(pair / "pruned", pair / "base", tmp_path / "out", wanted).steps == 6
+
+
+def test_a_gpu_that_is_too_small_says_how_much_is_needed(monkeypatch: Any) -> None:
+    from slidesparse.recover.memory import Size, fit_memory
+
+    config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+    size = Size(8_000_000_000, 7_000_000_000, config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
+    wanted = RecoverOptions(("t",), tokens=1)
+    with pytest.raises(
+        UnsupportedError, match=r"too small to train 8 G parameters .*; needed about 1\d\d GB; use more"
+    ):
+        fit_memory(size, wanted, 1, torch.device("cuda", 0))
+    assert fit_memory(size, wanted, 8, torch.device("cuda", 0)).recompute
+    small = Size(
+        500_000_000,
+        360_000_000,
+        transformers.Qwen2Config(hidden_size=896, intermediate_size=4864, num_hidden_layers=24),
+    )
+    assert fit_memory(small, wanted, 1, torch.device("cuda", 0)).micro == 16
+    assert not fit_memory(small, wanted, 1, torch.device("cuda", 0)).recompute

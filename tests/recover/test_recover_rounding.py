@@ -1,0 +1,34 @@
+"""Rounding inside of training is rounding as prune and servers do it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse.recover.rounding import round_linears_
+from slidesparse.weights.quant import dequantize, quantize_rows, quantize_weight
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recipe"), [(torch.int8, "absmax"), (torch.int8, "6bit"), (torch.float8_e4m3fn, "absmax")]
+)
+def test_a_linear_multiplies_what_is_served(dtype: torch.dtype, recipe: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 24))
+    model[0].weight.data[:, ::4] = 0
+    x = torch.randn(3, 5, 64, requires_grad=True)
+    weight, bias = model[0].weight.detach().clone(), model[0].bias.detach()
+    round_linears_(model, {"0": recipe}, dtype)
+    found = model(x)
+    inputs, weights = quantize_rows(x.detach(), dtype), quantize_weight(weight, dtype, recipe=recipe)
+    products = inputs.values.double() @ weights.values.double().t()
+    expected = products * inputs.scale.double() * weights.scale.double().t() + bias
+    torch.testing.assert_close(found, expected.float())
+    assert not torch.allclose(found, torch.nn.functional.linear(x, weight, bias), atol=1e-6)
+    # Backward as if nothing were rounded, with the values that were multiplied.
+    slope = torch.randn_like(found)
+    found.backward(slope)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, slope @ dequantize(weights.values, weights.scale))
+    rounded = inputs.values.float() * inputs.scale
+    torch.testing.assert_close(model[0].weight.grad, slope.flatten(0, 1).t() @ rounded.flatten(0, 1))

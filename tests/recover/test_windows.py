@@ -1,0 +1,141 @@
+"""The windows of a run, their order, and texts that are mixed by weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, write_text
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.files.mixed_texts import weighted
+from slidesparse.models.perplexity import measure_perplexity
+from slidesparse.offline.calibrate.calibration import (
+    Calibration,
+    calibration_windows,
+    cut_windows,
+    load_tokenizer,
+    tokens_before,
+)
+from slidesparse.recover.options import RecoverOptions
+from slidesparse.recover.windows import Windows, read_windows
+
+CONFIG = transformers.LlamaConfig(**SMALL)
+
+
+def numbered(text: int, count: int, window: int = 4) -> torch.Tensor:
+    """Windows whose tokens say from which text and place they are."""
+    return (1000 * text + torch.arange(count))[:, None].expand(count, window).to(torch.int32)
+
+
+def order(windows: Windows, steps: int, size: int) -> list[int]:
+    return [int(one) for step in range(steps) for one in windows.step(step, size)[:, 0]]
+
+
+def test_each_text_is_gone_through_before_it_is_gone_through_again() -> None:
+    windows = Windows([numbered(0, 5), numbered(1, 40)], numbered(9, 1), [1.0, 3.0], seed=0)
+    seen = order(windows, 10, 8)
+    first, second = ([one for one in seen if one // 1000 == text] for text in (0, 1))
+    assert len(first) == pytest.approx(20, abs=1)
+    for start in range(0, 15, 5):
+        assert sorted(first[start : start + 5]) == [0, 1, 2, 3, 4]
+    assert first[:5] != first[5:10]
+    assert sorted(second[:40]) == list(range(1000, 1040))
+    # In their shares in each part of a run, too.
+    assert all(1 <= sum(one < 1000 for one in seen[i : i + 8]) <= 3 for i in range(0, 80, 8))
+
+
+def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
+    def make(seed: int) -> Windows:
+        return Windows([numbered(0, 50), numbered(1, 7)], numbered(9, 1), [1.0, 1.0], seed)
+
+    assert order(make(0), 6, 8) == order(make(0), 6, 8)
+    assert torch.equal(make(0).step(5, 8), torch.tensor(order(make(0), 6, 8)[40:])[:, None].expand(8, 4))
+    assert order(make(0), 6, 8) != order(make(1), 6, 8)
+
+
+def with_bos(path: Path) -> None:
+    """A tokenizer that puts BOS before a text, as Llama's and Gemma's do."""
+    add_tokenizer(path)
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(path)
+
+
+def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt", 200)
+    with_bos(tmp_path / "bos")
+    add_tokenizer(tmp_path / "plain")
+    assert tokens_before(load_tokenizer(tmp_path / "bos")).tolist() == [1]
+    assert tokens_before(load_tokenizer(tmp_path / "plain")).tolist() == []
+    text = Calibration(str(tmp_path / "text.txt"), 8, 16)
+    plain, begun, old = (
+        calibration_windows(tmp_path / name, CONFIG, one)
+        for name, one in (("plain", text), ("bos", text), ("bos", Calibration(text.file, 8, 16, bos=False)))
+    )
+    assert (begun[:, 0] == 1).all()
+    assert not (begun[:, 1:] == 1).any()
+    assert int((old == 1).sum()) <= 1
+    assert plain.shape == begun.shape == old.shape == (8, 16)
+    wanted = RecoverOptions((text.file,), tokens=1000, batch=64, window=16, held=4)
+    found = read_windows(tmp_path / "bos", CONFIG, wanted)
+    assert (found.held[:, 0] == 1).all()
+    assert all((one[:, 0] == 1).all() for one in found.train)
+    held = {tuple(one.tolist()) for one in found.held}
+    assert held.isdisjoint(tuple(one.tolist()) for one in found.train[0])
+
+
+def test_a_text_that_has_it_already_gets_no_second_one() -> None:
+    tokens, before = torch.tensor([1, 5, 6, 7, 8, 9]), torch.tensor([1])
+    assert cut_windows(tokens, 3, before).tolist() == [[1, 5, 6], [1, 7, 8]]
+    assert cut_windows(tokens[1:], 3, before).tolist() == [[1, 5, 6], [1, 7, 8]]
+    with pytest.raises(InputError, match="tokens of a window; got 1; needed more than 1"):
+        cut_windows(tokens, 1, before)
+
+
+def test_perplexity_reads_it_before_each_window_and_does_not_score_it() -> None:
+    read: list[list[int]] = []
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        read.extend(ids.tolist())
+        return torch.zeros(*ids.shape, 32)
+
+    found = measure_perplexity(logits, torch.arange(10, 18), 5, 3, before=torch.tensor([1]))
+    assert read == [[1, 10, 11, 12, 13], [1, 13, 14, 15, 16], [1, 16, 17]]
+    assert (found.tokens, round(found.perplexity, 3)) == (8, 32.0)
+
+
+def test_texts_are_mixed_by_weights(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path / "m")
+    (tmp_path / "a.txt").write_text("a" * 400)
+    (tmp_path / "b.txt").write_text("b" * 400)
+    text = Calibration(f"{tmp_path / 'a.txt'}:3", 8, 16, more=(str(tmp_path / "b.txt"),))
+    found = calibration_windows(tmp_path / "m", CONFIG, text)
+    assert sorted(found[:, 0].tolist()) == [3] * 6 + [4] * 2
+    assert text.names == "a.txt, b.txt"
+    assert Calibration("a.txt").to_json() == {"file": "a.txt", "samples": 128, "length": None, "seed": 0}
+
+
+def test_a_weight_that_is_none() -> None:
+    with pytest.raises(InputError, match=r"weight of a\.txt; got 0; needed a number above 0"):
+        weighted("a.txt:0")
+
+
+def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
+    make_checkpoint(tmp_path / "m")
+    with_bos(tmp_path / "m")
+    write_text(tmp_path / "text.txt", 200)
+    lines = [json.dumps({"text": "a second text, " * 20})] * 4
+    (tmp_path / "other.jsonl").write_text("\n".join(lines))
+    words = ["prune", str(tmp_path / "m"), str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8"]
+    words += ["--method", "wanda", "--samples", "8", "--length", "16", "--device", "cpu"]
+    texts = ["--calibration", f"{tmp_path / 'text.txt'}:2", "--calibration", str(tmp_path / "other.jsonl")]
+    assert main([*words, *texts]) == 0
+    card = (tmp_path / "q/README.md").read_text()
+    assert "8 windows of 16 tokens of text.txt, other.jsonl" in card
