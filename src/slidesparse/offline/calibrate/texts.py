@@ -37,17 +37,8 @@ DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
 
-PAGE = re.compile(r"https?://[^/\s]+/datasets/([\w.-]+/[\w.-]+)", re.ASCII)
-"""Address of a data set's page on the hub or a mirror."""
-
 MAX_BYTES = 1 << 30
-"""Most bytes of a file, unpacked, and most characters of all documents: a tokenizer takes many times as much memory."""
-
-OBJECT = 100
-"""Bytes that a document takes besides its characters."""
-
-PARQUET_ROWS = 64
-"""Rows of a parquet file that are read at once."""
+"""Most bytes of a file, unpacked: a tokenizer takes many times as much memory."""
 
 MAX_FETCHED = 1 << 25
 """Characters after which no more documents of a data set of the hub are fetched."""
@@ -75,15 +66,13 @@ def read_documents(source: str | Path) -> list[Document]:
         UnsupportedError: The library that reads it is not installed.
     """
     path = usable_path(source, "text")
-    documents = list(_limited(path, _documents(path, source)))
+    documents = list(_documents(path, source))
     if not any(document if isinstance(document, list) else document.strip() for document in documents):
         raise InputError(f"{path} holds no text")
     return documents
 
 
 def _documents(path: Path, source: str | Path) -> Iterator[Document]:
-    if not os.path.lexists(path) and (page := PAGE.match(os.fspath(source))):
-        raise InputError(f"there is no file {source}", needed="a file, or a data set by name", remedy=f"give {page[1]}")
     named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
     if named is not None and _kind(path) not in KINDS:
         yield from _fetched(named["name"], named["config"])
@@ -95,20 +84,6 @@ def _documents(path: Path, source: str | Path) -> Iterator[Document]:
             yield from _of_file(file)
         if not files:
             yield from _data_set(path)
-
-
-def _limited(path: Path, documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield documents for as long as they are not too many."""
-    length = 0
-    for document in documents:
-        length += _length(document) + OBJECT
-        if length > MAX_BYTES:
-            raise InputError(f"{path} holds too much text", needed=f"at most {readable_size(MAX_BYTES)}")
-        yield document
-
-
-def _length(document: Document) -> int:
-    return len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
 
 
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
@@ -199,21 +174,17 @@ def _parquet(path: Path) -> Iterator[Document]:
         ) from error
     try:
         require_regular(path)
-        names = pyarrow.parquet.read_schema(path).names
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
-        file = pyarrow.parquet.ParquetFile(path, read_dictionary=[name for name in columns if name == "text"])
         if not columns:
             raise InputError(
                 f"{path} has no texts",
                 got=f"the columns {', '.join(names[:5])}",
                 needed="a column text or messages",
             )
-        number = 0
-        # Few at a time: a file of some kB can repeat one text a million times.
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield _document(f"{path}, row {number}", row)
+        for number, row in enumerate(file.read(columns).to_pylist(), start=1):
+            yield _document(f"{path}, row {number}", row)
     except InputError:
         raise
     except FileNotFoundError as error:
@@ -234,9 +205,9 @@ def _data_set(folder: Path) -> Iterator[Document]:
     try:
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
-        column = "text" if "text" in getattr(loaded, "column_names", loaded) else "messages"
-        for number, value in enumerate(_column(loaded, column)):
-            yield _document(f"{folder}, row {number}", {column: value})
+        column = "text" if "text" in loaded.column_names else "messages"
+        for number, row in enumerate(loaded.select_columns([column])):
+            yield _document(f"{folder}, row {number}", row)
     except InputError:
         raise
     except Exception as error:  # a damaged folder can raise anything in a library
@@ -245,14 +216,6 @@ def _data_set(folder: Path) -> Iterator[Document]:
             got=first_line(error),
             needed="a folder that datasets' save_to_disk wrote, with a column text or messages; or text files",
         ) from error
-
-
-def _column(loaded: Any, name: str) -> Iterable[Any]:
-    """Return the values of a column, each read when it is asked for where the library can do that."""
-    if hasattr(loaded, "select_columns"):  # loaded[name] is a list of all values before datasets 4
-        return (row[name] for row in loaded.select_columns([name]))
-    values: Iterable[Any] = loaded[name]
-    return values
 
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
@@ -270,7 +233,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
             rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
             for number, row in enumerate(rows):
                 yield (document := _document(f"{name}, row {number}", row))
-                length += _length(document)
+                length += len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
                 if length >= MAX_FETCHED:
                     return
     except InputError:
