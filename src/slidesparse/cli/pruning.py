@@ -206,9 +206,7 @@ def add_plan(commands: Commands) -> None:
     pace.add_argument(
         "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
     )
-    plan.add_argument(
-        "--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at and --backend (%(default)s)"
-    )
+    plan.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at (%(default)s)")
     plan.add_argument(
         "--recipe",
         choices=("absmax", "6bit"),
@@ -222,7 +220,6 @@ def add_plan(commands: Commands) -> None:
     )
     plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
-    plan.add_argument("--backend", help="refuse patterns that it cannot run here")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
     add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
@@ -261,7 +258,6 @@ def _plan(options: argparse.Namespace) -> int:
         at=() if options.at is None else tuple(dict.fromkeys(options.at.split(","))),
         dtype=options.dtype,
         ignore=tuple(options.ignore),
-        backend=options.backend,
         gpu=options.gpu,
         recipe=options.recipe,
     )

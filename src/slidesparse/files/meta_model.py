@@ -124,7 +124,7 @@ class MetaModel:
             if name in self.names.misshapen:
                 shape = self.names.misshapen[name]
                 needed = f"{list(value.shape)}, as config.json says"
-                raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=needed)
+                raise CheckpointError(f"shape of {name}", got=list(shape), needed=needed)
         if self.names.missing:
             raise CheckpointError(
                 f"the checkpoint lacks {counted(len(self.names.missing), 'tensor')} of {type(self.model).__name__}",

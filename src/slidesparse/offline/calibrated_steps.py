@@ -106,13 +106,6 @@ class CalibratedSteps:
         return checkpoint
 
 
-def foldable(job: PruneJob) -> set[str] | None:
-    """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
-    if job.source_dtype is not None or job.steps.smooth is not None:
-        return None if job.source_dtype is not None else set()
-    return {linear for fold in _folds(job) for linear in fold.linears}
-
-
 def _folds(job: PruneJob) -> Sequence[Fold]:
     """Return where outliers may be folded into weights; nothing where a model has no such place."""
     try:

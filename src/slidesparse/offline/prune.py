@@ -32,11 +32,10 @@ from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
-from slidesparse.offline.calibrated_steps import foldable
 from slidesparse.offline.check_options import check_options, require_one_process
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.outcome import PruneSummary, describe_rounding, rounding_costs
+from slidesparse.offline.outcome import PruneSummary, rounding_costs
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions
@@ -189,7 +188,6 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding=rounding_costs(rounded),
-        rounded_inputs=describe_rounding(rounded, lambda: foldable(job)),
         borrowed=_borrowed(losses),
         source_bytes=prepared.checkpoint.n_bytes,
         destination_bytes=prepared.n_bytes,

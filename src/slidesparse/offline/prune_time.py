@@ -9,13 +9,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from slidesparse.files.data_digest import data_digest
 from slidesparse.models.experts import experts_of_a_token
-from slidesparse.models.learn_rotation import MOST_ROWS, SETS_OF_A_STEP
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.layer_store import windows_of_a_batch
 from slidesparse.offline.prune_job import PruneJob
@@ -26,11 +24,8 @@ from slidesparse.weights.quant import QUANTISED, quantize_weight
 SAMPLE = 1 << 20
 """Weights that are pruned and quantised for the measurement, and bytes whose digest is taken."""
 
-SIDE = 768
-"""Most rows and columns of the matrices with which calibration is measured."""
-
-TOKENS = 512
-"""Tokens that go through them."""
+SIDE, TOKENS = 768, 512
+"""Most rows and columns of the matrices with which calibration is measured, and tokens that go through them."""
 
 
 @dataclass(frozen=True)
@@ -65,74 +60,44 @@ def estimate_time(job: PruneJob) -> PruneTime:
     seconds = sum(math.prod(stored.shape) for stored in treated) * _seconds(treat, job.device) / sample.numel()
     seconds += copied * _seconds(lambda: data_digest(torch.zeros(SAMPLE, dtype=torch.uint8)), job.device) / SAMPLE
     basis = f"measured here on {sample.numel()} weights of {name}"
-    sets = [names for names in job.sets if job.patterns[names[0]] != DENSE]
-    if job.windows is not None and (sets or job.expert_rows):
-        seconds += _calibration_seconds(job, sets)
+    if job.windows is not None and (work := _calibrated(job, job.windows.numel())):
+        seconds += _calibration_seconds(job, job.windows, work)
         basis += f", and {TOKENS} tokens through matrices of at most {SIDE} columns; attention is not counted"
     return PruneTime(seconds, f"{basis}; reading and writing are not counted")
 
 
-def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
-    """Return the time of running the layers, of the gram matrices, of the method, and of the steps around it."""
-    assert job.windows is not None
-    tokens, linears, steps = job.windows.numel(), job.targets.linears, job.steps
-    shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
-    work = [(tokens, *shape) for shape in shapes] + _expert_work(job, tokens)
+def _calibrated(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
+    """Return for each set of linears, and for each expert's weight, the tokens that reach it, its rows and columns."""
+    linears, sets = job.targets.linears, [names for names in job.sets if job.patterns[names[0]] != DENSE]
+    work = [(tokens, sum(linears[n].out_features for n in names), linears[names[0]].in_features) for names in sets]
+    routed = experts_of_a_token(text_config(getattr(job.meta.model, "config", None)))
+    for one in job.experts.found if job.expert_rows else ():
+        for rows, columns in (one.rows(leaf) for leaf in one.weights if one.layer(leaf) in job.experts.patterns):
+            work += [(tokens * routed // one.count, rows // one.count, columns)] * one.count
+    return work
+
+
+def _calibration_seconds(job: PruneJob, windows: torch.Tensor, work: list[tuple[int, int, int]]) -> float:
+    """Return the time of running the layers, of the gram matrices, and of the method."""
     side = min(SIDE, max(columns for _, _, columns in work))
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(TOKENS, side, generator=generator).to(job.device)
+    wide = torch.randn(TOKENS, side, generator=torch.Generator().manual_seed(0)).to(job.device)
     weight, gram = wide[:side].T @ wide[:side], wide.T @ wide
     narrow, like = (x if job.device.type == "cpu" else x.to(torch.bfloat16) for x in (wide, weight))
     product = _seconds(lambda: narrow @ like, job.device) / (TOKENS * side * side)
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
-    # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    runs = sum(step is not None for step in (steps.smooth, steps.reorder)) * tokens
-    if steps.matching is not None:
-        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
-        runs += tokens + 3 * steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
-    seconds = runs * product * sum(rows * columns for rows, columns in shapes)
-    if steps.rotation is not None:
-        # The dense layers run twice in float32, to collect gram matrices and to go on.
-        seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)
-        seconds += steps.rotate * square * _products_of_a_step(job, sets, shapes)
+    # Layers run to see inputs and to give outputs; smoothing runs the dense ones too, and so does matching, whose steps
+    # run a batch forward, and back to inputs and weights, which takes twice that.
+    runs = 2.0 + (job.steps.smooth is not None)
+    if job.steps.matching is not None:
+        runs += 1 + 3 * job.steps.matching.steps * windows_of_a_batch(windows) / len(windows)
+    seconds = 0.0
     for seen, rows, columns in work:
-        seconds += seen * (2 * rows * columns * product + columns**2 * square)
-        # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
-        # matrix to solve for what it keeps: columns^2 (rows + columns).
+        seconds += seen * (runs * rows * columns * product + columns**2 * square)
+        # SparseGPT factors the gram matrix, updates columns, and solves for what it keeps: columns^2 (rows + columns).
         seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)
     return seconds
-
-
-def _products_of_a_step(job: PruneJob, sets: list[list[str]], shapes: list[tuple[int, int]]) -> float:
-    """Return the products of numbers in one step of learning a rotation."""
-    assert job.steps.rotation is not None
-    stream = job.steps.rotation.stream
-    embedding: Any = job.meta.model.get_submodule(stream.embedding)
-    hidden: int = embedding.embedding_dim
-    products = 0
-    for names, (rows, columns) in zip(sets, shapes, strict=True):
-        # Of what reads the stream, the inverse of the gram matrix is multiplied too.
-        writes = names[0] in stream.writers
-        products += (min(columns, MOST_ROWS) if writes else min(rows, MOST_ROWS) + hidden) * hidden**2
-    share = min(SETS_OF_A_STEP / len(sets), 1.0)
-    # Forward, and back to the matrix, which takes twice that; and equations of hidden unknowns, solved three times.
-    return 3 * (share * products + 2 * hidden**3)
-
-
-def _expert_work(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
-    """Return for each weight of experts the tokens that reach it on the average, its rows and its columns."""
-    if job.expert_rows is None:
-        return []
-    routed = experts_of_a_token(text_config(getattr(job.meta.model, "config", None)))
-    return [
-        (tokens * routed // one.count, one.rows(leaf)[0] // one.count, one.rows(leaf)[1])
-        for one in job.experts.found
-        for leaf in one.weights
-        if one.layer(leaf) in job.expert_rows.layers
-        for _ in range(one.count)
-    ]
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
