@@ -73,7 +73,6 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--limit", type=int, help="examples of each task (default: all)")
     evaluate.add_argument("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
     add_no_bos(evaluate)
-    evaluate.add_argument("--card", action="store_true", help="add the result to the README.md that prune wrote there")
     evaluate.add_argument("--device", help="cpu or cuda (default: cuda when there is one)")
 
 
@@ -90,7 +89,6 @@ def _eval(options: argparse.Namespace) -> int:
         tasks=options.tasks,
         limit=options.limit,
         device=device_of(options),
-        card=options.card,
         bos=not options.no_bos,
     )
     print(json.dumps(evaluation.to_json(), indent=2) if options.json else wrapped(evaluation.describe()))

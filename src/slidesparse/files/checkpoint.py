@@ -100,11 +100,7 @@ class Checkpoint:
 
 
 class ChangedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors change when they are read; a subclass says how.
-
-    Args:
-        source: The checkpoint, whose files are left as they are.
-    """
+    """A checkpoint whose tensors change when they are read; a subclass says how."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.__dict__.update(source.__dict__)

@@ -89,10 +89,6 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
 def fetch(repository: str, revision: str | None = None) -> Path:
     """Bring the weights and descriptions of a model into huggingface_hub's cache, and return their folder there.
 
-    Args:
-        repository: ``namespace/name``.
-        revision: Branch, tag or commit; None: the main branch.
-
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
     """

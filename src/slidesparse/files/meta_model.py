@@ -95,10 +95,6 @@ class MetaModel:
     def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return a value of the model's state, computed as transformers computes it.
 
-        Args:
-            name: Name in the state.
-            tensor: Name in the checkpoint -> tensor.
-
         Raises:
             CheckpointError: Nothing of the checkpoint fills it.
         """

@@ -26,13 +26,7 @@ def no_folder(path: Path) -> CheckpointError:
 
 
 def lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
-    """Return the error for a folder without a file that every checkpoint has, by what it holds in its place.
-
-    Args:
-        folder: The folder.
-        what: What is wrong, where nothing else is there.
-        remedy: What to do then.
-    """
+    """Return the error for a folder without a file that every checkpoint has, by what it holds in its place."""
     names = sorted(file.name for file in folder.iterdir())
     if ADAPTER_FILE in names:
         return CheckpointError(

@@ -80,12 +80,7 @@ def transformers_reads(architecture: str, dtype: torch.dtype, *, cut: bool) -> b
 
 
 def single_experts(architecture: str, tensor: str) -> SingleExperts | None:
-    """Return how the experts of a tensor stand alone; None where vLLM does not read them so.
-
-    Args:
-        architecture: Class of transformers.
-        tensor: Name of a tensor with all experts of a layer.
-    """
+    """Return how the experts of a tensor stand alone; None where vLLM does not read them so."""
     return next((one for one in SINGLE.get(architecture, ()) if tensor.endswith(one.shared)), None)
 
 

@@ -28,14 +28,7 @@ LINEAR = "Linear"
 def marker_config(
     pattern: Pattern, ignore: Iterable[str], layers: Mapping[str, Pattern], experts: Mapping[str, Pattern] | None = None
 ) -> dict[str, Any]:
-    """Return the value of the marker, ready for JSON.
-
-    Args:
-        pattern: The common pattern.
-        ignore: Linears that were left alone, by exact name.
-        layers: Exact name -> pattern, where it is not the common one.
-        experts: Weights of experts that were treated -> pattern; without any the marker does not speak of experts.
-    """
+    """Return the value of the marker, ready for JSON."""
     exceptions = {name: str(exception) for name, exception in layers.items()}
     value = {"version": MARKER_VERSION, "pattern": str(pattern), "ignore": list(ignore), "layers": exceptions}
     if not experts:

@@ -185,12 +185,7 @@ def describe_experts(found: list[Experts]) -> list[str]:
 
 
 def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
-    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it.
-
-    Args:
-        found: Experts of a model.
-        patterns: Name of :meth:`Experts.layer` -> pattern.
-    """
+    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it."""
     treated = [
         (name, one.count, list(shape[-2:]), patterns[name])
         for one in found

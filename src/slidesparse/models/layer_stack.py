@@ -221,11 +221,6 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     """Run the modules of the stack before the layers, and record the hidden state and each layer's other arguments.
 
     The layers themselves do not run: they may have no weights yet.
-
-    Args:
-        model: A model in which the parameters that are used before the layers are filled.
-        layer_list: From :func:`find_layer_list`.
-        batches: Inputs.
     """
     _, stack = stack_around(model, layer_list)
     samples: list[Sample] = []

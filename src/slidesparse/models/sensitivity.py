@@ -135,15 +135,6 @@ def damage_together(
 ) -> float:
     """Prune a model in place as a plan says, and return the divergence of all of it from the dense model.
 
-    Args:
-        model: A causal language model in memory, pruned afterwards.
-        sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
-        patterns: Linear -> pattern.
-        pruner: The method.
-        batches: Inputs whose statistics the method sees, if it needs calibration.
-        held_out: Inputs on which predictions are compared.
-        experts: Weights of the experts among the sets, by name.
-
     Raises:
         InputError: The divergence is NaN or Inf.
     """
@@ -194,15 +185,7 @@ def _damage(
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
-    """Return the damage of some pruned weights.
-
-    Args:
-        model: The model, which is as before afterwards.
-        weights: Linears and experts' weights by name.
-        pruned: The pruned ones among them, in the place of which the model's own are kept meanwhile.
-        held_out: Inputs on which predictions are compared.
-        dense: Logits of the dense model.
-    """
+    """Return the damage of some pruned weights."""
     _exchange(weights, pruned)
     try:
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)

@@ -29,10 +29,6 @@ from slidesparse.weights.pattern import Pattern
 class SharedLayers:
     """Prunes layers together with other processes: see :data:`slidesparse.models.layerwise.PruneLayer`.
 
-    Args:
-        tensors: Sends tensors between the processes.
-        n_batches: Batches of the calibration text.
-
     Attributes:
         own: The batches that this process runs, ascending.
     """

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 class CalibratedSteps:
     """The steps that the options ask for; each that they do not ask for is None.
 
-    Args:
-        options: The options.
-        job: The model and its linears, of which no weight is read here.
-
     Attributes:
         rotation: How the stream is rotated.
         rotate: Steps of learning a rotation.
@@ -84,15 +80,7 @@ class CalibratedSteps:
     def prepare(
         self, checkpoint: Checkpoint, windows: torch.Tensor, folder: Path, device: torch.device, progress: bool | None
     ) -> Checkpoint:
-        """Return the checkpoint to prune: rotated first, then smoothed, then reordered.
-
-        Args:
-            checkpoint: The source.
-            windows: Calibration text, int64 [samples, length].
-            folder: Keeps what was found, so that an interrupted run goes on with the same.
-            device: Where layers run.
-            progress: Show progress bars; None: on a terminal only.
-        """
+        """Return the checkpoint to prune: rotated first, then smoothed, then reordered."""
         how = self.patterns, windows, folder, device
         if self.rotation is not None:
             checkpoint = rotate_checkpoint(

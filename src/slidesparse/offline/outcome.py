@@ -153,7 +153,7 @@ def shown_names(key: str) -> str:
 
 
 def describe_rounding(costs: Mapping[str, float]) -> list[str]:
-    """Return a line on what rounding inputs to INT8 costs, from :func:`rounding_costs`; none where that is not known."""
+    """Return a line on what rounding inputs to INT8 costs, from :func:`rounding_costs`; none where it is not known."""
     if not costs:
         return []
     worst, mean = max(costs, key=costs.__getitem__), sum(costs.values()) / len(costs)

@@ -117,14 +117,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
 
 
 def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Refuse a treated tensor of a type that the source does not have elsewhere, or that the output changes.
-
-    Args:
-        tensor: Its name.
-        stored: Its type and shape.
-        source: The quantised type of the source; None: float.
-        dtype: The type of the output.
-    """
+    """Refuse a treated tensor of a type that the source does not have elsewhere, or that the output changes."""
     allowed = {STORED_NAMES[one] for one in ([source] if source else FLOATS)}
     if stored.dtype not in allowed:
         raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))

@@ -30,17 +30,6 @@ def find_treated(
 ) -> Targets:
     """Sort the linears of a model into those to be treated and the rest; those of experts are in neither.
 
-    Args:
-        meta: The meta model.
-        experts: Its experts.
-        routers: What routes tokens to them, which stays dense: name -> why.
-        ignore: Linears and experts to leave alone, as :func:`slidesparse.models.targets.find_targets` takes them.
-        run: Runs the meta model once; None: it cannot be run.
-        quantise: They are to have 8 bits, and those that vLLM reads in floats alone stay dense.
-        lm_head: Treat the output embedding too.
-        also_ignore: What a quantised source lists.
-        part: Which part of a multimodal model is treated.
-
     Raises:
         InputError: An entry matches nothing, or nothing is left to treat.
     """

@@ -36,17 +36,7 @@ LOSSES = "losses"
 
 
 class CheckpointLayerStore(LayerStore):
-    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards.
-
-    Args:
-        checkpoint: The source.
-        meta: Its meta model, with real buffers.
-        folder: Holds the finished layers, one file each.
-        device: Where layers run.
-        compute: The float type in which layers run.
-        ranks: The processes that prune together; the first one writes.
-        experts: Where the weights of experts are.
-    """
+    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards."""
 
     def __init__(
         self,
@@ -140,15 +130,6 @@ def open_layers(
     experts: ExpertRowsByName | None = None,
 ) -> tuple[LayerList, CheckpointLayerStore]:
     """Return the layers of a model, without weights, and the store that loads them; what runs before them has its own.
-
-    Args:
-        checkpoint: The source.
-        linears: Linears in the layers.
-        folder: See :class:`CheckpointLayerStore`, as all that follows.
-        device: Where layers run.
-        compute: The float type in which they run; None: the model's own on a GPU, float32 on a CPU.
-        ranks: The processes that do it together.
-        experts: Where the weights of experts are.
 
     Raises:
         InputError: The model cannot be used.

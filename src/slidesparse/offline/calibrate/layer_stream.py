@@ -61,21 +61,9 @@ def prune_layers_from_disk(
     experts: ExpertRowsByName | None,
     matching: Matching | None,
 ) -> PrunedLayers:
-    """Prune all layers of a causal language model with calibration.
+    """Prune all layers of a causal language model with calibration on windows [samples, length].
 
-    Args:
-        checkpoint: The source.
-        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`; and each expert's
-            weight alone.
-        patterns: Linear or expert's weight -> pattern, of all that are treated.
-        pruner: The method.
-        windows: Calibration text, int64 [samples, length].
-        folder: Gets a file for each pruned layer; those of an interrupted run with the same options are used again.
-        device: Where layers run, one at a time.
-        progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
-        ranks: The processes that prune together; each runs some of the windows.
-        experts: Where the weights of experts among the sets are.
-        matching: How each layer is matched with the dense one, by one process alone; None: not at all.
+    ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are used again.
 
     Raises:
         InputError: The model or its activations cannot be used.

@@ -69,10 +69,6 @@ class StoredPlan:
         """Warn where another checkpoint is to be pruned than the one on which damage was measured.
 
         A plan may serve for a model that was trained on, or for one with the same names of layers by mistake.
-
-        Args:
-            weights: Fingerprint of the checkpoint.
-            source: Its folder.
         """
         if self.weights not in (None, weights):
             _warn(
@@ -82,10 +78,6 @@ class StoredPlan:
 
     def compare_names(self, treated: Sequence[str], source: Path) -> None:
         """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
-
-        Args:
-            treated: Linears of the checkpoint, and the weights of its experts, that are not left alone.
-            source: Its folder.
 
         Raises:
             InputError: It names what cannot be treated.

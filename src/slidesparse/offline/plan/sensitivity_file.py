@@ -34,10 +34,6 @@ def sensitivity_file(out: Path) -> Path:
 def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[SensitivityFile]:
     """Open a file of measurements, which no other run may have open; leave none without a measurement.
 
-    Args:
-        path: The file, which is made if it is not there.
-        about: Everything that the measurements depend on, ready for JSON.
-
     Raises:
         CheckpointError: Another run measures into it, or :class:`SensitivityFile` refuses it.
     """
