@@ -88,7 +88,7 @@ def add_prune(commands: Commands) -> None:
         help="another pattern for a layer (name or re:...)",
     )
     prune.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, how large, how long; write nothing"
+        "--dry-run", action="store_true", help="say what would be done and how large it would be; write nothing"
     )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
     prune.add_argument(
@@ -123,11 +123,10 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.base.progress import wrapped
-    from slidesparse.offline.check_options import check_options
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.plan.plan_file import as_options, read_plan
     from slidesparse.offline.prune import prune_checkpoint
-    from slidesparse.offline.prune_options import PruneOptions
+    from slidesparse.offline.prune_options import PruneOptions, check_options
 
     if options.dry_run and options.own_chats:
         raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.json_files import read_json
 from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.models.config_keys import MARKER_KEY
+
+GENERATION_FILE = "generation_config.json"
+"""Holds the settings with which a model writes text."""
 
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
@@ -67,3 +71,25 @@ def _signs(checkpoint: Checkpoint) -> list[str]:
     """Return what shows GPTQ or AWQ without a key: settings in a file of their own, and one of the tensors."""
     files = [name for name in QUANTISER_FILES if (checkpoint.path / name).is_file()]
     return files + [name for name in checkpoint.files if name.endswith(QUANTISER_TENSORS)][:1]
+
+
+def generation_settings(checkpoint: Checkpoint) -> Any | None:
+    """Return a checkpoint's settings as transformers has them, or None where it has none.
+
+    Raises:
+        CheckpointError: The file cannot be read, or transformers does not take what it says.
+        UnsupportedError: transformers is not installed.
+    """
+    try:
+        from transformers import GenerationConfig
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    path = checkpoint.path / GENERATION_FILE
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except SlideSparseError:
+        raise
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error

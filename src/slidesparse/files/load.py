@@ -15,10 +15,10 @@ from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.errors import SlideSparseWarning
+from slidesparse.files.check_config import generation_settings
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertReader
-from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.hub import source_folder
 from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype

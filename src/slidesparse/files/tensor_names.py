@@ -45,14 +45,7 @@ class TensorNames:
 
 
 def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:
-    """Load a checkpoint without its values.
-
-    Args:
-        known: A model class of transformers.
-        config: Its config.
-        stored: Name of a tensor of the checkpoint -> its type and shape. Scales of quantised weights are passed over:
-            they go where their weights go.
-    """
+    """Load a checkpoint without its values."""
     scales = {name for name in stored if name.removesuffix("_scale") != name and name.removesuffix("_scale") in stored}
     named = {name: TracedTensor.named(name, one.shape) for name, one in stored.items() if name not in scales}
     state = joined(known.__name__, named)

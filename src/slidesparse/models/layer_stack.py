@@ -161,11 +161,6 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
 def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
     """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
 
-    Args:
-        model: May be on the meta device.
-        layer_list: From :func:`find_layer_list`.
-        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is refused here.
-
     Raises:
         InputError: Naming such a layer.
     """

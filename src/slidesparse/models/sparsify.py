@@ -16,8 +16,7 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.layer.linear import SlideLinear, checked_bias, pack_weight
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
-from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
-from slidesparse.models.float_mixers import IN_FLOATS, linears_of_float_mixers
+from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import (

@@ -97,18 +97,6 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
 
-    Args:
-        path: The folder.
-        text: What :func:`slidesparse.offline.calibrate.texts.read_documents` reads, for perplexity.
-        window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
-        stride: Tokens between windows; None: half a window.
-        batch: Windows at a time.
-        tasks: Names that lm-evaluation-harness knows, or files of its tasks (``.yaml``).
-        limit: Examples of each task; None: all.
-        device: Device on which the model runs.
-        progress: Show a progress bar; None: on a terminal only.
-        bos: Begin each window with what the tokenizer puts before a text, not only the first one.
-
     Raises:
         InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
         CheckpointError: The checkpoint or its tokenizer cannot be loaded.

@@ -32,13 +32,12 @@ from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
-from slidesparse.offline.check_options import check_options, require_one_process
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary, rounding_costs
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
-from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
 from slidesparse.weights.quant import dtype_name
 
 

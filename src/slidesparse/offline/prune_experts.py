@@ -189,7 +189,7 @@ class ExpertJob:
         device: torch.device,
         advance: Callable[[int], None],
     ) -> None:
-        """Prune the experts of a tensor and write them; ``prune`` gets a weight [out, in] and its place in the tensor."""
+        """Prune the experts of a tensor and write them; ``prune`` gets a weight [out, in] and its place there."""
         tensor, stored = self.tensors[name], self.checkpoint.stored(name)
         pattern = self.patterns[tensor.layer]
 

@@ -9,8 +9,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
-from slidesparse.models.float_heads import float_heads
-from slidesparse.models.float_mixers import linears_of_float_mixers
+from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.parts import Part
 from slidesparse.models.targets import Targets, find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling

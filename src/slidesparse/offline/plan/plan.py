@@ -56,13 +56,6 @@ def plan_checkpoint(
 
     Unlike ``prune`` this holds the whole model on the device, since damage is measured at the model's output.
 
-    Args:
-        source: A local Hugging Face checkpoint in a float type.
-        out: JSON file to make. The measurements go into another file in its folder, :func:`sensitivity_file`.
-        options: Target, text, method and patterns.
-        device: Device on which the model runs.
-        progress: Show a progress bar; None: on a terminal only.
-
     Raises:
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
         CheckpointError: The source cannot be used, or the measurements are of another one.
