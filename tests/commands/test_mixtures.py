@@ -464,7 +464,7 @@ def test_plan_holds_no_more_inputs_of_experts_than_prune(
         held.append(sum(4 * one.weight.shape[1] ** 2 for name, one in linears.items() if name in experts))
         return collect_grams(layer, index, linears, samples)
 
-    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", at_once)
+    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", at_once)
     monkeypatch.setattr(sensitivity, "collect_grams", noted)
     found = list(measure_sensitivities(model, sets, patterns, pruner, seen, held_out, experts=experts))
     everything = 4 * 4 * (64**2 + 152**2)

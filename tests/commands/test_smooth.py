@@ -20,7 +20,6 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
@@ -28,7 +27,6 @@ from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
 from slidesparse.offline.calibrate.smoothing import ROWS, SmoothedCheckpoint, find_smoothing, smooth_checkpoint
-from slidesparse.offline.outcome import describe_rounding, rounding_costs
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.prune import rounding_error
@@ -195,14 +193,6 @@ def test_the_cost_of_rounding_is_that_of_the_product() -> None:
         found = rounding_error({"a": weight[:32], "b": weight[32:]}, x.T @ x, float((x - rounded).square().sum()))
         wanted = ((x - rounded) @ weight.T).square().sum() / (x @ weight.T).square().sum()
         assert found == pytest.approx(float(wanted), rel=0.1)
-
-
-def test_the_cost_is_told_in_a_line() -> None:
-    costs = rounding_costs(
-        [SetLoss(("a", "b"), "6:8", 1e-2, rounding=1e-3), SetLoss(("c",), "6:8", 1e-5, rounding=1e-4)]
-    )
-    assert describe_rounding(costs) == ["rounding inputs to INT8 costs: mean 5.50e-04, worst 1.00e-03 at a, b"]
-    assert describe_rounding({}) == []
 
 
 def test_what_cannot_be_smoothed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from checkpoints import add_tokenizer
 
 from slidesparse.errors import CheckpointError
 from slidesparse.offline.calibrate.calibration import load_tokenizer
-from slidesparse.offline.calibrate.chats import templated
+from slidesparse.offline.calibrate.texts import templated
 
 CHAT = [{"role": "user", "content": "what is two"}]
 

@@ -15,7 +15,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.choose_patterns import Target
-from slidesparse.models.float_linears import IN_FLOATS, MIXER, linears_of_float_mixers
+from slidesparse.models.float_linears import IN_FLOATS, LINEARS, linears_of_float_mixers
 from slidesparse.models.sparsify import run_once
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.dry_run import dry_run
@@ -23,7 +23,7 @@ from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.plan.plan_sets import find_sets
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
-MIXER = {f"model.layers.0.mamba.{leaf}" for leaf in MIXER}
+MIXER = {f"model.layers.0.mamba.{leaf}" for leaf in LINEARS}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def jamba(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba"])
 def test_first_mixers_are_found(name: str) -> None:
     found = linears_of_float_mixers(meta_model(name))
-    assert {name.rpartition(".")[2] for name in found} == set(MIXER)
+    assert {name.rpartition(".")[2] for name in found} == set(LINEARS)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon-h1", "zamba2", "nemotron-h", "llama"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
 from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
@@ -78,12 +78,9 @@ def generation_settings(checkpoint: Checkpoint) -> Any | None:
 
     Raises:
         CheckpointError: The file cannot be read, or transformers does not take what it says.
-        UnsupportedError: transformers is not installed.
     """
-    try:
-        from transformers import GenerationConfig
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    from transformers import GenerationConfig
+
     path = checkpoint.path / GENERATION_FILE
     if not path.exists():
         return None

@@ -44,10 +44,6 @@ PACKED_VERSION = "2"
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
     """Pack every treated layer of a pruned checkpoint into ``slidesparse.weights.packed`` in its folder.
 
-    Args:
-        path: A folder that ``slidesparse prune`` wrote.
-        progress: Show a progress bar; None: on a terminal only.
-
     Returns:
         The file.
 

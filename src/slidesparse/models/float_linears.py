@@ -18,7 +18,7 @@ MODEL_TYPES = frozenset(
 
 HEAD_IN_FLOATS = "an output embedding that vLLM, or one of its releases, holds in floats"
 
-MIXER = ("in_proj", "x_proj", "dt_proj", "out_proj")
+LINEARS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 """The linears of a mixer of Mamba's first version (vLLM's model_executor/layers/mamba/mamba_mixer.py makes all without
 a quant_config). Mixers of the second version have neither ``x_proj`` nor ``dt_proj``."""
 
@@ -36,13 +36,13 @@ def float_heads(model: nn.Module) -> dict[str, str]:
 def linears_of_float_mixers(model: nn.Module) -> dict[str, str]:
     """Return the linears of first Mamba mixers, and why they stay in floats.
 
-    >>> mixer = nn.ModuleDict({leaf: nn.Linear(64, 64) for leaf in MIXER})
+    >>> mixer = nn.ModuleDict({leaf: nn.Linear(64, 64) for leaf in LINEARS})
     >>> list(linears_of_float_mixers(nn.ModuleDict({"mixer": mixer})))
     ['mixer.in_proj', 'mixer.x_proj', 'mixer.dt_proj', 'mixer.out_proj']
     """
     return {
         f"{name}.{leaf}".removeprefix("."): IN_FLOATS
         for name, module in model.named_modules()
-        if all(isinstance(getattr(module, leaf, None), nn.Linear) for leaf in MIXER)
-        for leaf in MIXER
+        if all(isinstance(getattr(module, leaf, None), nn.Linear) for leaf in LINEARS)
+        for leaf in LINEARS
     }

@@ -131,11 +131,6 @@ class LayerList:
 def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
     """Return the list of layers that holds all linears to be pruned.
 
-    Args:
-        model: May be on the meta device.
-        linears: Names of the linears.
-        remedy: What works all the same; None: nothing but to leave linears alone.
-
     Raises:
         InputError: There is none; the error names linears outside the list that holds most of them.
     """

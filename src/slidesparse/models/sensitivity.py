@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_grams import in_parts
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
-from slidesparse.models.grams import collect_grams, take_inputs
+from slidesparse.models.grams import collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import Batch, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.prune import Linears, Pruner

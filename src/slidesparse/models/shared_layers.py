@@ -16,10 +16,9 @@ from torch import nn
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.rank_tensors import RankTensors
-from slidesparse.models.expert_grams import Inputs, expert_inputs, in_parts, sum_columns, tokens_of
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
-from slidesparse.models.grams import collect_grams, rounding_of
+from slidesparse.models.grams import Inputs, collect_grams, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
 from slidesparse.prune import Pruner

@@ -56,7 +56,7 @@ class _Noting(nn.Module):
 def read_without_calling(
     model: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], object] | None
 ) -> dict[str, str]:
-    """Return the linears whose weight the model reads without calling them, and that as the reason to leave them dense."""
+    """Return the linears whose weight the model reads without calling them, and why they stay dense."""
     if run is None:
         return {}
     noting = {name: _Noting(linear) for name, linear in linears.items()}

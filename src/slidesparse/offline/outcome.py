@@ -116,11 +116,8 @@ class PruneSummary(PruneOutcome):
         found = ", ".join(f"{n} at {pattern}" for pattern, n in counts)
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
-        if self.losses:
-            worst = max(self.losses, key=self.losses.__getitem__)
-            mean = sum(self.losses.values()) / len(self.losses)
-            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
-        lines += describe_rounding(self.rounding)
+        lines += _spread("calibration loss", self.losses)
+        lines += _spread("rounding inputs to INT8 costs", self.rounding)
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
             count = f"{len(self.borrowed)} of the experts' weights"
@@ -147,14 +144,10 @@ def rounding_costs(sets: Sequence[SetLoss]) -> dict[str, float]:
     return {" ".join(one.names): one.rounding for one in sets if one.rounding is not None}
 
 
-def shown_names(key: str) -> str:
-    """Return the linears that read one input for a sentence: as a key of JSON they have spaces between them."""
-    return ", ".join(key.split(" "))
-
-
-def describe_rounding(costs: Mapping[str, float]) -> list[str]:
-    """Return a line on what rounding inputs to INT8 costs, from :func:`rounding_costs`; none where it is not known."""
+def _spread(what: str, costs: Mapping[str, float]) -> list[str]:
+    """Return a line with the mean and the worst of what sets of linears cost; none of no sets."""
     if not costs:
         return []
     worst, mean = max(costs, key=costs.__getitem__), sum(costs.values()) / len(costs)
-    return [f"rounding inputs to INT8 costs: mean {mean:.2e}, worst {costs[worst]:.2e} at {shown_names(worst)}"]
+    names = ", ".join(worst.split(" "))
+    return [f"{what}: mean {mean:.2e}, worst {costs[worst]:.2e} at {names}"]

@@ -137,16 +137,6 @@ def prune_checkpoint(
     Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the
     windows. All of them call this with equal arguments, but for the device; to calibrate it is of one kind.
 
-    Args:
-        source: A local Hugging Face checkpoint.
-        destination: A folder that does not exist.
-        options: Patterns, type, method and exceptions.
-        device: Where weights are pruned and quantised, and where calibration runs the model's layers, one at a time.
-        links: What to do with links that lead out of the source.
-        followed: The plan that the options are of, to warn where it is not one for this source.
-        progress: Show a progress bar; None: on a terminal only.
-        ranks: The processes that do it together, from :func:`slidesparse.base.ranks.joined`.
-
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
         InputError: An option or a path cannot be used.

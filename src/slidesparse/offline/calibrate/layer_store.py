@@ -145,11 +145,12 @@ def open_layers(
         InputError: The model cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    on_cpu = torch.float32 if device.type == "cpu" else None
-    meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
+    if compute is None and device.type == "cpu":
+        compute = torch.float32  # a CPU is slow in all other types
+    meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute)
     model: Any = meta.model
     layer_list = find_layer_list(model, linears)
-    compute = compute or compute_dtype(model.config.dtype, device)
+    compute = compute or model.config.dtype or torch.float32
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
     _prepare_stack(model, layer_list, store, device)
     return layer_list, store
@@ -159,11 +160,6 @@ def windows_of_a_batch(windows: torch.Tensor) -> int:
     """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
     samples, length = windows.shape
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
-
-
-def compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the type in which layers run: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
-    return torch.float32 if device.type == "cpu" or stored is None else stored
 
 
 def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
