@@ -143,7 +143,7 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    if options.smooth is None and ranks.world > 1:
+    if options.smooth is None and (ranks.world > 1 or options.calibration is None):  # nothing to smooth by
         options = replace(options, smooth=False)
     prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
