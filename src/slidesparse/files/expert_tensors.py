@@ -274,12 +274,7 @@ class ExpertRowsByName:
         return name in self.rows
 
     def weight(self, name: str, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
-        """Return an expert's weight [out, in].
-
-        Args:
-            name: The weight.
-            read: Reads what a tensor holds at a place of its first dimension, or a tensor of one expert, as a float.
-        """
+        """Return an expert's weight [out, in]."""
         parts = [self.tensors[one.tensor].matrix(read(one.tensor, one.index)) for one in self.rows[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

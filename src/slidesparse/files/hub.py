@@ -57,10 +57,6 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
     A local folder comes before a model of the same name. A path that is no ``namespace/name`` is never looked for on
     the hub, nor is a :class:`~pathlib.Path`.
 
-    Args:
-        source: A local folder, or ``namespace/name``.
-        revision: Branch, tag or commit of a model of the hub; None: its main branch.
-
     Raises:
         InputError: The source is no path, or is a local folder and has a revision.
         CheckpointError: There is neither such a folder nor such a model; or the model cannot be fetched.

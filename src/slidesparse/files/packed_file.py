@@ -70,8 +70,8 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     meta = build_meta_model(checkpoint)
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
-    for tensor in not_finite(meta, checkpoint, linears):
-        raise CheckpointError(f"{tensor} holds NaN or Inf", needed="finite numbers")
+    for bad in not_finite(meta, checkpoint, linears):
+        raise CheckpointError(f"{bad} holds NaN or Inf", needed="finite numbers")
     prefixes = {name: meta.prefix(name) for name in linears}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}

@@ -67,13 +67,7 @@ LINEARS_IN_TRANSFORMERS = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalG
 
 
 def transformers_reads(architecture: str, dtype: torch.dtype, *, cut: bool) -> bool:
-    """Say whether transformers 5.23 reads quantised experts that stand alone.
-
-    Args:
-        architecture: Class of transformers.
-        dtype: Type of the experts. Into a tensor of all experts it reads none in INT8.
-        cut: Whether the dense checkpoint has one tensor for all experts.
-    """
+    """Say whether transformers 5.23 reads quantised experts that stand alone."""
     if architecture in LINEARS_IN_TRANSFORMERS:
         return True
     return dtype != torch.int8 and (not cut or architecture in JOINED_BY_TRANSFORMERS)

@@ -46,13 +46,8 @@ def head_target(name: str) -> str:
 
 
 def quantization_config(dtype: torch.dtype, ignore: Iterable[str], head: str | None = None) -> dict[str, Any]:
-    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
-
-    Args:
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        ignore: Linears that are not quantised, by exact name.
-        head: The output embedding, if it is quantised. It is named, since vLLM's is no linear.
-    """
+    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations."""
+    # The output embedding is named, since vLLM's is no linear.
     targets = [LINEAR] if head is None else [LINEAR, head_target(head)]
     is_int = dtype == torch.int8
     common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}

@@ -70,13 +70,10 @@ def _describe(model: Any) -> None:
         entries = ignore_entries([one.name for one in experts], every=True)
         head = treated_head(model, layers)
         setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries], head))
-    elif _is_ours(getattr(config, QUANTIZATION_KEY, None)):  # of a model that was in 8 bits before
+    entry = getattr(config, QUANTIZATION_KEY, None)
+    if dtype not in QUANTISED and isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors":
+        # of a model that was in 8 bits before
         delattr(config, QUANTIZATION_KEY)
-
-
-def _is_ours(entry: Any) -> bool:
-    """Say whether an entry about quantisation is in the format that :func:`quantization_config` writes."""
-    return isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors"
 
 
 def _refuse_to_save(dtypes: list[str], *_: Any, **__: Any) -> NoReturn:

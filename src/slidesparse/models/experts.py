@@ -161,10 +161,6 @@ def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
     Each program has its own name for the linears of experts and for what is around the language model. So an entry
     begins at a layer's number, or where it is for every layer, at the name that they have there.
 
-    Args:
-        names: The modules, as transformers and as the checkpoint call them.
-        every: Whether these are all modules of experts of the model.
-
     >>> for every in (True, False):
     ...     print(*ignore_entries(["model.layers.3.mlp.experts"], every=every))
     re:.*\.experts\..*

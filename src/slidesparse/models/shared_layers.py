@@ -59,7 +59,7 @@ class SharedLayers:
             for names in (names for names in part if names[0] in inputs):
                 self.ranks.check()
                 new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
-                told.append([asdict(loss), _type_name(new[names[0]].dtype)])
+                told.append([asdict(loss), str(new[names[0]].dtype).removeprefix("torch.")])
                 own |= new
         return self._exchanged(sets, linears, solver, own, told)
 
@@ -136,7 +136,3 @@ class SharedLayers:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.tensors.device)
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

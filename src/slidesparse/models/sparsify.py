@@ -44,12 +44,7 @@ OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another.
-
-    Args:
-        names: Layer names.
-        pattern: The common pattern.
-        layers: Entry (exact name, or ``re:`` and a regular expression) -> pattern; the first entry that matches counts.
+    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another; the first entry counts.
 
     Raises:
         InputError: An entry matches no layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.models.experts import EXPERTS_FOLLOW
-from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.offline.cards import warn_of_type
 from slidesparse.offline.prune_options import Recipe
@@ -137,11 +136,6 @@ class PruneSummary(PruneOutcome):
         sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
         lines.append(f"{sizes} in {self.destination}")
         return "\n".join([*lines, *self._on_use([*self.patterns.values(), *self.experts.values()])])
-
-
-def rounding_costs(sets: Sequence[SetLoss]) -> dict[str, float]:
-    """Return the linears that read one input -> what rounding it costs, where that is known."""
-    return {" ".join(one.names): one.rounding for one in sets if one.rounding is not None}
 
 
 def _spread(what: str, costs: Mapping[str, float]) -> list[str]:

@@ -34,7 +34,7 @@ from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.outcome import PruneSummary, rounding_costs
+from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
@@ -112,7 +112,7 @@ def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     record = {
         "version": MARKER_VERSION,
         "slidesparse": __version__,
-        "options": asdict(options),
+        "options": {**asdict(options), "smooth": prepared.job.steps.smooth is not None},
         "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
@@ -143,7 +143,7 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    if options.smooth is None and (ranks.world > 1 or options.calibration is None):  # nothing to smooth by
+    if options.smooth is None and ranks.world > 1:
         options = replace(options, smooth=False)
     prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
@@ -176,7 +176,7 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
-        rounding=rounding_costs(rounded),
+        rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
         borrowed=_borrowed(losses),
         source_bytes=prepared.checkpoint.n_bytes,
         destination_bytes=prepared.n_bytes,

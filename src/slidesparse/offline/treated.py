@@ -34,7 +34,8 @@ def find_treated(
     """
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
-    entries = _of_linears(ignore, _linears(meta.model) - inside.keys(), left)
+    linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)} - inside.keys()
+    entries = _of_linears(ignore, linears, left)
 
     def find(keep: dict[str, str]) -> Targets:
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
@@ -51,10 +52,6 @@ def find_treated(
             remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
         )
     return find(keep | mixers)
-
-
-def _linears(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def _of_linears(entries: Iterable[str], linears: set[str], others: Sequence[str]) -> list[str]:

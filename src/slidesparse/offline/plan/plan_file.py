@@ -161,9 +161,11 @@ def about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -
 
 def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     """Return a plan and what it was asked for, for JSON."""
+    gpu = {} if options.gpu is None else {"gpu": options.gpu}
+    served = {"at": list(options.at), "dtype": options.dtype, **gpu}
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        **(_served(options) if options.at else {"mma_gain": float(options.mma_gain)}),
+        **(served if options.at else {"mma_gain": float(options.mma_gain)}),
         "recipe": options.recipe,
         "modelled": {
             "speedup": plan.speedup,
@@ -175,9 +177,3 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }
-
-
-def _served(options: PlanOptions) -> dict[str, Any]:
-    """Return the loads of a plan, the type, and the GPU where one was named."""
-    named = {} if options.gpu is None else {"gpu": options.gpu}
-    return {"at": list(options.at), "dtype": options.dtype, **named}
