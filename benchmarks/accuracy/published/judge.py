@@ -27,7 +27,7 @@ import texts
 import torch
 import transformers
 from models import Local, Model, Served
-from slidesparse.bench.environment import commit
+from slidesparse_bench.environment import commit
 
 import slidesparse as ss
 
