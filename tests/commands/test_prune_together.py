@@ -30,7 +30,7 @@ MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
 def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
     """Eight batches of 1024 tokens."""
     text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32"]
-    return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, *text]
+    return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, "--no-smooth", *text]
 
 
 @pytest.fixture(scope="module")

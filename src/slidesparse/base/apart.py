@@ -37,8 +37,9 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
         finally:
             finished.set()
 
-    threading.Thread(target=contextvars.copy_context().run, args=(note,), daemon=True).start()
-    try:
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(note,), daemon=True)
+    try:  # a signal may come while the thread starts
+        thread.start()
         finished.wait(seconds)
     finally:
         _LEFT[0] = _LEFT[0] or not finished.is_set()

@@ -114,7 +114,7 @@ def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     record = {
         "version": MARKER_VERSION,
         "slidesparse": __version__,
-        "options": asdict(options),
+        "options": {**asdict(options), "smooth": prepared.job.steps.smooth is not None},
         "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
