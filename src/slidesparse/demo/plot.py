@@ -78,10 +78,7 @@ def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:
             ha="right" if below else "left",
             va="top" if below else "bottom",
         )
-    axes.set(
-        xlabel="ideal speed-up over dense 8 bit",
-        ylabel="fidelity (cosine to float32 embeddings)",
-    )
+    axes.set(xlabel="ideal speed-up over dense 8 bit", ylabel="fidelity (cosine to float32 embeddings)")
     axes.set_title("Fidelity and ideal speed-up", loc="left")
     axes.xaxis.set_major_formatter("{x:.1f}x")
     axes.margins(0.1)
