@@ -12,10 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeAlias
 
-from slidesparse.base.silence import silence
 from slidesparse.errors import SlideSparseError, first_line
 
 BEAT_S = 2.0
@@ -35,6 +33,14 @@ INTERRUPTED_S = 5.0
 
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
+
+
+_SILENT = [False]
+
+
+def is_silent() -> bool:
+    """Return whether this process leaves its error to another one of the same run, which says it for all."""
+    return _SILENT[0]
 
 
 class LostRank(SlideSparseError, RuntimeError):
@@ -59,15 +65,12 @@ class Ranks:
     """The processes of one run, seen from one of them. Alone it is a run of one process, which waits for nobody.
 
     Args:
-        rank: This process, from 0.
+        rank: This process, from 0; ``is_first`` says that it is 0, which writes what is written once, and prints.
         world: How many there are.
         local: This process among those of its machine, from 0.
         store: Where they talk; None alone.
         hosts: This process holds the store, and must end last.
         join_s: Seconds in which all of them must have begun.
-
-    Attributes:
-        is_first: Whether this is rank 0, which writes what is written once, and prints.
     """
 
     def __init__(
@@ -99,13 +102,11 @@ class Ranks:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.store is None:
             return
         if error is not None and not self.fail(error):
-            silence()
+            _SILENT[0] = True
         try:
             if error is not None:
                 self._count(self.store, "left", error)
@@ -201,7 +202,8 @@ class Ranks:
     def _count(self, store: Store, key: str, error: BaseException | None, amount: int = 1) -> None:
         """Add to a number, and wait until all processes that are left have done so, within the time of one end."""
         if self._end is None:
-            self._end = time.monotonic() + _seconds_to_leave(error)
+            short = isinstance(error, LostRank | KeyboardInterrupt)
+            self._end = time.monotonic() + (INTERRUPTED_S if short else LEAVE_S)
         store.add(key, amount)
         lost = error.count if isinstance(error, LostRank) else 0
         while store.add(key, 0) < self.world - lost and time.monotonic() < self._end:
@@ -230,11 +232,6 @@ class Ranks:
             raise
         except RuntimeError as error:
             raise LostRank(f"rank 0 of {self.world} has ended", got=first_line(error)) from error
-
-
-def _seconds_to_leave(error: BaseException | None) -> float:
-    short = isinstance(error, LostRank | KeyboardInterrupt)
-    return INTERRUPTED_S if short else LEAVE_S
 
 
 ALONE = Ranks()
