@@ -56,12 +56,9 @@ def _wanted() -> Path | None:
 
 @lru_cache(maxsize=8)
 def _refusal(folder: Path | None) -> str | None:
-    """Return why a folder cannot be trusted; None where it can."""
-    return "the user has no home" if folder is None else _why_not(folder)
-
-
-def _why_not(folder: Path) -> str | None:
     """Make a folder if it is not there, close it to others, and return why it cannot be trusted, if it cannot."""
+    if folder is None:
+        return "the user has no home"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:

@@ -25,9 +25,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def joined(environment: Mapping[str, str] = os.environ, join_s: float = JOIN_S) -> Iterator[Ranks]:
     """Join the run that the environment describes, as torchrun sets it; without one the process is alone.
 
-    Args:
-        environment: Where torchrun says who this process is.
-        join_s: Seconds in which all processes must have begun.
+    All processes must begin within ``join_s`` seconds.
 
     Raises:
         InputError: The environment names other processes, and not where they meet.

@@ -14,12 +14,7 @@ from slidesparse.errors import first_line
 
 
 class RankTensors:
-    """Sends tensors between processes. Every transfer is one that all of them know of, in one order.
-
-    Args:
-        ranks: The processes.
-        device: Where the tensors are.
-    """
+    """Sends tensors on a device between processes. Every transfer is one that all of them know of, in one order."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device

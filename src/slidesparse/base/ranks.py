@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from slidesparse.errors import SlideSparseError, first_line
@@ -34,7 +34,6 @@ INTERRUPTED_S = 5.0
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
 
-
 _SILENT = [False]
 
 
@@ -44,13 +43,10 @@ def is_silent() -> bool:
 
 
 class LostRank(SlideSparseError, RuntimeError):
-    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it.
-
-    Attributes:
-        count: How many processes are known to be gone.
-    """
+    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it."""
 
     count = 0
+    """How many processes are known to be gone."""
 
 
 class FailedRank(SlideSparseError, RuntimeError):
@@ -138,10 +134,7 @@ class Ranks:
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return small values of all processes, in their order, when all have come to the same call.
-
-        Args:
-            value: Anything that JSON can hold.
+        """Return small values, such as JSON can hold, of all processes in their order when all have come to this call.
 
         Raises:
             FailedRank: Another process ended with an error.
@@ -192,12 +185,9 @@ class Ranks:
 
     def wait_until_all_stopped(self, error: BaseException) -> None:
         """After :meth:`fail`, wait some seconds until the others have stopped writing: they call this too."""
-        if self.store is None:
-            return
-        try:
-            self._count(self.store, "stopped", error)
-        except RuntimeError:
-            return
+        if self.store is not None:
+            with suppress(RuntimeError):
+                self._count(self.store, "stopped", error)
 
     def _count(self, store: Store, key: str, error: BaseException | None, amount: int = 1) -> None:
         """Add to a number, and wait until all processes that are left have done so, within the time of one end."""

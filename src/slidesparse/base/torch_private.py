@@ -73,12 +73,8 @@ def require(name: str) -> Any:
 def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces itself, in the global ``here``, by torch's private one when it is first called.
 
-    A cache would cost each call as much as the private function saves.
-
-    Args:
-        here: Name of the variable of this module that holds the function.
-        private: Name in :data:`PRIVATE`.
-        public: Used where torch has no such function; same arguments, same result.
+    A cache would cost each call as much as the private function saves. ``public`` takes the same arguments and returns
+    the same result, and is used where torch has no such function.
     """
 
     def first(*args: Any, **options: Any) -> Any:
@@ -146,11 +142,7 @@ def is_current(device: int) -> bool:
 def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     """Allocate a matrix in half of the host time of ``torch.empty``, by the function that Inductor's code uses.
 
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        dtype: Type of its elements.
-        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+    ``device`` is the index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
 
     Raises:
         InputError: Another device is the current one.
@@ -174,11 +166,8 @@ def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 class Dispatch(NamedTuple):
     """The objects by which a kernel of the autograd keys calls another kernel of its operator.
 
-    Attributes:
-        below_autograd: Context in which autograd records nothing.
-        after_autograd: Keys that follow those of autograd.
-        after_inplace: Keys that follow those of autograd and the one for views.
-        devices: The keys of the devices' own kernels.
+    A context in which autograd records nothing, the keys that follow those of autograd, those that follow the one for
+    views too, and the keys of the devices' own kernels.
     """
 
     below_autograd: Any
@@ -228,12 +217,7 @@ def outside_tracing() -> Iterator[None]:
 
 
 def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the Inductor pattern that finds a function of one tensor, ``x``, in a graph.
-
-    Args:
-        function: The function to find.
-        shape: Shape of an example input.
-        dtype: Type of the example.
+    """Return the Inductor pattern that finds a function of one tensor, ``x``, of such a shape and type in a graph.
 
     Raises:
         UnsupportedError: See :func:`require`.

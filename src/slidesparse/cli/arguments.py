@@ -45,11 +45,7 @@ def add_command(
 
 
 def named_path(text: str) -> Path:
-    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in.
-
-    Raises:
-        ArgumentTypeError: It is empty.
-    """
+    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in."""
     if not text:
         raise argparse.ArgumentTypeError("got an empty path; needed the name of a file or a folder")
     return Path(text)
@@ -74,11 +70,7 @@ def add_no_bos(parser: argparse.ArgumentParser) -> None:
 
 
 def source_of(options: argparse.Namespace) -> Path:
-    """Return the folder of the checkpoint to read; a model of the hub is fetched first.
-
-    Raises:
-        SlideSparseError: There is no such folder or model: see :func:`slidesparse.files.hub.source_folder`.
-    """
+    """Return the folder of the checkpoint to read, as :func:`slidesparse.files.hub.source_folder` does."""
     from slidesparse.files.hub import source_folder
 
     return source_folder(options.source, options.revision)

@@ -50,11 +50,7 @@ def planned_chats(options: argparse.Namespace) -> list[str]:
 
 
 def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: Ranks) -> list[str]:
-    """Return the file of chats that the options ask a model to write, once it is written; none where they ask for none.
-
-    Raises:
-        InputError: ``--prompts`` without ``--self``.
-    """
+    """Return the file of chats that the options ask a model to write, once it is written; none where there is none."""
     if options.own_chats is None:
         if options.prompts is not None:
             raise InputError("options without effect", got="--prompts without --self", needed="--self NUMBER")
@@ -65,11 +61,7 @@ def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: R
 
 
 def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Calibration | None:
-    """Return the texts that the options name, and files of chats that the model wrote itself; None where there is none.
-
-    Raises:
-        InputError: They name windows of no text, or a number or the name of the text cannot be used.
-    """
+    """Return the texts that the options name and files of chats that the model wrote; None where there is no text."""
     from slidesparse.offline.calibrate.calibration import Calibration
 
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
@@ -88,11 +80,7 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
 
 
 def refuse_samples(options: argparse.Namespace) -> None:
-    """Refuse a number of windows for a method that sees none, where others read the text all the same.
-
-    Raises:
-        InputError: ``--samples`` is given.
-    """
+    """Refuse a number of windows for a method that sees none, where others read the text all the same."""
     from slidesparse.prune import get_pruner
 
     if options.samples is not None and not get_pruner(options.method).needs_calibration:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from slidesparse.cli.arguments import (
     Commands,
@@ -27,11 +27,9 @@ from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
-    from slidesparse.files.source_files import Links
     from slidesparse.offline.calibrate.calibration import Calibration
     from slidesparse.offline.dry_run import DryRun
     from slidesparse.offline.outcome import PruneSummary
-    from slidesparse.offline.plan.plan_file import StoredPlan
     from slidesparse.offline.prune_options import Recipe
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
@@ -76,14 +74,6 @@ def add_prune(commands: Commands) -> None:
     add_join_timeout(prune)
 
 
-class _How(TypedDict):
-    """What a run and a dry run take alike."""
-
-    device: str
-    links: Links
-    followed: StoredPlan | None
-
-
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.check_options import check_options
     from slidesparse.offline.dry_run import dry_run
@@ -120,7 +110,7 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     if own := own_chats_of(options, source, device, ranks):
         wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary
-    how = _How(device=device, links=options.links, followed=plan)
+    how: dict[str, Any] = {"device": device, "links": options.links, "followed": plan}
     if not options.dry_run:
         summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
     elif ranks.is_first:

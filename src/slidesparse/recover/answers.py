@@ -51,14 +51,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a model.
-
-    Attributes:
-        model: The checkpoint.
-        prompts: Token numbers of each.
-        longest: Most tokens of an answer.
-        seed: Of what is drawn.
-    """
+    """What is asked of a checkpoint: prompts as token numbers, the most tokens of an answer, and a seed."""
 
     model: Path
     prompts: tuple[list[int], ...]
@@ -75,14 +68,7 @@ class Job:
 
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts.
-
-    Args:
-        job: What is asked.
-        tokenizer: The model's.
-        writer: What runs the model.
-        device: Where the model runs.
-        ranks: The processes, each of which has prompts of its own.
+    """Return the answers to prompts; each process has its own.
 
     Raises:
         CheckpointError: The model cannot be loaded.
@@ -145,10 +131,9 @@ def _answered(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int
     ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
     drawn = {"do_sample": True, **asdict(Sampling()), "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    much = {"max_new_tokens": longest, "pad_token_id": padding, "use_cache": True}
     with other_library():
-        found = model.generate(
-            ids, attention_mask=mask, max_new_tokens=longest, pad_token_id=padding, use_cache=True, **drawn
-        )
+        found = model.generate(ids, attention_mask=mask, **much, **drawn)
     answers: list[str] = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return answers
 
@@ -162,13 +147,9 @@ def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
         LOG.info("asking vLLM for %d answers", len(job.prompts))
         ended = subprocess.run(
             [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked), str(answers)],
-            env=_alone(ranks),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             check=False,
-        )
+        )  # fmt: skip
         if ended.returncode or not answers.exists():
             lines = [line for line in ended.stdout.splitlines() if line.strip()] or ["no word"]
             raise UnsupportedError(
@@ -182,8 +163,8 @@ def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
 
 def _alone(ranks: Ranks) -> dict[str, str]:
     """Return the environment of a process that is none of torchrun's, and has the GPU of this one."""
-    kept = {name: value for name, value in os.environ.items() if name not in RANK_NAMES}
-    kept = {name: value for name, value in kept.items() if not name.startswith("TORCHELASTIC_")}
+    ours = (name for name in os.environ if name not in RANK_NAMES and not name.startswith("TORCHELASTIC_"))
+    kept = {name: os.environ[name] for name in ours}
     if ranks.world > 1:
         visible = kept.get("CUDA_VISIBLE_DEVICES")
         kept["CUDA_VISIBLE_DEVICES"] = str(ranks.local) if not visible else visible.split(",")[ranks.local]

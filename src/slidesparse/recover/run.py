@@ -39,7 +39,7 @@ from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
-from slidesparse.recover.trained import Zeros, choose_trained, require_pattern
+from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
 from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
 from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
@@ -54,11 +54,9 @@ class Recovery:
     Attributes:
         destination: The new checkpoint.
         kept: Whose weights it has: ``after`` the training, or ``before`` where that did not help.
-        steps: Steps that were made.
-        tokens: Tokens that were trained on.
-        seconds: Of training.
+        steps: Steps that were made; ``left_out`` of them had no finite loss.
+        tokens: Tokens that were trained on, in ``seconds``.
         rate: The highest rate.
-        left_out: Steps that were left out, without a finite loss.
         ended_early: Whether there was no finite loss any more.
         held_tokens: Tokens of the held windows.
         before: What :meth:`slidesparse.recover.training.Training.judge` says of the pruned model.
@@ -159,11 +157,8 @@ class _Pair:
         self.marker = Marker.from_config(self.pruned.config)
         for one in (self.pruned, self.dense):
             if source_quantisation(one.config):
-                raise CheckpointError(
-                    f"{one.path} is quantised",
-                    needed="weights in a float type",
-                    remedy="prune with --dtype bf16, recover, and quantise then",
-                )
+                remedy = "prune with --dtype bf16, recover, and quantise then"
+                raise CheckpointError(f"{one.path} is quantised", needed="weights in a float type", remedy=remedy)
         self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
         self._require_alike()
         self.prunable = choose_trained(self.student.model, options.train)
@@ -231,14 +226,9 @@ def _windows(pair: _Pair, options: RecoverOptions, work: Workplace, ranks: Ranks
 
 
 def _train(
-    pair: _Pair,
-    windows: Windows,
-    options: RecoverOptions,
-    rate: float,
-    work: Workplace,
-    device: torch.device,
+    pair: _Pair, windows: Windows, options: RecoverOptions, rate: float, work: Workplace, device: torch.device,
     ranks: Ranks,
-) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:  # fmt: skip
     """Train, and return what is said of it, and the new tensors, which the first process has."""
     fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
     mesh = init_device_mesh(device.type, (ranks.world,))
@@ -251,15 +241,25 @@ def _train(
     divide(student, mesh, compute, fit.recompute)
     fill(dense, pair.teacher, pair.dense, compute, device)
     dense.requires_grad_(False)
-    zeros = Zeros(pair.prunable, pair.marker)
-    everything = fill(student, pair.student, pair.pruned, torch.float32, device, zeros.look)
+    zeros: set[str] = set()
+
+    def look(name: str, value: torch.Tensor) -> None:
+        if name in pair.prunable and has_held_zeros(name, value, pair.marker):
+            zeros.add(name)
+
+    everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
-    held = {name for name in zeros.held if name in parameters}
-    training = Training(student, dense, windows, parameters, held, options, rate, fit, ranks, device)
+    training = Training(
+        student, dense, windows, parameters, zeros & parameters.keys(), options, rate, fit, ranks, device
+    )
     state = State(work.kept, parameters, training.optimizer)
     progress = state.load(ranks)
-    say(_plan_words(windows, options, progress.step))
+    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
+    if options.steps is not None:
+        through = options.steps * options.windows / windows.count
+        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+    say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
     if not (work.kept / BEFORE).exists():
         before = training.judge()
         if ranks.is_first:
@@ -283,15 +283,6 @@ def _train(
         "losses": progress.losses,
     }
     return told, gathered(parameters, pair.student, pair.pruned, ranks.is_first) if better else {}
-
-
-def _plan_words(windows: Windows, options: RecoverOptions, step: int) -> str:
-    """Return what will be done, in words."""
-    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
-    if options.steps is not None:
-        through = options.steps * options.windows / windows.count
-        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
-    return words + (f"; goes on after step {step}" if step else "")
 
 
 @contextmanager

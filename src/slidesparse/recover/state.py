@@ -29,14 +29,9 @@ NAME, PROGRESS = "step-", "progress.json"
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is: the steps and seconds of training that are done, and the mean loss of each step.
 
-    Attributes:
-        step: Steps that are done, those left out among them.
-        seconds: Seconds of training.
-        left_out: Steps that were left out, since their loss was NaN or Inf.
-        in_a_row: Of these, how many were the last ones.
-        losses: Mean loss of each step.
+    ``left_out`` of the steps had a loss of NaN or Inf, ``in_a_row`` of them the last ones.
     """
 
     step: int = 0
@@ -47,12 +42,9 @@ class Progress:
 
 
 class State:
-    """The state of a run, in a folder.
+    """The state of a run, in a folder that all processes see.
 
-    Args:
-        folder: Holds it; all processes see it.
-        parameters: Name -> parameter, of those that are trained.
-        optimizer: AdamW, which has made no step.
+    ``parameters`` are those that are trained, by name; ``optimizer`` is AdamW, which has made no step.
     """
 
     def __init__(self, folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

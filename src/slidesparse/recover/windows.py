@@ -27,13 +27,9 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Windows:
-    """Windows of several texts.
+    """Windows of several texts, int32 [n, window]: of each, those to train on; of all in their shares, those held.
 
-    Args:
-        train: Of each text, those to train on: int32 [n, window].
-        held: Those that are never trained on, of all texts in their shares: int32 [n, window].
-        weights: Of the texts.
-        seed: Of the order.
+    ``weights`` are those of the texts, and ``seed`` decides the order.
     """
 
     def __init__(self, train: Sequence[torch.Tensor], held: torch.Tensor, weights: Sequence[float], seed: int) -> None:

@@ -324,8 +324,7 @@ def lift_scale(tensor: Fp4Tensor, pattern: Pattern | str, name: str = "weight") 
     # Padding multiplies by zero. It takes the scale of the last column, so that it never asks for a second one.
     column = 2 * torch.where(source < 0, tensor.pairs.shape[1] - 1, source)
     bits = tensor.scale.view(torch.uint8)[:, column // tensor.block].unflatten(-1, (-1, fp4.vector // 2))
-    scale = bits[..., 0].contiguous()
-    mixed = (bits != scale.unsqueeze(-1)).any(-1).nonzero()
+    mixed = (bits != bits[..., :1]).any(-1).nonzero()
     if len(mixed):
         row, vector = mixed[0].tolist()
         raise InputError(
@@ -333,7 +332,8 @@ def lift_scale(tensor: Fp4Tensor, pattern: Pattern | str, name: str = "weight") 
             got=f"several for the {fp4.vector} lifted columns of row {row}, vector {vector}",
             remedy=f"quantise with share={span(pattern, fp4).shared}",
         )
-    return scale.view(fp4.scale_dtype)
+    lifted: torch.Tensor = bits[..., 0].contiguous().view(fp4.scale_dtype)
+    return lifted
 
 
 def uniform(pattern: Pattern | str) -> Pattern:
