@@ -35,11 +35,7 @@ def cache_folder() -> Path:
 
 
 def lasting_cache_folder() -> Path:
-    """Return :func:`cache_folder` for what must be there tomorrow.
-
-    Raises:
-        UnsupportedError: There is only one that goes when the process ends.
-    """
+    """Return :func:`cache_folder` for what must be there tomorrow; an UnsupportedError where it would not be."""
     folder = _wanted()
     refusal = _refusal(folder)
     if folder is None or refusal is not None:

@@ -23,14 +23,9 @@ def why_no_cuda() -> str | None:
 
 
 def require_cuda(needed_by: str, more: str = "") -> None:
-    """Refuse to measure without a GPU.
+    """Raise an UnsupportedError where torch can use no GPU, with its reason.
 
-    Args:
-        needed_by: What the user asked for: ``slidesparse tune``.
-        more: What else there is to do, from a semicolon on.
-
-    Raises:
-        UnsupportedError: There is none that torch can use, with its reason.
+    ``needed_by`` is what the user asked for, ``slidesparse tune``; ``more`` what else to do, from a semicolon on.
     """
     if (why := why_no_cuda()) is not None:
         remedy = f"run it on a machine with an NVIDIA GPU{more}"

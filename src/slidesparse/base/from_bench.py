@@ -22,6 +22,5 @@ def from_bench(part: str, needed_by: str) -> Any:
             return point.load()
         except ImportError as error:
             got = first_line(error)
-    raise UnsupportedError(
-        f"{needed_by} needs slidesparse-bench", got=got, remedy="run pip install ./bench in a checkout of slidesparse"
-    )
+    remedy = "run pip install ./bench in a checkout of slidesparse"
+    raise UnsupportedError(f"{needed_by} needs slidesparse-bench", got=got, remedy=remedy)

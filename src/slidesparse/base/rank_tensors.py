@@ -56,11 +56,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def rank_tensors(ranks: Ranks, device: torch.device) -> Iterator[RankTensors]:
-    """Let processes send tensors while the block runs.
-
-    Raises:
-        LostRank: They cannot be connected.
-    """
+    """Let processes send tensors while the block runs; a LostRank says that they cannot be connected."""
     if ranks.store is None:
         yield RankTensors(ranks, device)
         return

@@ -56,11 +56,7 @@ def find(name: str) -> Any:
 
 
 def require(name: str) -> Any:
-    """Return torch's object of a name in :data:`PRIVATE` that has no fallback.
-
-    Raises:
-        UnsupportedError: This torch has no such name.
-    """
+    """Return torch's object of a name in :data:`PRIVATE` that has no fallback, or raise an UnsupportedError."""
     found = find(name)
     if found is None:
         raise UnsupportedError(f"torch {torch.__version__}", needed=f"one that has {name}")
@@ -206,11 +202,7 @@ def can_match_graphs() -> bool:
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:
-    """Compute with real tensors, in a pass that torch.compile runs while it traces.
-
-    Raises:
-        UnsupportedError: See :func:`require`.
-    """
+    """Compute with real tensors, in a pass that torch.compile runs while it traces; see :func:`require`."""
     tracing, real = require("torch._guards.tracing"), require("torch._subclasses.fake_tensor.unset_fake_temporarily")
     with tracing(None), real():
         yield
@@ -219,8 +211,7 @@ def outside_tracing() -> Iterator[None]:
 def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return the Inductor pattern that finds a function of one tensor, ``x``, of such a shape and type in a graph.
 
-    Raises:
-        UnsupportedError: See :func:`require`.
+    Names that torch lacks are errors: see :func:`require`.
     """
     fake = require("torch._subclasses.fake_tensor.FakeTensorMode")
     trace = require("torch._inductor.pattern_matcher.fwd_only")

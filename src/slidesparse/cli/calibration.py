@@ -70,12 +70,9 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
     if options.needs_calibration:
         raise InputError("no text to measure on", remedy="add --calibration FILE, or --self NUMBER")
     if given:
-        raise InputError(
-            "calibration windows",
-            got=f"{', '.join(f'--{name}' for name in given)} without --calibration",
-            needed="the text that they are taken of",
-            remedy="add --calibration FILE, with --method wanda or sparsegpt, or leave them out",
-        )
+        got = f"{', '.join(f'--{name}' for name in given)} without --calibration"
+        remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"
+        raise InputError("calibration windows", got=got, needed="the text that they are taken of", remedy=remedy)
     return None
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from slidesparse.base.join import leads_its_machine
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import JOIN_S, LEAVE_S
+from slidesparse.base.ranks import JOIN_S, LEAVE_S, joined, leads_its_machine
 from slidesparse.errors import SlideSparseWarning
 
 if TYPE_CHECKING:
@@ -58,8 +57,6 @@ def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argpa
     """Return a command that all processes of a run do together, and in which the first one speaks."""
 
     def command(options: argparse.Namespace) -> int:
-        from slidesparse.base.join import joined
-
         with joined(join_s=options.join_timeout) as ranks, _one_voice(ranks, options):
             return run(options, ranks)
 

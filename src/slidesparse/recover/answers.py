@@ -152,11 +152,9 @@ def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
         )  # fmt: skip
         if ended.returncode or not answers.exists():
             lines = [line for line in ended.stdout.splitlines() if line.strip()] or ["no word"]
-            raise UnsupportedError(
-                "vLLM cannot write the answers",
-                got=next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST],
-                remedy="write them with: slidesparse chats --writer transformers",
-            )
+            got = next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST]
+            remedy = "write them with: slidesparse chats --writer transformers"
+            raise UnsupportedError("vLLM cannot write the answers", got=got, remedy=remedy)
         found: list[str] = json.loads(answers.read_text())
         return found
 

@@ -54,19 +54,13 @@ class DenseNetwork(Network):
 
     @torch.no_grad()
     def require_plain_head(self, ids: torch.Tensor) -> None:
-        """Refuse a model that does something else with its last hidden state than to multiply it.
-
-        Raises:
-            InputError: Its logits are scaled, or have a bias.
-        """
+        """Raise an InputError for a model that scales its logits, or adds a bias to them."""
         plain = self(ids).logits(slice(None))
         logits = self.model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
         if float((logits - plain).abs().max()) > SAME * float(logits.max() - logits.min()):
-            raise InputError(
-                f"{type(self.model).__name__} cannot be trained here",
-                got="logits that are more than the product of a hidden state and the output embedding",
-                needed="a model without a scale or a bias of logits",
-            )
+            got = "logits that are more than the product of a hidden state and the output embedding"
+            needed = "a model without a scale or a bias of logits"
+            raise InputError(f"{type(self.model).__name__} cannot be trained here", got=got, needed=needed)
 
 
 class StudentNetwork(Network):

@@ -64,9 +64,8 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
     flat = torch.full((start,), torch.nan)
     flat[places.flatten()] = value.float().flatten()
     if bool(flat.isnan().any()) or places.shape != value.shape:
-        raise UnsupportedError(
-            "cannot store a trained parameter as it was", got=f"only a part of {', '.join(stored)} in the model"
-        )
+        got = f"only a part of {', '.join(stored)} in the model"
+        raise UnsupportedError("cannot store a trained parameter as it was", got=got)
     return {name: flat[numbers[name]].to(TYPES[one.dtype]) for name, one in stored.items()}
 
 

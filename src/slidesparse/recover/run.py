@@ -111,13 +111,8 @@ def recover(
 
     Processes that torchrun started call this together, with equal arguments but for the device.
 
-    Args:
-        pruned: A checkpoint in a float type, with a pattern of zeros.
-        dense: The dense model's checkpoint.
-        destination: A folder that does not exist.
-        options: The options.
-        device: That of this process.
-        ranks: The processes.
+    The pruned one is in a float type, with a pattern of zeros; ``destination`` is a folder that does not exist, and
+    ``device`` that of this process.
 
     Raises:
         CheckpointError: A checkpoint cannot be used, or the two do not belong together; the disk is full.
@@ -308,11 +303,8 @@ def _explained(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        raise UnsupportedError(
-            "the memory of a GPU is too small",
-            got=first_line(error),
-            remedy="use --micro 1, --recompute on, or more GPUs; a run that goes on may have others",
-        ) from error
+        remedy = "use --micro 1, --recompute on, or more GPUs; a run that goes on may have others"
+        raise UnsupportedError("the memory of a GPU is too small", got=first_line(error), remedy=remedy) from error
     except RuntimeError:
         if ranks.world > 1:
             ranks.require_all_alive()

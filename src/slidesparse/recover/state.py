@@ -62,11 +62,7 @@ class State:
         return {name: {"weight": one.detach(), **states[one]} for name, one in self.parameters.items()}
 
     def save(self, progress: Progress, ranks: Ranks) -> None:
-        """Save the state; all processes together.
-
-        Raises:
-            OSError: It cannot be written; the state before is still there.
-        """
+        """Save the state, all processes together; after an OSError the state of before is still there."""
         final = self.folder / f"{NAME}{progress.step:08}"
         new = final.with_suffix(".tmp")
         if ranks.is_first:
@@ -86,11 +82,7 @@ class State:
         ranks.wait()
 
     def load(self, ranks: Ranks) -> Progress:
-        """Go on from the last state that was saved; a new run where there is none.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """Go on from the last state, anew where there is none; a CheckpointError says that it cannot be read."""
         found = sorted(one for one in self.folder.glob(f"{NAME}*") if one.suffix != ".tmp")
         ranks.wait()
         if not found:

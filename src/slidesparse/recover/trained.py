@@ -32,10 +32,9 @@ def choose_trained(model: Any, train: Trained) -> list[str]:
 
 
 def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Refuse a checkpoint that is not pruned, before anything is written; of a pruned one, a value or two are read.
+    """Raise an InputError for a checkpoint whose linears have no zeros, or zeros in no pattern, before work begins.
 
-    Raises:
-        InputError: No parameter has zeros, or those that have follow no pattern.
+    Of a pruned one, a parameter or two are read.
     """
     any_zero = False
     for name in prunable:
