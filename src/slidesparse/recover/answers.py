@@ -58,23 +58,19 @@ class Job:
     longest: int
     seed: int
 
-    def cut(self) -> Job:
-        """Return the job with the ends of prompts that are too long for the model with an answer."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(str(self.model), local_files_only=True, trust_remote_code=False)
-        most = max(1, positions(config, 1 << 20) - self.longest)
-        return replace(self, prompts=tuple(one[-most:] for one in self.prompts))
-
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts; each process has its own.
+    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
 
     Raises:
         CheckpointError: The model cannot be loaded.
         UnsupportedError: vLLM ends with an error.
     """
-    job = job.cut()
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(job.model), local_files_only=True, trust_remote_code=False)
+    most = max(1, positions(config, 1 << 20) - job.longest)
+    job = replace(job, prompts=tuple(one[-most:] for one in job.prompts))
     if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
         return _of_vllm(job, ranks)
     return _of_transformers(job, tokenizer, device)

@@ -135,7 +135,11 @@ def recover(
     plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
     with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
-        windows = _windows(pair, options, work, ranks)
+        if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
+            pair.require_one_tokenizer()
+            read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
+        ranks.wait()
+        windows = Windows.load(work.kept / WINDOWS, options)
         with _explained(ranks), _connected(ranks, where):
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
@@ -208,16 +212,6 @@ class _Pair:
         dtype = parse_dtype(options.dtype or "int8")
         recipes = {name: rounding_of(options.recipe, marker.pattern_of(name)) for name in self.student.linears(marker)}
         round_linears_(self.student.model, recipes, dtype)
-
-
-def _windows(pair: _Pair, options: RecoverOptions, work: Workplace, ranks: Ranks) -> Windows:
-    """Return the windows; the first process cuts them for all, once."""
-    path = work.kept / WINDOWS
-    if ranks.is_first and not path.exists():
-        pair.require_one_tokenizer()
-        read_windows(pair.pruned.path, pair.student.model.config, options).save(path)
-    ranks.wait()
-    return Windows.load(path, options)
 
 
 def _train(

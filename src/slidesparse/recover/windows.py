@@ -100,10 +100,8 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:
             got = f"{len(tokens)} tokens, {len(windows)} windows of {options.window}"
-            needed, remedy = (
-                "two windows, one to train on and one to judge by",
-                "use a longer text, or a shorter --window",
-            )
+            needed = "two windows, one to train on and one to judge by"
+            remedy = "use a longer text, or a shorter --window"
             raise InputError(f"{text.file} is too short", got=got, needed=needed, remedy=remedy)
         kept = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
