@@ -18,12 +18,8 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
     A signal is answered while the function runs, whatever it waits for. What is left goes on by itself, so it must
     leave nothing that a kill would not leave.
 
-    Args:
-        work: The function.
-        seconds: How long it may take; None: as long as it wants.
-
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: It takes longer than ``seconds``, where there is a limit.
     """
     returned: list[T] = []
     raised: list[BaseException] = []

@@ -87,9 +87,8 @@ class RecoverOptions:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise InputError(
-                "nothing to train on", needed="a text or chats", remedy="add --chats, --text FILE or --self NUMBER"
-            )
+            needed = "a text or chats"
+            raise InputError("nothing to train on", needed=needed, remedy="add --chats, --text FILE or --self NUMBER")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
         for name, least in (("batch", 1), ("window", 2), ("held", 1), ("micro", 1), ("tokens", 1)):
