@@ -174,7 +174,7 @@ def test_every_tensor_is_written_rotated_and_bf16_rounds_it_once(tmp_path: Path)
     add_tokenizer(tmp_path / "m")
     write_text(tmp_path / "text.txt")
     layers = {r"re:.*layers\.1\.mlp\.down_proj": "8:10", "re:.*": "dense"}
-    given = options(tmp_path / "m", dtype="bf16", pattern="8:10", layers=layers, reorder=True)
+    given = options(tmp_path / "m", dtype="bf16", pattern="8:10", layers=layers)
     prune_checkpoint(tmp_path / "m", tmp_path / "made", given)
     made: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
     before = logits(model)
@@ -189,7 +189,7 @@ def test_every_tensor_is_written_rotated_and_bf16_rounds_it_once(tmp_path: Path)
     assert 1e-5 < change < 0.02
     assert bool((made.model.layers[0].input_layernorm.weight == 1).all())
     card = (tmp_path / "made" / "README.md").read_text()
-    assert "20 steps of learning a rotation and reordering and sparsegpt" in card
+    assert "20 steps of learning a rotation and sparsegpt" in card
     assert "| stream | rotated: adapters made for the source do not fit, nor do draft models that read hidden" in card
 
 

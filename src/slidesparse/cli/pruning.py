@@ -58,9 +58,6 @@ def add_prune(commands: Commands) -> None:
         " calibration text, in one process)",
     )
     prune.add_argument(
-        "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
-    )
-    prune.add_argument(
         "--rotate",
         type=int,
         default=0,
@@ -158,7 +155,6 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         part=options.part,
         match=options.match,
         smooth=options.smooth,
-        reorder=options.reorder,
         rotate=options.rotate,
     )
     check_options(wanted)  # before a model of the hub is fetched

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from slidesparse.models.hooks import hooked
-from slidesparse.models.reorder import find_inner
+from slidesparse.models.targets import input_sets
 from slidesparse.weights.quant import Quantised, dequantize
 
 MOST = 6
@@ -102,13 +102,31 @@ def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Calla
         model: May be on the meta device.
         run: Runs the model once, on any input.
     """
-    inner = find_inner(linears, model, run)
+    sets = input_sets(model, linears, run)
+    place = {name: number for number, name in enumerate(linears)}
     return [
-        Fold(writer, (one.reader,))
-        for one in inner
-        for writer in one.writers
-        if linears[writer].out_features == linears[one.reader].in_features
+        Fold(writer, (reader,))
+        for reader, linear in linears.items()
+        for writer in _nearest_writers(reader, linears, sets, place)
+        if linears[writer].out_features == linear.in_features
     ]
+
+
+def _nearest_writers(
+    reader: str, linears: dict[str, nn.Linear], sets: Sequence[Sequence[str]], place: dict[str, int]
+) -> Sequence[str]:
+    """Return the last linears before a reader that have its channels as rows, all of them; or one that joins two such.
+
+    What is joined cannot be scaled, and what is before it does not write the reader's channels.
+    """
+    channels = linears[reader].in_features
+    fitting = [
+        names
+        for names in sets
+        if place[names[-1]] < place[reader]
+        and [linears[name].out_features for name in names] in ([channels] * len(names), [2 * channels])
+    ]
+    return max(fitting, key=lambda names: place[names[0]], default=())
 
 
 def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:

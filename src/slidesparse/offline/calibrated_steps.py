@@ -1,6 +1,6 @@
 """What ``prune`` does with the calibration text besides pruning.
 
-It rotates, smooths and reorders the dense model, and matches pruned layers with dense ones. Each is an option, and what
+It rotates or smooths the dense model, and matches pruned layers with dense ones. Each is an option, and what
 it cannot treat is refused before anything is written.
 """
 
@@ -16,9 +16,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.models.match_layer import Matching
-from slidesparse.models.reorder import Inner
 from slidesparse.models.smooth import Fold
-from slidesparse.offline.calibrate.reordering import find_reordering, reorder_checkpoint
 from slidesparse.offline.calibrate.rotating import Rotation, find_rotation, rotate_checkpoint
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
@@ -40,7 +38,6 @@ class CalibratedSteps:
         rotation: How the stream is rotated.
         rotate: Steps of learning a rotation.
         smooth: Where outliers may be folded into weights.
-        reorder: Channels inside MLPs that may be reordered.
         matching: How layers are matched.
 
     Raises:
@@ -52,7 +49,6 @@ class CalibratedSteps:
         self.seed = 0 if options.calibration is None else options.calibration.seed
         self.rotation: Rotation | None = None
         self.smooth: Sequence[Fold] | None = None
-        self.reorder: Sequence[Inner] | None = None
         self.matching = Matching(options.match, self.seed) if options.match else None
         self.dtype, self.rounding, self.must_smooth = job.dtype, options.rounding, bool(options.smooth)
         where = job.meta, job.checkpoint, self.patterns, job.run
@@ -71,9 +67,6 @@ class CalibratedSteps:
         floats_to_int8 = job.source_dtype is None and job.dtype == torch.int8
         if options.smooth is None and options.calibration is not None and not options.rotate and floats_to_int8:
             self.smooth = _folds(job) or None
-        if options.reorder:
-            _require_floats(job, "reordering")
-            self.reorder = find_reordering(*where)
         if options.match and any(pattern != DENSE for pattern in job.experts.patterns.values()):
             raise InputError(
                 "layers whose experts are pruned cannot be matched",
@@ -84,7 +77,7 @@ class CalibratedSteps:
     def prepare(
         self, checkpoint: Checkpoint, windows: torch.Tensor, folder: Path, device: torch.device, progress: bool | None
     ) -> Checkpoint:
-        """Return the checkpoint to prune: rotated first, then smoothed, then reordered.
+        """Return the checkpoint to prune: rotated or smoothed.
 
         Args:
             checkpoint: The source.
@@ -101,8 +94,6 @@ class CalibratedSteps:
         if self.smooth is not None:
             rounded = self.dtype, self.rounding
             checkpoint = smooth_checkpoint(checkpoint, self.smooth, *how, progress, *rounded, required=self.must_smooth)
-        if self.reorder is not None:
-            checkpoint = reorder_checkpoint(checkpoint, self.reorder, *how, progress)
         return checkpoint
 
 

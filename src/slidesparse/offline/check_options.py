@@ -29,7 +29,6 @@ class _Asked(NamedTuple):
 STEPS = (
     _Asked("--match", "matching", "layers are matched"),
     _Asked("--smooth", "smoothing", "layers are smoothed"),
-    _Asked("--reorder", "reordering", "channels are reordered"),
     _Asked("--rotate", "rotating", "the stream is rotated"),
 )
 

@@ -81,7 +81,6 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         "experts": "; ".join(summary.treated_experts),
         "method": method,
-        "channels": options.reorder and "inside MLPs in another order: adapters made for the source do not fit there",
         "stream": options.rotate and ROTATED,
         "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",

@@ -245,7 +245,6 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
     before = {
         f"{options.rotate} steps of learning a rotation": options.rotate,
         "smoothing": options.smooth,
-        "reordering": options.reorder,
     }
     method = " and ".join([*(word for word, given in before.items() if given), options.method])
     return f"{method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

@@ -87,8 +87,7 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
-    # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    runs = sum(step is not None for step in (steps.smooth, steps.reorder)) * tokens
+    runs = 0 if steps.smooth is None else tokens  # the dense layers run once more
     if steps.matching is not None:
         # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
         runs += tokens + 3 * steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
