@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds, find_inner_folds
@@ -229,6 +231,16 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=told):
             prune_checkpoint(source, tmp_path / "made", options(source, **changes))
     assert not (tmp_path / "made").exists()
+
+
+def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "8", PruneOptions("dense", "int8"))
+    config = json.loads((tmp_path / "8/config.json").read_text())
+    del config[MARKER_KEY]
+    (tmp_path / "8/config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
+        prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
 
 
 @pytest.mark.parametrize(

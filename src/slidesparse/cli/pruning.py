@@ -57,13 +57,6 @@ def add_prune(commands: Commands) -> None:
         help="fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
         " calibration text, in one process)",
     )
-    prune.add_argument(
-        "--rotate",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="learn a rotation of the residual stream after which patterns take less away: 300 (default: 0, none)",
-    )
     add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
@@ -155,7 +148,6 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         part=options.part,
         match=options.match,
         smooth=options.smooth,
-        rotate=options.rotate,
     )
     check_options(wanted)  # before a model of the hub is fetched
     if ranks.local:

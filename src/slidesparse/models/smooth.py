@@ -83,7 +83,7 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
 
         return hook
 
-    norms = {name for name, leaf in leaves.items() if is_norm(leaf)}
+    norms = {name for name, leaf in leaves.items() if _is_norm(leaf)}
     before = (leaf.register_forward_pre_hook(reads(name), with_kwargs=True) for name, leaf in leaves.items())
     after = (leaves[name].register_forward_hook(writes(name)) for name in norms)
     with hooked(before), hooked(after), torch.no_grad():
@@ -135,7 +135,7 @@ def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
     return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
 
 
-def is_norm(module: nn.Module) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     """Say whether a module has a gain for each channel, and nothing else but a bias."""
     names = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
