@@ -29,8 +29,6 @@ class _Asked(NamedTuple):
 STEPS = (
     _Asked("--match", "matching", "layers are matched"),
     _Asked("--smooth", "smoothing", "layers are smoothed"),
-    _Asked("--reorder", "reordering", "channels are reordered"),
-    _Asked("--rotate", "rotating", "the stream is rotated"),
 )
 
 
@@ -49,16 +47,10 @@ def check_options(options: PruneOptions) -> None:
             needed="a pattern, whose weights are rounded so",
             remedy="use --pattern 6:8, or leave out --recipe",
         )
-    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
-        if steps < 0:
-            raise InputError(what, got=steps, needed="0 or more")
+    if options.match < 0:
+        raise InputError("steps of matching", got=options.match, needed="0 or more")
     _require_text(options)
     _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
-    if options.rotate and options.smooth:
-        raise InputError(
-            "--rotate and --smooth",
-            needed="one of them: a rotated stream has no gains into which outliers could be folded",
-        )
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:

@@ -43,9 +43,6 @@ class PruneOptions:
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
             is calibrated by one process, as far as the model can be smoothed.
-        reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
-        rotate: Steps in which a rotation of the residual stream is learned first: see
-            :mod:`slidesparse.models.learn_rotation`; 0: none.
     """
 
     pattern: str
@@ -59,8 +56,6 @@ class PruneOptions:
     part: Part = "language"
     match: int = 0
     smooth: bool | None = False
-    reorder: bool = False
-    rotate: int = 0
 
     @property
     def rounding(self) -> Rounding:

@@ -9,13 +9,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from slidesparse.files.data_digest import data_digest
 from slidesparse.models.experts import experts_of_a_token
-from slidesparse.models.learn_rotation import MOST_ROWS, SETS_OF_A_STEP
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.layer_store import windows_of_a_batch
 from slidesparse.offline.prune_job import PruneJob
@@ -87,38 +85,17 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
-    # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    runs = sum(step is not None for step in (steps.smooth, steps.reorder)) * tokens
+    runs = 0 if steps.smooth is None else tokens  # the dense layers run once more
     if steps.matching is not None:
         # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
         runs += tokens + 3 * steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
     seconds = runs * product * sum(rows * columns for rows, columns in shapes)
-    if steps.rotation is not None:
-        # The dense layers run twice in float32, to collect gram matrices and to go on.
-        seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)
-        seconds += steps.rotate * square * _products_of_a_step(job, sets, shapes)
     for seen, rows, columns in work:
         seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
         # matrix to solve for what it keeps: columns^2 (rows + columns).
         seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)
     return seconds
-
-
-def _products_of_a_step(job: PruneJob, sets: list[list[str]], shapes: list[tuple[int, int]]) -> float:
-    """Return the products of numbers in one step of learning a rotation."""
-    assert job.steps.rotation is not None
-    stream = job.steps.rotation.stream
-    embedding: Any = job.meta.model.get_submodule(stream.embedding)
-    hidden: int = embedding.embedding_dim
-    products = 0
-    for names, (rows, columns) in zip(sets, shapes, strict=True):
-        # Of what reads the stream, the inverse of the gram matrix is multiplied too.
-        writes = names[0] in stream.writers
-        products += (min(columns, MOST_ROWS) if writes else min(rows, MOST_ROWS) + hidden) * hidden**2
-    share = min(SETS_OF_A_STEP / len(sets), 1.0)
-    # Forward, and back to the matrix, which takes twice that; and equations of hidden unknowns, solved three times.
-    return 3 * (share * products + 2 * hidden**3)
 
 
 def _expert_work(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
