@@ -45,37 +45,12 @@ def add_prune(commands: Commands) -> None:
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
     which.add_argument("--plan", type=named_path, metavar="FILE", help="patterns that slidesparse plan chose")
-<<<<<<< HEAD
     add("--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)")
     add("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
     add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
     add("--smooth", action=argparse.BooleanOptionalAction, help=f"{text} calibration text, in one process)")
-    text = "put channels inside MLPs into an order in which groups lose less"
-    add("--reorder", action="store_true", help=text)
-    text = "learn a rotation of the residual stream after which patterns take less away: 300 (default: 0, none)"
-    add("--rotate", type=int, default=0, metavar="STEPS", help=text)
-=======
-    prune.add_argument(
-        "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
-    )
-    prune.add_argument("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
-    prune.add_argument(
-        "--match",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
-        " (default: 0, none)",
-    )
-    prune.add_argument(
-        "--smooth",
-        action=argparse.BooleanOptionalAction,
-        help="fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
-        " calibration text, in one process)",
-    )
->>>>>>> rotless
     add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     add_device(prune, "where weights are pruned and calibration runs: cpu or cuda")
     text = (
@@ -119,26 +94,11 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
         pattern, layers = as_options(plan.layers)
         ignore = plan.ignore
         method, recipe = options.method or plan.method, options.recipe or plan.recipe
-    same = ("dtype", "lm_head", "part", "match", "smooth", "reorder", "rotate")
+    same = ("dtype", "lm_head", "part", "match", "smooth")
     wanted = PruneOptions(
-<<<<<<< HEAD
         pattern=pattern, method=method, calibration=calibration, recipe=recipe, ignore=ignore, layers=layers,
         **{name: getattr(options, name) for name in same},
     )  # fmt: skip
-=======
-        pattern=pattern,
-        dtype=options.dtype,
-        method=method,
-        calibration=calibration,
-        recipe=recipe,
-        ignore=ignore,
-        layers=layers,
-        lm_head=options.lm_head,
-        part=options.part,
-        match=options.match,
-        smooth=options.smooth,
-    )
->>>>>>> rotless
     check_options(wanted)  # before a model of the hub is fetched
     with once_a_machine(ranks):
         source = source_of(options)
