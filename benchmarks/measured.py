@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from authors import AUTHORS_TOKENS, FP4_GEMMS, GEMMS
 
-from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.gemm.speed_files import file_name
 from slidesparse.offline import cards as card_list
 from slidesparse.offline.known_models import LAYERS, MODELS
+from slidesparse.weights.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse_bench.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records

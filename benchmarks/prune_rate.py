@@ -26,7 +26,7 @@ import torch
 from cpu import cpu_name
 
 from slidesparse.base.dealing import deal
-from slidesparse.base.join import joined
+from slidesparse.base.ranks import joined
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored

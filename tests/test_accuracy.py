@@ -8,7 +8,6 @@ import math
 import re
 import runpy
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-from slidesparse.models.learn_rotation import learn, mean_damage, random_rotation
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "results/accuracy"
@@ -153,52 +150,6 @@ def right_answer(question: str) -> str:
     return str(answers[word]())
 
 
-def test_a_rotated_model_is_the_same_function() -> None:
-    lm, rotation = (runpy.run_path(str(SCRIPTS / name)) for name in ("lm.py", "rotation.py"))
-    model = lm["build"](lm["SIZES"]["rotated"], 0, 64).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 2.0)
-    ids = torch.randint(0, 64, (2, 40))
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        q = random_rotation(128, 0)
-        torch.testing.assert_close(q @ q.T, torch.eye(128))
-        weight = model.model.layers[0].mlp.down_proj.weight.clone()
-        rotation["fold_gains"](model)
-        rotation["rotate"](model, q)
-        assert not torch.allclose(model.model.layers[0].mlp.down_proj.weight, weight, atol=1e-3)
-        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("cost", ["gram", "inverse"])
-def test_a_learned_rotation_removes_what_costs_less(cost: str) -> None:
-    lm, learned, rotation = (
-        runpy.run_path(str(SCRIPTS / script)) for script in ("lm.py", "learned_rotation.py", "rotation.py")
-    )
-    model = lm["build"](replace(lm["SIZES"]["rotated"], hidden=64, intermediate=96, layers=1), 0, 64).eval()
-    rotation["fold_gains"](model)
-    batches = [{"input_ids": torch.randint(0, 64, (2, 40))}]
-
-    def found() -> list[Any]:
-        return [learned["costed"](one, cost, 4) for one in learned["reads"](model, batches)]
-
-    by_hand = []
-    for one in learned["reads"](model, batches):
-        damped = one.gram.double() + 0.01 * one.gram.diagonal().mean() * torch.eye(len(one.gram))
-        each = one.gram.diagonal() if cost == "gram" else 1 / damped.inverse().diagonal()
-        groups = (one.weight.square() * each).unflatten(1, (-1, 4)).sort(-1).values
-        by_hand.append(float(groups[..., :2].sum() / ((one.weight @ one.gram) * one.weight).sum()))
-    before = mean_damage(torch.eye(64), found(), 4)
-    assert before == pytest.approx(sum(by_hand) / 4, rel=1e-4)
-    q = learn(torch.eye(64), found(), 4, 20)
-    torch.testing.assert_close(q @ q.T, torch.eye(64), rtol=1e-5, atol=1e-5)
-    after = mean_damage(q, found(), 4)
-    assert after < 0.9 * before
-    rotation["rotate"](model, q)  # the rotated model has that damage as it is
-    assert mean_damage(torch.eye(64), found(), 4) == pytest.approx(after, rel=1e-3)
-
-
 def test_problems_have_right_answers_and_are_held_out() -> None:
     task = runpy.run_path(str(SCRIPTS / "task.py"))
     for kind in task["KINDS"]:
@@ -223,9 +174,7 @@ def module(number: int) -> str:
     return "".join(f"def function_{number}_of_{line}(value):\n    return value + {line}\n" for line in range(40))
 
 
-@pytest.mark.parametrize(
-    ("script", "experiment"), [("run.py", "Experiment"), ("mixture.py", "Mixture"), ("rotation.py", "Experiment")]
-)
+@pytest.mark.parametrize(("script", "experiment"), [("run.py", "Experiment"), ("mixture.py", "Mixture")])
 def test_results_of_a_model_that_is_gone_stay_alone(tmp_path: Path, script: str, experiment: str) -> None:
     """A model that is trained again is another one, and its results would stand among those of the first."""
     loaded = runpy.run_path(str(SCRIPTS / script))
@@ -234,9 +183,7 @@ def test_results_of_a_model_that_is_gone_stay_alone(tmp_path: Path, script: str,
     one = SimpleNamespace(log=loaded["Log"](records), weights=weights, data=SimpleNamespace(device="cpu"))
     told = f"{records} has results of a trained model, and {weights} is not there; name its --weights, or another --out"
     with pytest.raises(SystemExit, match=re.escape(told)):
-        loaded[experiment].train(
-            one, *([weights] if script == "rotation.py" else [1] if script == "mixture.py" else [])
-        )
+        loaded[experiment].train(one, *([1] if script == "mixture.py" else []))
     assert records.read_text() == '{"key": "trained"}\n'
 
 

@@ -24,8 +24,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
     "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
     "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3"),
-    "negative rotation": ([*WANDA, "--rotate", "-3"], "steps of learning a rotation; got -3"),
-    "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth"),
     "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
     "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
     "six bits in FP8": ([*PRUNE, "--recipe", "6bit", "--dtype", "fp8"], "the 6bit recipe ends in INT8 storage"),

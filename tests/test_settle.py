@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -68,14 +69,14 @@ def test_a_shard_without_a_group_to_slide_is_dense() -> None:
     assert settle(torch.ones(4, 64), None, partial, REFERENCE, start=64) == RunsDense(told, partial)
 
 
-@pytest.mark.parametrize(("backend", "told"), [("auto", "6:8; hopper: it needs a CUDA"), ("dense", "6:8; asked for")])
+@pytest.mark.parametrize(("backend", "told"), [("auto", "6:8; .*hopper: it needs a CUDA"), ("dense", "6:8; asked for")])
 def test_a_weight_that_runs_dense_by_choice_is_not_packed(
     monkeypatch: pytest.MonkeyPatch, backend: str, told: str
 ) -> None:
     monkeypatch.setattr(module, "pack", lambda *_, **__: pytest.fail("it was packed"))
     settled = settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser(backend))
     assert isinstance(settled, RunsDense)
-    assert settled.reason.startswith(told)
+    assert re.match(told, settled.reason)
     assert settled.choice is not None
     assert settled.choice.backends == ("dense",)
 

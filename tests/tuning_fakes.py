@@ -113,5 +113,5 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(select, "can_be_timed", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 9))
     monkeypatch.setattr(select, "driver_version", lambda: "580.1")

@@ -143,7 +143,7 @@ def test_plan_does_not_foretell_how_a_mixture_is_served(
     words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--speedup", "1.1", "--at", "mixed"]
     assert main([*map(str, words), "--calibration", str(write_text(tmp_path / "text.txt")), *more]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "slidesparse: how fast a mixture of experts is served cannot be foretold; got --at and"
+        "slidesparse: the speed of a served mixture of experts cannot be predicted; got --at and"
         " model.layers.0.mlp.experts; needed records of a whole mixture that was served dense and at each pattern;"
         " leave out --at, and matrix products alone are modelled"
     )

@@ -55,8 +55,7 @@ SIZES = {
     "30m-12": Size(384, 1152, 12, 2e-3),  # the smaller dense models that a pruned one competes with
     "30m-10": Size(384, 1152, 10, 2e-3),
     "100m": Size(768, 1920, 14, 1e-3),
-    "mixture": Size(96, 96, 3, 3e-3, 2, experts=12),  # small enough for a CPU, as is the next
-    "rotated": Size(128, 384, 4, 3e-3, 2),
+    "mixture": Size(96, 96, 3, 3e-3, 2, experts=12),  # small enough for a CPU
 }
 
 

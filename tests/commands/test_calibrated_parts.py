@@ -57,7 +57,7 @@ def test_others(tmp_path: Path, name: str) -> None:
     assert {layer for names in summary.losses for layer in names.split()} == set(summary.patterns)
 
 
-@pytest.mark.parametrize("step", [{}, {"match": 1}, {"smooth": True}, {"reorder": True}, {"rotate": 1}], ids=str)
+@pytest.mark.parametrize("step", [{}, {"match": 1}, {"smooth": True}], ids=str)
 def test_an_output_embedding_is_treated_beside_calibrated_layers_where_it_is_not_pruned(
     tmp_path: Path, step: dict[str, Any]
 ) -> None:

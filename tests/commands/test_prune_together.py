@@ -21,7 +21,7 @@ from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import Ended, run_ranks
 from small_models import make
 
-from slidesparse.base import apart, join, ranks
+from slidesparse.base import apart, ranks
 from slidesparse.cli import main
 
 MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
@@ -30,7 +30,7 @@ MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
 def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
     """Eight batches of 1024 tokens."""
     text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32"]
-    return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, *text]
+    return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, "--no-smooth", *text]
 
 
 @pytest.fixture(scope="module")
@@ -279,13 +279,13 @@ def test_half_an_environment_is_refused(
 
 def test_a_port_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the connection and says nothing, for which torch's store waits without an end."""
-    monkeypatch.setattr(join, "BEAT_S", 0.2)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.2)
     monkeypatch.setattr(apart, "_LEFT", [False])
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         says = f"cannot reach 127.0.0.1:{port}, where the processes meet; got"
-        with pytest.raises(ranks.LostRank, match=says), join.joined(environment, 0.2):
+        with pytest.raises(ranks.LostRank, match=says), ranks.joined(environment, 0.2):
             pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
-from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds
+from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds, find_inner_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
@@ -207,6 +209,16 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "8", PruneOptions("dense", "int8"))
+    config = json.loads((tmp_path / "8/config.json").read_text())
+    del config[MARKER_KEY]
+    (tmp_path / "8/config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
+        prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
+
+
 @pytest.mark.parametrize(
     ("name", "smooth"),
     [
@@ -266,6 +278,17 @@ def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:
         Fold("model.layers.0.post_attention_layernorm", (f"{mlp}.gate_proj", f"{mlp}.up_proj")),
         Fold("model.norm", ("lm_head",)),
     ]
+
+
+@pytest.mark.parametrize(("name", "writers"), [("llama", ["gate_proj", "up_proj"]), ("phi3", [])])
+def test_inner_channels_are_those_of_the_linears_before(name: str, writers: list[str], tmp_path: Path) -> None:
+    """Of Phi-3 one linear joins gate and up, whose rows are not down's channels."""
+    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    run = run_once(model)
+    assert run is not None
+    down = "model.layers.1.mlp.down_proj"
+    found = [one.writer for one in find_inner_folds(find_targets(model).linears, model, run) if one.linears == (down,)]
+    assert found == [f"model.layers.1.mlp.{leaf}" for leaf in writers]
 
 
 def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:

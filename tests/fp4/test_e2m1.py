@@ -9,7 +9,7 @@ from fp4_oracles import nearest, value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slidesparse.fp4.values import decode, encode, pack_bytes, unpack_bytes
+from slidesparse.weights.fp4 import decode, encode, pack_bytes, unpack_bytes
 
 CODES = torch.arange(16, dtype=torch.uint8)
 ONE = torch.ones((), dtype=torch.float64)

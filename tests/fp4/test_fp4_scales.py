@@ -8,8 +8,7 @@ import torch
 from fp4_oracles import nearest, value
 
 from slidesparse import InputError
-from slidesparse.fp4 import MXFP4, NVFP4, Fp4Format, Fp4Tensor, quantize_fp4
-from slidesparse.fp4.values import unpack_bytes
+from slidesparse.weights.fp4 import MXFP4, NVFP4, Fp4Format, Fp4Tensor, quantize_fp4, unpack_bytes
 
 FORMATS = pytest.mark.parametrize("fp4", [NVFP4, MXFP4], ids=lambda fp4: fp4.name)
 

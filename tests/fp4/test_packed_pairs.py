@@ -9,8 +9,19 @@ import pytest
 import torch
 
 from slidesparse import InputError, Pattern, PatternViolation
-from slidesparse.fp4 import MXFP4, NVFP4, Fp4Format, Fp4Tensor, pack_pairs, pair_mask, product, quantize_fp4, span
-from slidesparse.fp4.values import decode, unpack_bytes
+from slidesparse.prune.mask import pair_mask
+from slidesparse.weights.fp4 import (
+    MXFP4,
+    NVFP4,
+    Fp4Format,
+    Fp4Tensor,
+    decode,
+    pack_pairs,
+    product,
+    quantize_fp4,
+    span,
+    unpack_bytes,
+)
 
 FORMATS = pytest.mark.parametrize("fp4", [NVFP4, MXFP4], ids=lambda fp4: fp4.name)
 PATTERNS = pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "30:32"])

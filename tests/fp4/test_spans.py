@@ -5,7 +5,7 @@ import torch
 from fp4_oracles import joined_columns
 
 from slidesparse import InputError, Pattern
-from slidesparse.fp4 import MXFP4, NVFP4, Fp4Format, Span, lift_scale, quantize_fp4, span
+from slidesparse.weights.fp4 import MXFP4, NVFP4, Fp4Format, Span, lift_scale, quantize_fp4, span
 
 FORMATS = pytest.mark.parametrize("fp4", [NVFP4, MXFP4], ids=lambda fp4: fp4.name)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
-from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError, first_line, system_words
 from slidesparse.offline.known_models import TYPES
+from slidesparse_bench.number_range import require_numbers
 
 DENSE_VARIANT = "dense"
 CONTROL = "inf"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slidesparse.base.number_range import require_numbers
 from slidesparse.errors import InputError
+from slidesparse_bench.number_range import require_numbers
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
+from slidesparse_bench.number_range import require_numbers
 from slidesparse_bench.records import Machine, open_records, parse_lines, resume_lines
 from slidesparse_bench.served_figures import Latency, Power, Soak, Steady, check_figures, check_soak
 

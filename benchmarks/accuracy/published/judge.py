@@ -27,9 +27,9 @@ import texts
 import torch
 import transformers
 from models import Local, Model, Served
-from slidesparse.bench.environment import commit
 
 import slidesparse as ss
+from slidesparse_bench.environment import commit
 
 SAMPLES, HEAT = 10, 0.2
 PROGRAM_TOKENS, ANSWER_TOKENS = 384, 32

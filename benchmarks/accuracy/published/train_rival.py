@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--batch", type=int, default=65536)
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--micro", type=int, default=16)
+    parser.add_argument("--rate", type=float, help="(default: that of recover)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = json.loads((options.rival / "rival.json").read_text())
@@ -98,7 +99,8 @@ def main() -> None:
     for linear in rounded:
         parametrize.register_parametrization(linear, "weight", FourBits(about["symmetric"]))
     tokens = parse_amount(options.tokens)
-    how = RecoverOptions(tuple(options.text), tokens=tokens, batch=options.batch, window=options.window)
+    size = {"batch": options.batch, "window": options.window}
+    how = RecoverOptions(tuple(options.text), tokens=tokens, rate=options.rate, **size)
     about |= {"trained_on": tokens, "tokens_a_second": round(train(student, dense, how, options.dense, options.micro))}
     for linear in rounded:
         parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)

@@ -18,12 +18,8 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
     A signal is answered while the function runs, whatever it waits for. What is left goes on by itself, so it must
     leave nothing that a kill would not leave.
 
-    Args:
-        work: The function.
-        seconds: How long it may take; None: as long as it wants.
-
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: It takes longer than ``seconds``, where there is a limit.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -37,8 +33,9 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
         finally:
             finished.set()
 
-    threading.Thread(target=contextvars.copy_context().run, args=(note,), daemon=True).start()
-    try:
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(note,), daemon=True)
+    try:  # a signal may come while the thread starts
+        thread.start()
         finished.wait(seconds)
     finally:
         _LEFT[0] = _LEFT[0] or not finished.is_set()

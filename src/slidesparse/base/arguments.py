@@ -9,27 +9,13 @@ from slidesparse.errors import InputError
 
 
 def require_kind(value: Any, kind: type | tuple[type, ...], name: str, needed: str) -> None:
-    """Refuse a value that is not of a kind.
-
-    Args:
-        value: The argument.
-        kind: The class, or classes, that it may have.
-        name: Its name in the error.
-        needed: What it should be, in words.
-
-    Raises:
-        InputError: It is of another kind.
-    """
+    """Raise an InputError for an argument, by its name, that is not of a kind, which ``needed`` says in words."""
     if not isinstance(value, kind):
         raise InputError(name, got=shown(value), needed=needed)
 
 
 def require_integer(value: Any, name: str) -> None:
-    """Refuse a value that is no whole number; True and False are none.
-
-    Raises:
-        InputError: It is none.
-    """
+    """Raise an InputError for a value that is no whole number; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(name, got=shown(value), needed="a whole number")
 

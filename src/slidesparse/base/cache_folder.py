@@ -35,11 +35,7 @@ def cache_folder() -> Path:
 
 
 def lasting_cache_folder() -> Path:
-    """Return :func:`cache_folder` for what must be there tomorrow.
-
-    Raises:
-        UnsupportedError: There is only one that goes when the process ends.
-    """
+    """Return :func:`cache_folder` for what must be there tomorrow; an UnsupportedError where it would not be."""
     folder = _wanted()
     refusal = _refusal(folder)
     if folder is None or refusal is not None:
@@ -56,12 +52,9 @@ def _wanted() -> Path | None:
 
 @lru_cache(maxsize=8)
 def _refusal(folder: Path | None) -> str | None:
-    """Return why a folder cannot be trusted; None where it can."""
-    return "the user has no home" if folder is None else _why_not(folder)
-
-
-def _why_not(folder: Path) -> str | None:
     """Make a folder if it is not there, close it to others, and return why it cannot be trusted, if it cannot."""
+    if folder is None:
+        return "the user has no home"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:

@@ -23,14 +23,9 @@ def why_no_cuda() -> str | None:
 
 
 def require_cuda(needed_by: str, more: str = "") -> None:
-    """Refuse to measure without a GPU.
+    """Raise an UnsupportedError where torch can use no GPU, with its reason.
 
-    Args:
-        needed_by: What the user asked for: ``slidesparse tune``.
-        more: What else there is to do, from a semicolon on.
-
-    Raises:
-        UnsupportedError: There is none that torch can use, with its reason.
+    ``needed_by`` is what the user asked for, ``slidesparse tune``; ``more`` what else to do, from a semicolon on.
     """
     if (why := why_no_cuda()) is not None:
         remedy = f"run it on a machine with an NVIDIA GPU{more}"
@@ -55,23 +50,22 @@ def usable_device(device: str | torch.device) -> torch.device:
         InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
+    unknown = InputError("unknown device", got=repr(device), needed="cpu or cuda")
     if not isinstance(device, str | torch.device):
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
+        raise unknown
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda") from error
+        raise unknown from error
     if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
+        raise unknown
     if where.type == "cpu":
         return torch.device("cpu")
-    if where.type == "cuda" and (why := why_no_cuda()) is not None:
+    if (why := why_no_cuda()) is not None:
         raise UnsupportedError("no CUDA device here", got=why, remedy="use device='cpu'")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+    if (where.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"no device {where} here", needed=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return where
+    return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
 @lru_cache(maxsize=1)

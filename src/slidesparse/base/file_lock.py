@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.05
@@ -33,7 +33,10 @@ def file_lock(
     Yields:
         False where another process holds the lock.
     """
-    descriptor = _opened(path)
+    descriptor = None
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         yield descriptor is None or _is_locked(descriptor, clock() + wait_s, clock, sleep)
     finally:
@@ -41,23 +44,14 @@ def file_lock(
             os.close(descriptor)  # frees it
 
 
-def _opened(path: Path) -> int | None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        return None
-
-
 def _is_locked(descriptor: int, end: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if clock() >= end:
                 return False
             sleep(POLL_S)
         except OSError:  # no locks here
-            return True
-        else:
             return True

@@ -11,11 +11,7 @@ GROUP = "slidesparse.bench"
 
 
 def from_bench(part: str, needed_by: str) -> Any:
-    """Return a part of slidesparse-bench.
-
-    Args:
-        part: The name of its entry point.
-        needed_by: What the user asked for: ``slidesparse bench``.
+    """Return a part of slidesparse-bench by its entry point, for what the user asked for: ``slidesparse bench``.
 
     Raises:
         UnsupportedError: slidesparse-bench is not installed, or cannot be imported.
@@ -26,6 +22,5 @@ def from_bench(part: str, needed_by: str) -> Any:
             return point.load()
         except ImportError as error:
             got = first_line(error)
-    raise UnsupportedError(
-        f"{needed_by} needs slidesparse-bench", got=got, remedy="run pip install ./bench in a checkout of slidesparse"
-    )
+    remedy = "run pip install ./bench in a checkout of slidesparse"
+    raise UnsupportedError(f"{needed_by} needs slidesparse-bench", got=got, remedy=remedy)

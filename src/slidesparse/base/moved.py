@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "slidesparse.fp4": "slidesparse.weights.fp4 and slidesparse.prune.mask",
     "slidesparse.linear": "slidesparse.layer.linear",
     "slidesparse.packed": "slidesparse.weights.packed",
     "slidesparse.pattern": "slidesparse.weights.pattern",
@@ -18,6 +19,7 @@ MOVED = {
     "slidesparse.recovery": "slidesparse.recover.held_zeros",
     "slidesparse.slide": "slidesparse.weights.slide",
 }
+"""Old name -> the module that has its names now, or several of them."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
@@ -29,7 +31,8 @@ class _MovedModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is {new} now; 0.4 drops the old name", FutureWarning, stacklevel=2)
-        vars(module).update({name: value for name, value in vars(import_module(new)).items() if name[:2] != "__"})
+        for place in new.split(" and "):
+            vars(module).update({name: one for name, one in vars(import_module(place)).items() if name[:2] != "__"})
 
 
 def keep_old_names() -> None:

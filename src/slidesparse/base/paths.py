@@ -9,11 +9,7 @@ from slidesparse.errors import InputError
 
 
 def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Return a path that every library can be given.
-
-    Args:
-        path: The path; nothing need be there.
-        name: What it is of, for the error.
+    """Return a path that every library can be given, though nothing need be there; ``name`` says what it is of.
 
     Raises:
         InputError: It is no path, is empty, is not UTF-8 (libraries and JSON files take nothing else), holds NUL, or

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,23 +28,14 @@ WIDEST = 10_000
 _HIDDEN = ContextVar("hidden bars", default=False)
 
 
-class Advance(Protocol):
-    """A function that advances a bar."""
-
-    def __call__(self, amount: int, note: str = "") -> None:
-        """Advance by ``amount``, and show ``note`` after the title."""
-        ...
-
-
 @contextmanager
-def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | None = None) -> Iterator[Advance]:
-    """Show a bar on standard error and yield the function that advances it.
+def progress_bar(
+    title: str, total: int, *, unit: str = "bytes", show: bool | None = None
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error and yield the function that advances it, up to ``total``; of 0 no bar is shown.
 
-    Args:
-        title: Shown before the bar.
-        total: Amount of work; of none no bar is shown.
-        unit: ``bytes``, or anything else for plain counts.
-        show: Whether to show the bar; None: on a terminal only.
+    The function takes an amount, and a note to show after the title. The unit is ``bytes``, or anything else for plain
+    counts; for ``show`` see :func:`bars_shown`.
     """
     shown = bars_shown(show) and total > 0
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()

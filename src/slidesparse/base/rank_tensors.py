@@ -14,12 +14,7 @@ from slidesparse.errors import first_line
 
 
 class RankTensors:
-    """Sends tensors between processes. Every transfer is one that all of them know of, in one order.
-
-    Args:
-        ranks: The processes.
-        device: Where the tensors are.
-    """
+    """Sends tensors on a device between processes. Every transfer is one that all of them know of, in one order."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
@@ -61,11 +56,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def rank_tensors(ranks: Ranks, device: torch.device) -> Iterator[RankTensors]:
-    """Let processes send tensors while the block runs.
-
-    Raises:
-        LostRank: They cannot be connected.
-    """
+    """Let processes send tensors while the block runs; a LostRank says that they cannot be connected."""
     if ranks.store is None:
         yield RankTensors(ranks, device)
         return

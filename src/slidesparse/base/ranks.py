@@ -1,4 +1,4 @@
-"""The processes of one run, which torchrun starts: who they are, how they wait, and how they end together.
+"""The processes of one run, which torchrun starts: who they are, how they meet and wait, and how they end together.
 
 They talk through torch.distributed's store, a small table of texts. Each process says every few seconds that it is
 alive. So nobody waits for one that is gone, and everybody waits for one that merely takes long. The first process that
@@ -8,15 +8,16 @@ fails says why, for all: the others end without a word.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeAlias
 
-from slidesparse.base.silence import silence
-from slidesparse.errors import SlideSparseError, first_line
+from slidesparse.base.apart import run_apart
+from slidesparse.errors import InputError, SlideSparseError, first_line
 
 BEAT_S = 2.0
 """Seconds between two signs of life."""
@@ -36,15 +37,27 @@ INTERRUPTED_S = 5.0
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
 
+MOST_RANKS = 1 << 16
+"""Most processes of a run; each wait asks for every one of them."""
+
+MOST_PORTS = (1 << 16) - 1
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun puts into the environment of every process."""
+
+_SILENT = [False]
+
+
+def is_silent() -> bool:
+    """Return whether this process leaves its error to another one of the same run, which says it for all."""
+    return _SILENT[0]
+
 
 class LostRank(SlideSparseError, RuntimeError):
-    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it.
-
-    Attributes:
-        count: How many processes are known to be gone.
-    """
+    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it."""
 
     count = 0
+    """How many processes are known to be gone."""
 
 
 class FailedRank(SlideSparseError, RuntimeError):
@@ -59,15 +72,12 @@ class Ranks:
     """The processes of one run, seen from one of them. Alone it is a run of one process, which waits for nobody.
 
     Args:
-        rank: This process, from 0.
+        rank: This process, from 0; ``is_first`` says that it is 0, which writes what is written once, and prints.
         world: How many there are.
         local: This process among those of its machine, from 0.
         store: Where they talk; None alone.
         hosts: This process holds the store, and must end last.
         join_s: Seconds in which all of them must have begun.
-
-    Attributes:
-        is_first: Whether this is rank 0, which writes what is written once, and prints.
     """
 
     def __init__(
@@ -99,13 +109,11 @@ class Ranks:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.store is None:
             return
         if error is not None and not self.fail(error):
-            silence()
+            _SILENT[0] = True
         try:
             if error is not None:
                 self._count(self.store, "left", error)
@@ -120,12 +128,7 @@ class Ranks:
             self._ending.set()
 
     def check(self) -> None:
-        """Go on only while no other process has failed.
-
-        Raises:
-            FailedRank: One ended with an error.
-            LostRank: One was interrupted.
-        """
+        """Raise a FailedRank where another process ended with an error, and a LostRank where one was interrupted."""
         if self._failed.is_set():
             rank, kind = self._told.split()
             if kind == "error":
@@ -137,10 +140,7 @@ class Ranks:
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return small values of all processes, in their order, when all have come to the same call.
-
-        Args:
-            value: Anything that JSON can hold.
+        """Return small values, such as JSON can hold, of all processes in their order when all have come to this call.
 
         Raises:
             FailedRank: Another process ended with an error.
@@ -163,12 +163,7 @@ class Ranks:
             return [json.loads(found) for found in self.store.multi_get(keys)]
 
     def require_all_alive(self) -> None:
-        """After an error of a transfer, wait until it is known which process is its reason, if one is.
-
-        Raises:
-            FailedRank: Another process ended with an error.
-            LostRank: Another process is gone.
-        """
+        """After an error of a transfer, wait until it is known which process is the reason; raise as :meth:`gather`."""
         if self.store is None:
             return
         lives, end = _Lives(self.store, self.world, self.join_s), time.monotonic() + PATIENCE_S + 2 * BEAT_S
@@ -191,17 +186,15 @@ class Ranks:
 
     def wait_until_all_stopped(self, error: BaseException) -> None:
         """After :meth:`fail`, wait some seconds until the others have stopped writing: they call this too."""
-        if self.store is None:
-            return
-        try:
-            self._count(self.store, "stopped", error)
-        except RuntimeError:
-            return
+        if self.store is not None:
+            with suppress(RuntimeError):
+                self._count(self.store, "stopped", error)
 
     def _count(self, store: Store, key: str, error: BaseException | None, amount: int = 1) -> None:
         """Add to a number, and wait until all processes that are left have done so, within the time of one end."""
         if self._end is None:
-            self._end = time.monotonic() + _seconds_to_leave(error)
+            short = isinstance(error, LostRank | KeyboardInterrupt)
+            self._end = time.monotonic() + (INTERRUPTED_S if short else LEAVE_S)
         store.add(key, amount)
         lost = error.count if isinstance(error, LostRank) else 0
         while store.add(key, 0) < self.world - lost and time.monotonic() < self._end:
@@ -230,11 +223,6 @@ class Ranks:
             raise
         except RuntimeError as error:
             raise LostRank(f"rank 0 of {self.world} has ended", got=first_line(error)) from error
-
-
-def _seconds_to_leave(error: BaseException | None) -> float:
-    short = isinstance(error, LostRank | KeyboardInterrupt)
-    return INTERRUPTED_S if short else LEAVE_S
 
 
 ALONE = Ranks()
@@ -271,3 +259,68 @@ class _Lives:
         if beat != self.seen[rank][0]:
             self.seen[rank] = beat, now
         return now - self.seen[rank][1] - PATIENCE_S
+
+
+@contextmanager
+def joined(environment: Mapping[str, str] = os.environ, join_s: float = JOIN_S) -> Iterator[Ranks]:
+    """Join the run that the environment describes, as torchrun sets it; without one the process is alone.
+
+    All processes must begin within ``join_s`` seconds.
+
+    Raises:
+        InputError: The environment names other processes, and not where they meet.
+        LostRank: They do not come.
+    """
+    if _number(environment, "WORLD_SIZE", 1, MOST_RANKS) < 2:
+        yield ALONE
+        return
+    missing = [name for name in NEEDED if name not in environment]
+    if missing:
+        got = f"WORLD_SIZE without {', '.join(missing)}"
+        remedy = "start them with torchrun, or unset WORLD_SIZE"
+        raise InputError("the environment names several processes", got=got, remedy=remedy)
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE", largest=MOST_RANKS)
+    if not 0 <= rank < world:
+        raise InputError("RANK", got=rank, needed=f"0 to {world - 1}")
+    # torchrun's own process holds a store, which outlives the processes that it starts.
+    hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", largest=MOST_PORTS)
+    store = _store(address, port, environment.get("TORCHELASTIC_RESTART_COUNT", "0"), hosts, join_s)
+    local = _number(environment, "LOCAL_RANK", rank)
+    with Ranks(rank, world, local, store, hosts=hosts, join_s=join_s) as ranks:
+        yield ranks
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None, largest: int = 10**9) -> int:
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdecimal() or len(text) > 20 or int(text) > largest:
+        raise InputError(f"{name} in the environment", got=f"{text!r:.80}", needed=f"a number up to {largest}")
+    return int(text)
+
+
+def _store(address: str, port: int, attempt: str, hosts: bool, join_s: float) -> Store:
+    from torch import distributed
+
+    dist: Any = distributed  # its stores have no types
+    try:
+        # It waits without an end, and deaf to signals, for the first word of another program that has the port.
+        store = run_apart(
+            lambda: dist.TCPStore(address, port, None, hosts, timedelta(seconds=join_s), wait_for_workers=False),
+            join_s + BEAT_S,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise LostRank(
+            f"cannot {'open' if hosts else 'reach'} {address}:{port}, where the processes meet",
+            got=first_line(error),
+            needed="MASTER_ADDR and MASTER_PORT of the machine of rank 0",
+        ) from error
+    return dist.PrefixStore(f"slidesparse/{attempt}", store)
+
+
+def leads_its_machine(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is the one of its machine that says what all of them would say.
+
+    torchrun starts the processes of a machine with the same words. Where the environment is not clear, each one speaks.
+    """
+    alone = environment.get("WORLD_SIZE", "1") in ("", "0", "1")
+    return alone or environment.get("LOCAL_RANK", environment.get("RANK", "0")) in ("", "0")

@@ -56,11 +56,7 @@ def find(name: str) -> Any:
 
 
 def require(name: str) -> Any:
-    """Return torch's object of a name in :data:`PRIVATE` that has no fallback.
-
-    Raises:
-        UnsupportedError: This torch has no such name.
-    """
+    """Return torch's object of a name in :data:`PRIVATE` that has no fallback, or raise an UnsupportedError."""
     found = find(name)
     if found is None:
         raise UnsupportedError(f"torch {torch.__version__}", needed=f"one that has {name}")
@@ -73,12 +69,8 @@ def require(name: str) -> Any:
 def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces itself, in the global ``here``, by torch's private one when it is first called.
 
-    A cache would cost each call as much as the private function saves.
-
-    Args:
-        here: Name of the variable of this module that holds the function.
-        private: Name in :data:`PRIVATE`.
-        public: Used where torch has no such function; same arguments, same result.
+    A cache would cost each call as much as the private function saves. ``public`` takes the same arguments and returns
+    the same result, and is used where torch has no such function.
     """
 
     def first(*args: Any, **options: Any) -> Any:
@@ -146,11 +138,7 @@ def is_current(device: int) -> bool:
 def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     """Allocate a matrix in half of the host time of ``torch.empty``, by the function that Inductor's code uses.
 
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        dtype: Type of its elements.
-        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+    ``device`` is the index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
 
     Raises:
         InputError: Another device is the current one.
@@ -174,11 +162,8 @@ def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 class Dispatch(NamedTuple):
     """The objects by which a kernel of the autograd keys calls another kernel of its operator.
 
-    Attributes:
-        below_autograd: Context in which autograd records nothing.
-        after_autograd: Keys that follow those of autograd.
-        after_inplace: Keys that follow those of autograd and the one for views.
-        devices: The keys of the devices' own kernels.
+    A context in which autograd records nothing, the keys that follow those of autograd, those that follow the one for
+    views too, and the keys of the devices' own kernels.
     """
 
     below_autograd: Any
@@ -217,26 +202,16 @@ def can_match_graphs() -> bool:
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:
-    """Compute with real tensors, in a pass that torch.compile runs while it traces.
-
-    Raises:
-        UnsupportedError: See :func:`require`.
-    """
+    """Compute with real tensors, in a pass that torch.compile runs while it traces; see :func:`require`."""
     tracing, real = require("torch._guards.tracing"), require("torch._subclasses.fake_tensor.unset_fake_temporarily")
     with tracing(None), real():
         yield
 
 
 def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the Inductor pattern that finds a function of one tensor, ``x``, in a graph.
+    """Return the Inductor pattern that finds a function of one tensor, ``x``, of such a shape and type in a graph.
 
-    Args:
-        function: The function to find.
-        shape: Shape of an example input.
-        dtype: Type of the example.
-
-    Raises:
-        UnsupportedError: See :func:`require`.
+    Names that torch lacks are errors: see :func:`require`.
     """
     fake = require("torch._subclasses.fake_tensor.FakeTensorMode")
     trace = require("torch._inductor.pattern_matcher.fwd_only")

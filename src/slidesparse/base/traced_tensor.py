@@ -6,7 +6,7 @@ which tensors fill which parameter, and how. Everything here is torch's public p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -18,14 +18,7 @@ Origin = Union[str, "Computation"]
 
 @dataclass(frozen=True)
 class Computation:
-    """A call of a torch function.
-
-    Attributes:
-        function: The function.
-        args: Its arguments, with origins in the places of tensors.
-        kwargs: Its keyword arguments, likewise.
-        index: Which of its results, where it returns several.
-    """
+    """A call of a torch function, with origins in the places of tensors; ``index`` is that of a result of several."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -76,13 +69,17 @@ def _noted(value: Any, origin: Origin) -> Any:
     return value
 
 
-def _origins(value: Any) -> Any:
-    """Return arguments with the origins of tensors in their places."""
-    if isinstance(value, TracedTensor):
-        return _Place(value.origin)
+def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return arguments with a function of each value of a kind in its place."""
+    if isinstance(value, kind):
+        return function(value)
     if isinstance(value, dict):
-        return {key: _origins(one) for key, one in value.items()}
-    return type(value)(map(_origins, value)) if type(value) in (tuple, list) else value
+        return {key: _mapped(one, kind, function) for key, one in value.items()}
+    return type(value)(_mapped(one, kind, function) for one in value) if type(value) in (tuple, list) else value
+
+
+def _origins(value: Any) -> Any:
+    return _mapped(value, TracedTensor, lambda tensor: _Place(tensor.origin))
 
 
 @dataclass(frozen=True)
@@ -99,49 +96,24 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
 
 def sources(origin: Origin) -> list[str]:
     """Return the names of the tensors from which an origin computes, each once, in their order."""
-    return list(dict.fromkeys(_sources(origin)))
-
-
-def _sources(origin: Origin) -> Iterator[str]:
     if isinstance(origin, str):
-        yield origin
-    else:
-        for place in _places((origin.args, origin.kwargs)):
-            yield from _sources(place.origin)
-
-
-def _places(value: Any) -> Iterator[_Place]:
-    if isinstance(value, _Place):
-        yield value
-    elif isinstance(value, dict):
-        yield from _places(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _places(one)
+        return [origin]
+    return list(dict.fromkeys(name for one in origins_of(origin) for name in sources(one)))
 
 
 def origins_of(step: Computation) -> list[Origin]:
     """Return the origins of the tensors from which a computation computes, in their order."""
-    return [place.origin for place in _places((step.args, step.kwargs))]
+    found: list[_Place] = []
+    _mapped((step.args, step.kwargs), _Place, found.append)
+    return [place.origin for place in found]
 
 
 def replay(origin: Origin, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Compute what an origin says, with the values of the named tensors.
-
-    Args:
-        origin: From :func:`origin_of`.
-        read: Name of a tensor -> the tensor.
-    """
+    """Compute what an origin says, with the values that ``read`` returns for the names of tensors."""
     if isinstance(origin, str):
         return read(origin)
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, _Place):
-            return replay(value.origin, read)
-        if isinstance(value, dict):
-            return {key: filled(one) for key, one in value.items()}
-        return type(value)(map(filled, value)) if type(value) in (tuple, list) else value
-
-    out = origin.function(*filled(origin.args), **filled(origin.kwargs))
+    args, kwargs = _mapped((origin.args, origin.kwargs), _Place, lambda place: replay(place.origin, read))
+    out = origin.function(*args, **kwargs)
     result: torch.Tensor = out if origin.index is None else out[origin.index]
     return result

@@ -106,13 +106,10 @@ class Launcher:
             self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
 
     def launch(self, programs: int, stream: int, *numbers: object) -> None:
-        """Launch the compiled kernel on the current device; :attr:`ready` must hold.
+        """Launch the compiled kernel on a ``cudaStream_t`` of the current device; :attr:`ready` must hold.
 
-        Args:
-            programs: Number of programs.
-            stream: ``cudaStream_t`` as a number.
-            numbers: Addresses (None for a missing tensor) and numbers, aligned as in the
-                :meth:`compile_and_launch` that compiled the kernel.
+        ``numbers`` are addresses (None for a missing tensor) and integers, aligned as in the call of
+        :meth:`compile_and_launch` that compiled the kernel.
         """
         # No launch metadata and no hooks: Triton's own profiler is the only one to use them.
         nothing = (None, None, None)
@@ -121,10 +118,8 @@ class Launcher:
     def compile_and_launch(self, programs: int, arguments: tuple[object, ...], aligned: bool) -> None:
         """Launch through Triton, which compiles the kernel if it must.
 
-        Args:
-            programs: Number of programs.
-            arguments: Tensors of the right types (or None) and numbers.
-            aligned: All pointers, and all integers that the kernel specialises, are multiples of 16 and below 2^31.
+        ``arguments`` are tensors of the right types (or None) and numbers; they are ``aligned`` where all pointers, and
+        all integers that the kernel specialises, are multiples of 16 and below 2^31.
         """
         with without_hooks():
             compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
@@ -136,18 +131,12 @@ class Launcher:
 
 
 def can_launch_directly(compiled: object) -> bool:
-    """Return whether :meth:`Launcher.launch` can launch a kernel; if not, log the reason once.
-
-    Args:
-        compiled: The object that Triton returned when it launched the kernel.
-    """
+    """Return whether :meth:`Launcher.launch` can launch a kernel that Triton returned; if not, log the reason once."""
     lacking = [name for name in ("run", "function", "packed_metadata") if getattr(compiled, name, None) is None]
     refusal = f"its compiled kernels have no {lacking[0]}" if lacking else refusal_of_order()
     if refusal is not None:
-        log_once(
-            f"slidesparse: Triton itself launches all kernels, which takes 10 us longer each: {refusal}",
-            logging.WARNING,
-        )
+        line = "slidesparse: Triton itself launches all kernels, which takes 10 us longer each"
+        log_once(f"{line}: {refusal}", logging.WARNING)
     return refusal is None
 
 
@@ -163,14 +152,11 @@ def refusal_of_order() -> str | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))
     except (ImportError, AttributeError, OSError, SyntaxError, TypeError) as error:  # also: no source is installed
         return first_line(error)
-    orders = [_passed(call) for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_run(call)]
+    calls = (one for one in ast.walk(tree) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute))
+    orders = [_passed(one) for one in calls if getattr(one.func, "attr", None) == "run"]
     if orders == [ORDER]:
         return None
     return f"its calls of run are {orders}, not {ORDER}"
-
-
-def _is_run(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "run"
 
 
 def _passed(call: ast.Call) -> tuple[str, ...]:

@@ -27,11 +27,9 @@ SHOWN = 200
 
 
 def load_json(path: Path, *, non_finite: bool = False) -> Any:
-    """Read a file of one JSON value.
+    """Read a file of one JSON value in UTF-8.
 
-    Args:
-        path: The file, in UTF-8.
-        non_finite: Take NaN, Infinity and -Infinity, which JSON does not have and Python writes.
+    ``non_finite``: take NaN, Infinity and -Infinity, which JSON does not have and Python writes.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -41,12 +39,7 @@ def load_json(path: Path, *, non_finite: bool = False) -> Any:
 
 
 def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> Any:
-    """Parse one JSON value.
-
-    Args:
-        text: The JSON; bytes are UTF-8.
-        where: Its name in error messages.
-        non_finite: See :func:`load_json`.
+    """Parse one JSON value, whose bytes are UTF-8; ``where`` is its name in errors. See :func:`load_json`.
 
     Raises:
         InputError: Not UTF-8, not JSON, a key twice in one object, numbers that no 64 bits hold, NaN or Infinity,

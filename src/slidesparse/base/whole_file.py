@@ -41,13 +41,9 @@ def require_regular(path: Path, largest: int | None = None) -> int:
 
     A pipe would be waited for, perhaps for ever, and a device has no end.
 
-    Args:
-        path: The file, or a link to it.
-        largest: The most bytes that it may have; None: any number.
-
     Raises:
         FileNotFoundError: There is nothing.
-        InputError: It is a pipe, a socket, a device or a folder, it is larger, or it cannot be looked at.
+        InputError: It is a pipe, a socket, a device or a folder, is larger than that, or cannot be looked at.
     """
     try:
         status = path.stat()
@@ -58,26 +54,18 @@ def require_regular(path: Path, largest: int | None = None) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path} cannot be read", got=kind_of(status.st_mode), needed="a file")
     if largest is not None and status.st_size > largest:
-        raise InputError(
-            f"{path} is too large", got=readable_size(status.st_size), needed=f"at most {readable_size(largest)}"
-        )
+        needed = f"at most {readable_size(largest)}"
+        raise InputError(f"{path} is too large", got=readable_size(status.st_size), needed=needed)
     return status.st_size
 
 
 def require_no_holes(path: Path) -> None:
-    """Refuse a file that promises over :data:`MAX_HOLES` bytes that are not on disk.
-
-    Raises:
-        InputError: It does.
-    """
+    """Raise an InputError for a file that promises over :data:`MAX_HOLES` bytes that are not on disk."""
     status = path.stat()
     on_disk = status.st_blocks * 512
     if status.st_size - on_disk > MAX_HOLES:
-        raise InputError(
-            f"{path} has large holes",
-            got=f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk",
-            remedy="remove it",
-        )
+        got = f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk"
+        raise InputError(f"{path} has large holes", got=got, remedy="remove it")
 
 
 def read_regular(path: Path, largest: int) -> bytes:

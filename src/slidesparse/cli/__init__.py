@@ -18,7 +18,7 @@ from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 BROKEN_PIPE = 128 + 13
 """Exit status of a command whose reader went away, as ``head`` does: that of a program which SIGPIPE ends."""
@@ -63,10 +63,14 @@ def _answer(words: list[str], signals: Signals) -> int:
 
     verbose = False
     try:
-        _make_printable()
+        if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+            reconfigure(errors="backslashreplace")  # names that its encoding does not have, as standard error does
         options = build_parser("--json" in words, is_silent=is_said_by_another(words)).parse_args(words)
         verbose = getattr(options, "verbose", False)
-        status = _run(options)
+        from slidesparse.cli.verbosity import verbosity  # not for --help: it imports what draws bars
+
+        with verbosity(options):
+            status: int = options.command(options)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -84,28 +88,8 @@ def _answer(words: list[str], signals: Signals) -> int:
         return 1
 
 
-def _run(options: argparse.Namespace) -> int:
-    from slidesparse.cli.verbosity import verbosity  # not for --help: it imports what draws bars
-
-    command: Callable[[argparse.Namespace], int] = options.command
-    with verbosity(options):
-        return command(options)
-
-
-def _make_printable() -> None:
-    """Let standard output show names that its encoding does not have, as escapes, as standard error does."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
-
-
 def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all commands.
-
-    Args:
-        as_json: Say wrong usage in JSON too.
-        is_silent: Leave it to another process to say wrong usage.
-    """
+    """Return the parser of all commands; it says wrong usage in JSON too, or leaves that to another process."""
     from slidesparse import __version__
     from slidesparse.cli import checkpoints, measuring, recover
     from slidesparse.cli.arguments import Parser

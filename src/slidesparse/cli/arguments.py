@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
 from slidesparse.cli.together import let_another_speak
-
-JSON = "--json"
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of a parser; argparse gives their class no public name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says wrong usage in JSON too.
-
-    Attributes:
-        as_json: Whether it does.
-        is_silent: Whether another process says the same, so that this one exits without a word.
-    """
+    """A parser that says wrong usage in JSON too where ``as_json``; where ``is_silent`` another process says it."""
 
     as_json = False
     is_silent = False
@@ -40,16 +34,9 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command, and return its parser.
-
-    Args:
-        commands: Those of the whole command line.
-        name: The word that a user types.
-        run: Runs the command with its parsed arguments, and returns the exit status.
-        text: Its help, one sentence.
-    """
+    """Add a command of this name and help, which ``run`` runs and gives an exit status; return its parser."""
     parser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument(JSON, action="store_true", help="print JSON instead of text, errors too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text, errors too")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("-v", "--verbose", action="store_true", help="say more: what runs where, and other libraries")
     amount.add_argument("-q", "--quiet", action="store_true", help="say nothing but the result and errors")
@@ -58,11 +45,7 @@ def add_command(
 
 
 def named_path(text: str) -> Path:
-    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in.
-
-    Raises:
-        ArgumentTypeError: It is empty.
-    """
+    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in."""
     if not text:
         raise argparse.ArgumentTypeError("got an empty path; needed the name of a file or a folder")
     return Path(text)
@@ -75,12 +58,19 @@ def add_source(parser: argparse.ArgumentParser, metavar: str, text: str) -> None
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: its main branch)")
 
 
-def source_of(options: argparse.Namespace) -> Path:
-    """Return the folder of the checkpoint to read; a model of the hub is fetched first.
+def add_device(parser: argparse.ArgumentParser, text: str = "cpu or cuda") -> None:
+    """Add the option ``--device``, which :func:`device_of` reads."""
+    parser.add_argument("--device", help=f"{text} (default: cuda when there is one)")
 
-    Raises:
-        SlideSparseError: There is no such folder or model: see :func:`slidesparse.files.hub.source_folder`.
-    """
+
+def add_no_bos(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says how windows begin."""
+    text = "do not begin each window with what the tokenizer puts before a text, such as BOS"
+    parser.add_argument("--no-bos", action="store_true", help=text)
+
+
+def source_of(options: argparse.Namespace) -> Path:
+    """Return the folder of the checkpoint to read, as :func:`slidesparse.files.hub.source_folder` does."""
     from slidesparse.files.hub import source_folder
 
     return source_folder(options.source, options.revision)
@@ -93,3 +83,10 @@ def device_of(options: argparse.Namespace) -> str:
     if options.device is not None:
         return str(options.device)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def print_outcome(options: argparse.Namespace, outcome: Any) -> None:
+    """Print what a command made: as JSON, or as text in the width of the terminal."""
+    from slidesparse.base.progress import wrapped
+
+    print(json.dumps(outcome.to_json(), indent=2) if options.json else wrapped(outcome.describe()))

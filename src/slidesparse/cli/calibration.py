@@ -1,16 +1,20 @@
-"""The options of calibration text: their arguments, and what they mean together."""
+"""The options of text to calibrate and to train on: their arguments, and what they mean together."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slidesparse.cli.recover import add_no_bos, add_own_chats
+from slidesparse.cli.arguments import add_no_bos
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
+    from slidesparse.base.ranks import Ranks
     from slidesparse.offline.calibrate.calibration import Calibration
+
+PROMPTS = "(default: tasks from documentation of installed packages)"
 
 WINDOWS = ("samples", "length", "seed")
 """Options that say which windows of the text are taken. Each is None unless it is given, so that it can be told
@@ -18,20 +22,8 @@ whether somebody asked for it; :class:`slidesparse.offline.calibrate.calibration
 
 
 def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
-    """Add the options of calibration text, which :func:`calibration_of` reads.
-
-    Args:
-        parser: That of a command.
-        text: What ``--calibration`` is for, in the command's help.
-        required: Whether the command needs it.
-    """
-    parser.add_argument(
-        "--calibration",
-        action="append",
-        default=[],
-        metavar="FILE[:WEIGHT]",
-        help=f"{text}; may be given again, with weights",
-    )
+    """Add the options of calibration text, which :func:`calibration_of` reads; ``text`` says what it is for."""
+    add_texts(parser, "calibration", f"{text}; may be given again, with weights")
     parser.set_defaults(needs_calibration=required)
     add_own_chats(parser, "the model")
     add_no_bos(parser)
@@ -40,16 +32,36 @@ def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool =
     parser.add_argument("--seed", type=int, help="which windows of the text are taken (default: 0)")
 
 
+def add_texts(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """Add an option that names files of text, and may give each a weight."""
+    parser.add_argument(f"--{name}", action="append", default=[], metavar="FILE[:WEIGHT]", help=text)
+
+
+def add_own_chats(parser: argparse.ArgumentParser, model: str) -> None:
+    """Add the options of chats that a model writes itself, which :func:`own_chats_of` reads."""
+    text = f"chats that {model} writes itself, and keeps"
+    parser.add_argument("--self", type=int, metavar="NUMBER", dest="own_chats", help=text)
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts for --self {PROMPTS}")
+
+
+def planned_chats(options: argparse.Namespace) -> list[str]:
+    """Return a name in the place of the file that :func:`own_chats_of` will return, to check options with."""
+    return ["own chats"] if options.own_chats else []
+
+
+def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: Ranks) -> list[str]:
+    """Return the file of chats that the options ask a model to write, once it is written; none where there is none."""
+    if options.own_chats is None:
+        if options.prompts is not None:
+            raise InputError("options without effect", got="--prompts without --self", needed="--self NUMBER")
+        return []
+    from slidesparse.recover.own_chats import ChatOptions, kept_chats
+
+    return [str(kept_chats(model, ChatOptions(options.own_chats, options.prompts), device, ranks))]
+
+
 def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Calibration | None:
-    """Return the texts that the options name, or None.
-
-    Args:
-        options: Those of a command.
-        own: Files of chats that the model wrote itself.
-
-    Raises:
-        InputError: They name windows of no text, or a number or the name of the text cannot be used.
-    """
+    """Return the texts that the options name and files of chats that the model wrote; None where there is no text."""
     from slidesparse.offline.calibrate.calibration import Calibration
 
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
@@ -58,21 +70,14 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
     if options.needs_calibration:
         raise InputError("no text to measure on", remedy="add --calibration FILE, or --self NUMBER")
     if given:
-        raise InputError(
-            "calibration windows",
-            got=f"{', '.join(f'--{name}' for name in given)} without --calibration",
-            needed="the text that they are taken of",
-            remedy="add --calibration FILE, with --method wanda or sparsegpt, or leave them out",
-        )
+        got = f"{', '.join(f'--{name}' for name in given)} without --calibration"
+        remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"
+        raise InputError("calibration windows", got=got, needed="the text that they are taken of", remedy=remedy)
     return None
 
 
 def refuse_samples(options: argparse.Namespace) -> None:
-    """Refuse a number of windows for a method that sees none, where others read the text all the same.
-
-    Raises:
-        InputError: ``--samples`` is given.
-    """
+    """Refuse a number of windows for a method that sees none, where others read the text all the same."""
     from slidesparse.prune import get_pruner
 
     if options.samples is not None and not get_pruner(options.method).needs_calibration:

@@ -1,4 +1,4 @@
-"""The commands that make, measure and show checkpoints: their arguments, and what they print."""
+"""The commands that show, measure and pack checkpoints: their arguments, and what they print."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import argparse
 import json
 from pathlib import Path
 
-from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
+from slidesparse.cli.arguments import (
+    Commands,
+    add_command,
+    add_device,
+    add_no_bos,
+    add_source,
+    device_of,
+    named_path,
+    print_outcome,
+    source_of,
+)  # fmt: skip
 from slidesparse.cli.pruning import add_plan, add_prune
-from slidesparse.cli.recover import add_no_bos
 
 
 def add_commands(commands: Commands) -> None:
     """Add info, demo, prune, plan, eval, pack and inspect."""
-    for add in (_add_info, _add_demo, add_prune, add_plan, _add_eval, _add_pack, _add_inspect):
-        add(commands)
-
-
-def _add_info(commands: Commands) -> None:
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
+    _add_demo(commands)
+    add_prune(commands)
+    add_plan(commands)
+    _add_eval(commands)
+    text = "Write the packed form of a pruned checkpoint into its folder, to load it faster."
+    add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH")
+    inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
+    add_source(inspect, "PATH", "a folder, or NAMESPACE/NAME on the hub")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -30,13 +42,11 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: Commands) -> None:
-    demo = add_command(
-        commands, "demo", _demo, "Prune a real trained model, prove exactness, and show what each pattern costs."
-    )
-    demo.add_argument(
-        "--plot", type=named_path, default=Path("slidesparse-demo.png"), help="where the plot goes (%(default)s)"
-    )
-    demo.add_argument("--device", default=None, help="cpu or cuda (default: cuda when there is one)")
+    text = "Prune a real trained model, prove exactness, and show what each pattern costs."
+    demo = add_command(commands, "demo", _demo, text)
+    usual = Path("slidesparse-demo.png")
+    demo.add_argument("--plot", type=named_path, default=usual, help="where the plot goes (%(default)s)")
+    add_device(demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -58,48 +68,26 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_eval(commands: Commands) -> None:
-    evaluate = add_command(
-        commands, "eval", _eval, "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness."
-    )
+    text = "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness."
+    evaluate = add_command(commands, "eval", _eval, text)
     add_source(evaluate, "PATH", "any checkpoint, pruned or not: a folder, or NAMESPACE/NAME on the hub")
-    evaluate.add_argument("--text", metavar="FILE", help="text: .txt, .jsonl, .parquet, a folder, or a data set")
-    evaluate.add_argument(
-        "--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)"
-    )
-    evaluate.add_argument("--stride", type=int, help="tokens between windows (default: half a window)")
-    evaluate.add_argument(
-        "--tasks", nargs="+", default=[], metavar="TASK", help="names, or files; needs the extra [eval]"
-    )
-    evaluate.add_argument("--limit", type=int, help="examples of each task (default: all)")
-    evaluate.add_argument("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
+    add = evaluate.add_argument
+    add("--text", metavar="FILE", help="text: .txt, .jsonl, .parquet, a folder, or a data set")
+    add("--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)")
+    add("--stride", type=int, help="tokens between windows (default: half a window)")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, or files; needs the extra [eval]")
+    add("--limit", type=int, help="examples of each task (default: all)")
+    add("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
     add_no_bos(evaluate)
-    evaluate.add_argument("--device", help="cpu or cuda (default: cuda when there is one)")
+    add_device(evaluate)
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from slidesparse.base.progress import wrapped
     from slidesparse.offline.evaluate import evaluate
 
-    evaluation = evaluate(
-        source_of(options),
-        text=options.text,
-        window=options.window,
-        stride=options.stride,
-        batch=options.batch,
-        tasks=options.tasks,
-        limit=options.limit,
-        device=device_of(options),
-        bos=not options.no_bos,
-    )
-    print(json.dumps(evaluation.to_json(), indent=2) if options.json else wrapped(evaluation.describe()))
+    same = {name: getattr(options, name) for name in ("text", "window", "stride", "batch", "tasks", "limit")}
+    print_outcome(options, evaluate(source_of(options), **same, device=device_of(options), bos=not options.no_bos))
     return 0
-
-
-def _add_pack(commands: Commands) -> None:
-    pack = add_command(
-        commands, "pack", _pack, "Write the packed form of a pruned checkpoint into its folder, to load it faster."
-    )
-    pack.add_argument("path", type=named_path, metavar="PATH")
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -110,11 +98,6 @@ def _pack(options: argparse.Namespace) -> int:
     size = file.stat().st_size
     print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {readable_size(size)}")
     return 0
-
-
-def _add_inspect(commands: Commands) -> None:
-    inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
-    add_source(inspect, "PATH", "a folder, or NAMESPACE/NAME on the hub")
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -67,9 +67,7 @@ def _bash(parser: argparse.ArgumentParser) -> str:
         flags = [flag for one in command._actions for flag in one.option_strings]
         cases += [(f'"{name} {flag} "*', _choices(one)) for one in command._actions for flag in one.option_strings]
         cases.append((f'"{name} "*" -"*', flags))
-        cases.append(
-            (f'"{name} "*', [word for one in command._actions if not one.option_strings for word in _choices(one)])
-        )
+        cases.append((f'"{name} "*', [w for one in command._actions if not one.option_strings for w in _choices(one)]))
     cases.append(('" "*', [*commands, "--help", "--version"]))
     lines = [f'        {case}) words="{" ".join(words)}" ;;' for case, words in cases if words]
     return BASH.replace("CASES", "\n".join(lines))
@@ -84,9 +82,8 @@ def _fish(parser: argparse.ArgumentParser) -> str:
             words = f" -a {quote(' '.join(_choices(one)))}" if one.choices else ""
             value = (" -x" if words else " -r") if flags and one.nargs != 0 else ""
             text = _told(command._get_formatter()._expand_help(one) if one.help else "")
-            lines.append(
-                f"complete -c slidesparse -n '__fish_seen_subcommand_from {name}'{flags}{value}{words} -d {text}"
-            )
+            when = f"'__fish_seen_subcommand_from {name}'"
+            lines.append(f"complete -c slidesparse -n {when}{flags}{value}{words} -d {text}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 
-from slidesparse.base.silence import is_silent
+from slidesparse.base.ranks import is_silent
 from slidesparse.cli import interruption
 from slidesparse.errors import SlideSparseError, first_line
 
@@ -16,12 +16,7 @@ REPORT = "run it again with --verbose, and report what that shows: it is a defec
 
 
 def report(error: BaseException, as_json: bool) -> None:
-    """Print what went wrong.
-
-    Args:
-        error: What was raised.
-        as_json: Print ``{"error": {...}}`` to standard output too, which stays one JSON value.
-    """
+    """Print what went wrong; as JSON, ``{"error": {...}}``, to standard output too, which stays one JSON value."""
     if is_silent():
         return
     line = describe(error)
@@ -30,7 +25,11 @@ def report(error: BaseException, as_json: bool) -> None:
             print(f"slidesparse: {line}", file=sys.stderr)
     if as_json:
         print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
-    _flush()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        drop_output()  # else Python would fail once more when it ends
 
 
 def fields(kind: str, message: str) -> dict[str, str | None]:
@@ -40,10 +39,8 @@ def fields(kind: str, message: str) -> dict[str, str | None]:
 
 def print_error(error: dict[str, str | None]) -> None:
     """Print an error as the JSON that a command with ``--json`` prints in the place of its result."""
-    try:
+    with contextlib.suppress(OSError):  # the line on standard error has said it
         print(json.dumps({"error": error}, indent=2))
-    except OSError:  # the line on standard error has said it
-        return
 
 
 def describe(error: BaseException) -> str:
@@ -84,18 +81,7 @@ def _not_imported(error: BaseException) -> str | None:
     return next((name for name in packages if name not in ("slidesparse", "__main__")), None)
 
 
-def _flush() -> None:
-    """Write what standard output holds; where that fails, drop it, or Python would fail once more when it ends."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        drop_output()
-
-
 def drop_output() -> None:
     """Send what is left of the output nowhere."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file at all
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):  # no file at all
-        return

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -21,11 +21,7 @@ PATIENCE = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends a command; its arguments say what is kept.
-
-    Attributes:
-        number: The signal.
-    """
+    """A signal, of this ``number``, that ends a command; its arguments say what is kept."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -41,10 +37,8 @@ def describe(error: KeyboardInterrupt) -> str:
 class Signals:
     """Turns the signals of the block into :class:`Interrupted`, and knows which came.
 
-    Signals that were ignored before, as under nohup, still are. Outside the main thread nothing changes.
-
-    Args:
-        to_the_end: The process ends after the block, and is not to be interrupted in that.
+    Signals that were ignored before, as under nohup, still are. Outside the main thread nothing changes. A process that
+    ends after the block (``to_the_end``) is not to be interrupted in that.
 
     Attributes:
         received: The exception of the first signal, or None.
@@ -69,9 +63,7 @@ class Signals:
                 self.before[number] = before
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         sys.unraisablehook = self.hook
         for number, before in self.before.items():
             # Ignored, and not handled: Python gives its handlers up while it ends.

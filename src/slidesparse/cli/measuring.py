@@ -36,44 +36,28 @@ def _add_missing(commands: Commands, name: str, text: str) -> None:
     """Add a command that takes any words, and says how to install what it needs."""
     missing = commands.add_parser(name, help=text, description=text, prefix_chars=NO_PREFIX, add_help=False)
     missing.add_argument("words", nargs="*")
-    missing.set_defaults(
-        command=lambda _: from_bench(name, f"slidesparse {name}"), verbose=False, quiet=False, json=False
-    )
+    missing.set_defaults(command=lambda _: from_bench(name, f"slidesparse {name}"))
 
 
 def _add_tune(commands: Commands) -> None:
-    tune = add_command(
-        commands, "tune", _tune, "Find the fastest algorithms and backends at a model's shapes, once for each GPU."
-    )
-    tune.add_argument(
-        "models", nargs="*", metavar="MODEL", help="a checkpoint's folder, or Qwen2.5-7B, ... (default: all names)"
-    )
-    tune.add_argument("--models", nargs="+", dest="more_models", default=[], metavar="MODEL", help="the same")
-    tune.add_argument(
-        "--pattern", action="append", metavar="PATTERN", help="(default: the checkpoint's, or 2:4, 4:6, 6:8, 8:10)"
-    )
-    tune.add_argument(
-        "--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: the checkpoint's, or int8, fp8)"
-    )
+    text = "Find the fastest algorithms and backends at a model's shapes, once for each GPU."
+    tune = add_command(commands, "tune", _tune, text)
+    add = tune.add_argument
+    add("models", nargs="*", metavar="MODEL", help="a checkpoint's folder, or Qwen2.5-7B, ... (default: all names)")
+    add("--models", nargs="+", dest="more_models", default=[], metavar="MODEL", help="the same")
+    text = "(default: the checkpoint's, or 2:4, 4:6, 6:8, 8:10)"
+    add("--pattern", action="append", metavar="PATTERN", help=text)
+    text = "int8, fp8 or bf16 (default: the checkpoint's, or int8, fp8)"
+    add("--dtype", action="append", metavar="DTYPE", help=text)
     usual = " ".join(map(str, TUNED_TOKENS))
-    tune.add_argument("--tokens", type=int, nargs="+", metavar="M", help=f"(default: {usual})")
-    tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
-    what = tune.add_mutually_exclusive_group()
-    what.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
-    what.add_argument(
-        "--share",
-        type=named_path,
-        metavar="FILE",
-        help="measure nothing: write the times measured here, to send them in",
-    )
-    what.add_argument(
-        "--from",
-        dest="records",
-        type=named_path,
-        nargs="+",
-        metavar="RECORDS",
-        help="measure nothing: take the layer times of files that bench wrote on this GPU",
-    )
+    add("--tokens", type=int, nargs="+", metavar="M", help=f"(default: {usual})")
+    add("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
+    instead = tune.add_mutually_exclusive_group().add_argument
+    instead("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    text = "measure nothing: write the times measured here, to send them in"
+    instead("--share", type=named_path, metavar="FILE", help=text)
+    text = "measure nothing: take the layer times of files that bench wrote on this GPU"
+    instead("--from", dest="records", type=named_path, nargs="+", metavar="RECORDS", help=text)
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -109,9 +93,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _refuse_measuring(options: argparse.Namespace, models: list[str]) -> None:
     """Refuse options that say what to measure where nothing is measured."""
     instead = "--share" if options.share is not None else "--from" if options.records else None
-    said = {"MODEL": models} | {
-        f"--{name}": getattr(options, name) for name in ("pattern", "dtype", "tokens", "backends")
-    }
+    said = {"MODEL": models} | {f"--{name}": vars(options)[name] for name in ("pattern", "dtype", "tokens", "backends")}
     given = [name for name, value in said.items() if value]
     if instead is not None and given:
         remedy = f"leave out {instead} to measure, or leave out the rest"

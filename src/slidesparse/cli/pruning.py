@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
-from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
-from slidesparse.cli.recover import own_chats_of
-from slidesparse.cli.together import add_join_timeout, one_voice, own_device
+from slidesparse.cli.arguments import (
+    Commands,
+    add_command,
+    add_device,
+    add_source,
+    device_of,
+    named_path,
+    print_outcome,
+    source_of,
+)  # fmt: skip
+from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
+from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
-    from slidesparse.files.source_files import Links
     from slidesparse.offline.calibrate.calibration import Calibration
     from slidesparse.offline.dry_run import DryRun
     from slidesparse.offline.outcome import PruneSummary
-    from slidesparse.offline.plan.plan_file import StoredPlan
     from slidesparse.offline.prune_options import Recipe
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
@@ -33,96 +38,39 @@ METHODS = ("magnitude", "sparsegpt", "wanda")
 
 def add_prune(commands: Commands) -> None:
     """Add prune."""
-    prune = add_command(commands, "prune", _prune, "Prune and quantise a Hugging Face checkpoint.")
+    prune = add_command(commands, "prune", together(_prune), "Prune and quantise a Hugging Face checkpoint.")
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
-    prune.add_argument("destination", type=named_path, metavar="DST", help="folder to make")
+    add = prune.add_argument
+    add("destination", type=named_path, metavar="DST", help="folder to make")
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
     which.add_argument("--plan", type=named_path, metavar="FILE", help="patterns that slidesparse plan chose")
-    prune.add_argument(
-        "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
-    )
-    prune.add_argument("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
-    prune.add_argument(
-        "--match",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
-        " (default: 0, none)",
-    )
-    prune.add_argument(
-        "--smooth",
-        action=argparse.BooleanOptionalAction,
-        help="fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
-        " calibration text, in one process)",
-    )
-    prune.add_argument(
-        "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
-    )
-    prune.add_argument(
-        "--rotate",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="learn a rotation of the residual stream after which patterns take less away: 300 (default: 0, none)",
-    )
+    add("--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)")
+    add("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
+    text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
+    add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
+    text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
+    add("--smooth", action=argparse.BooleanOptionalAction, help=f"{text} calibration text, in one process)")
     add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
-    prune.add_argument(
-        "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
+    add_device(prune, "where weights are pruned and calibration runs: cpu or cuda")
+    text = (
+        "how INT8 weights are rounded: one scale a channel, BitNet b1.58's -1, 0, 1, or a scale a channel and six bits,"
+        " which take 0.8 of the memory on an H100 or H200 (default: absmax, or the plan's)"
     )
-    prune.add_argument(
-        "--recipe",
-        choices=("absmax", "ternary", "6bit"),
-        help="how INT8 weights are rounded: one scale a channel, BitNet b1.58's -1, 0, 1, or a scale a channel and six "
-        "bits, which take 0.8 of the memory on an H100 or H200 (default: absmax, or the plan's)",
-    )
-    prune.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)"
-    )
-    prune.add_argument(
-        "--layer",
-        action="append",
-        default=[],
-        metavar="NAME=PATTERN",
-        help="another pattern for a layer (name or re:...)",
-    )
-    prune.add_argument(
-        "--dry-run", action="store_true", help="say what would be done and how large it would be; write nothing"
-    )
-    prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
-    prune.add_argument(
-        "--links",
-        default="refuse",
-        choices=("refuse", "copy", "skip"),
-        help="links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)",
-    )
-    prune.add_argument(
-        "--part",
-        default="language",
-        choices=("language", "vision", "all"),
-        help="what is treated of a model of text and images (%(default)s)",
-    )
+    add("--recipe", choices=("absmax", "ternary", "6bit"), help=text)
+    add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)")
+    text = "another pattern for a layer (name or re:...)"
+    add("--layer", action="append", default=[], metavar="NAME=PATTERN", help=text)
+    add("--dry-run", action="store_true", help="say what would be done and how large it would be; write nothing")
+    add("--lm-head", action="store_true", help="treat the output embedding too")
+    text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
+    add("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
+    text = "what is treated of a model of text and images (%(default)s)"
+    add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
 
 
-class _How(TypedDict):
-    """What a run and a dry run take alike."""
-
-    device: str
-    links: Links
-    followed: StoredPlan | None
-
-
-def _prune(options: argparse.Namespace) -> int:
-    from slidesparse.base.join import joined
-
-    with joined(join_s=options.join_timeout) as ranks, one_voice(ranks, options):
-        return _prune_together(options, ranks)
-
-
-def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.base.progress import wrapped
+def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.plan.plan_file import as_options, read_plan
     from slidesparse.offline.prune import prune_checkpoint
@@ -130,7 +78,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
 
     if options.dry_run and options.own_chats:
         raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")
-    calibration = calibration_of(options, ["own chats"] if options.own_chats else [])
+    calibration = calibration_of(options, planned_chats(options))
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
@@ -145,82 +93,53 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         pattern, layers = as_options(plan.layers)
         ignore = plan.ignore
         method, recipe = options.method or plan.method, options.recipe or plan.recipe
+    same = ("dtype", "lm_head", "part", "match", "smooth")
     wanted = PruneOptions(
-        pattern=pattern,
-        dtype=options.dtype,
-        method=method,
-        calibration=calibration,
-        recipe=recipe,
-        ignore=ignore,
-        layers=layers,
-        lm_head=options.lm_head,
-        part=options.part,
-        match=options.match,
-        smooth=options.smooth,
-        reorder=options.reorder,
-        rotate=options.rotate,
-    )
+        pattern=pattern, method=method, calibration=calibration, recipe=recipe, ignore=ignore, layers=layers,
+        **{name: getattr(options, name) for name in same},
+    )  # fmt: skip
     check_options(wanted)  # before a model of the hub is fetched
-    if ranks.local:
-        ranks.wait()  # one process of each machine fetches a model of the hub for all
-    source = source_of(options)
-    if not ranks.local:
-        ranks.wait()
+    with once_a_machine(ranks):
+        source = source_of(options)
     device = own_device(ranks, device_of(options))
     if own := own_chats_of(options, source, device, ranks):
         wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary
-    how = _How(device=device, links=options.links, followed=plan)
+    how: dict[str, Any] = {"device": device, "links": options.links, "followed": plan}
     if not options.dry_run:
         summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
     elif ranks.is_first:
         summary = dry_run(source, options.destination, wanted, **how)
     if ranks.is_first:
-        print(json.dumps(summary.to_json(), indent=2) if options.json else wrapped(summary.describe()))
+        print_outcome(options, summary)
     return 0
 
 
 def add_plan(commands: Commands) -> None:
     """Add plan."""
-    plan = add_command(
-        commands,
-        "plan",
-        _plan,
-        "Choose a pattern for every layer: the least damage at a speed, share of zeros or size.",
-    )
+    text = "Choose a pattern for every layer: the least damage at a speed, share of zeros or size."
+    plan = add_command(commands, "plan", _plan, text)
     add_source(plan, "SRC", "folder with config.json and safetensors in a float type, or NAMESPACE/NAME on the hub")
-    plan.add_argument(
-        "--out", type=named_path, required=True, metavar="FILE.json", help="plan to make, for prune --plan"
-    )
-    target = plan.add_mutually_exclusive_group(required=True)
-    target.add_argument("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
-    target.add_argument("--sparsity", type=float, help="share of zeros: 0.25")
-    target.add_argument(
-        "--memory", type=float, metavar="GB", help="treated weights in 2:4 form, of 8 bits or 6 (--recipe)"
-    )
-    pace = plan.add_mutually_exclusive_group()
-    pace.add_argument(
-        "--at", metavar="LOADS", help="served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
-    )
-    pace.add_argument(
-        "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
-    )
-    plan.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at (%(default)s)")
-    plan.add_argument(
-        "--recipe",
-        choices=("absmax", "6bit"),
-        default="absmax",
-        help="how INT8 weights will be rounded, for sizes and --at: as prune does by this name (%(default)s)",
-    )
-    plan.add_argument(
-        "--gpu",
-        type=str.upper,
-        help="H100 or H200, for --at: the one to serve on (default: that of --device, H200 with cpu)",
-    )
-    plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
-    plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
-    plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
-    plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
+    add = plan.add_argument
+    add("--out", type=named_path, required=True, metavar="FILE.json", help="plan to make, for prune --plan")
+    target = plan.add_mutually_exclusive_group(required=True).add_argument
+    target("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
+    target("--sparsity", type=float, help="share of zeros: 0.25")
+    target("--memory", type=float, metavar="GB", help="treated weights in 2:4 form, of 8 bits or 6 (--recipe)")
+    pace = plan.add_mutually_exclusive_group().add_argument
+    text = "served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
+    pace("--at", metavar="LOADS", help=text)
+    pace("--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)")
+    text = "to be served, for --at (%(default)s)"
+    add("--dtype", choices=("int8", "fp8"), default="int8", help=text)
+    text = "how INT8 weights will be rounded, for sizes and --at: as prune does by this name (%(default)s)"
+    add("--recipe", choices=("absmax", "6bit"), default="absmax", help=text)
+    text = "H100 or H200, for --at: the one to serve on (default: that of --device, H200 with cpu)"
+    add("--gpu", type=str.upper, help=text)
+    add("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
+    add("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
+    add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
+    add_device(plan, "cpu or cuda; it holds the whole model")
     add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
 
 
@@ -248,17 +167,15 @@ def _plan(options: argparse.Namespace) -> int:
     refuse_samples(options)
     source, device = source_of(options), device_of(options)
     own = own_chats_of(options, source, device, ALONE)
+    same = {name: getattr(options, name) for name in ("method", "dtype", "gpu", "recipe")}
     wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
         calibration=cast("Calibration", calibration_of(options, own)),  # there is one, or an error
-        method=options.method,
         patterns=tuple(options.patterns or CANDIDATES),
         mma_gain=parse_gain(options.mma_gain),
         at=() if options.at is None else tuple(dict.fromkeys(options.at.split(","))),
-        dtype=options.dtype,
         ignore=tuple(options.ignore),
-        gpu=options.gpu,
-        recipe=options.recipe,
+        **same,
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)

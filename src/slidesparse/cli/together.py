@@ -6,13 +6,12 @@ import argparse
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from slidesparse.base.join import leads_its_machine
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import JOIN_S, LEAVE_S
+from slidesparse.base.ranks import JOIN_S, LEAVE_S, joined, leads_its_machine
 from slidesparse.errors import SlideSparseWarning
 
 if TYPE_CHECKING:
@@ -26,13 +25,8 @@ LONGEST_JOIN_S = 86400.0
 
 def add_join_timeout(parser: argparse.ArgumentParser) -> None:
     """Add the option that says how long the processes of one run wait for each other to begin."""
-    parser.add_argument(
-        "--join-timeout",
-        type=_join_seconds,
-        default=JOIN_S,
-        metavar="SECONDS",
-        help=f"how long processes of torchrun wait until all have begun (default: {JOIN_S:.0f})",
-    )
+    text = f"how long processes of torchrun wait until all have begun (default: {JOIN_S:.0f})"
+    parser.add_argument("--join-timeout", type=_join_seconds, default=JOIN_S, metavar="SECONDS", help=text)
 
 
 def _join_seconds(text: str) -> float:
@@ -59,8 +53,18 @@ def let_another_speak() -> None:
         return
 
 
+def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that all processes of a run do together, and in which the first one speaks."""
+
+    def command(options: argparse.Namespace) -> int:
+        with joined(join_s=options.join_timeout) as ranks, _one_voice(ranks, options):
+            return run(options, ranks)
+
+    return command
+
+
 @contextmanager
-def one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
+def _one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
     """Show bars and warnings of the first process alone, and of the others only what ``--verbose`` adds."""
     from slidesparse.base.progress import hidden_bars
 
@@ -68,12 +72,21 @@ def one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
         if not ranks.is_first:
             stack.enter_context(hidden_bars())
             if not options.verbose:
-                before = LOG.level
+                stack.callback(LOG.setLevel, LOG.level)
                 LOG.setLevel(logging.ERROR)
-                stack.callback(LOG.setLevel, before)
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", SlideSparseWarning)
         yield
+
+
+@contextmanager
+def once_a_machine(ranks: Ranks) -> Iterator[None]:
+    """Let one process of each machine run the block first: it fetches models of the hub for all."""
+    if ranks.local:
+        ranks.wait()
+    yield
+    if not ranks.local:
+        ranks.wait()
 
 
 def own_device(ranks: Ranks, device: str) -> str:

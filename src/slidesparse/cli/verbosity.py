@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TextIO
+from typing import Any
 
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import quiet_libraries, quiet_transformers
@@ -33,36 +33,25 @@ imported, which no command has done yet."""
 
 @contextmanager
 def verbosity(options: argparse.Namespace) -> Iterator[None]:
-    """Say as much as the options ask for while the block runs.
-
-    Args:
-        options: ``verbose`` and ``quiet``, both of which may be missing.
-    """
+    """Say as much as the options ``verbose`` and ``quiet`` ask for, both of which may be missing, for a block."""
     verbose, quiet = getattr(options, "verbose", False), getattr(options, "quiet", False)
     with ExitStack() as stack:
-        stack.enter_context(_log(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING))
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_OneLine())
+        stack.callback(LOG.removeHandler, handler)
+        stack.callback(LOG.setLevel, LOG.level)
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
         stack.enter_context(_warnings(verbose, quiet))
         if quiet:
             stack.enter_context(hidden_bars())
         if not verbose:
             stack.enter_context(quiet_libraries())
-            stack.enter_context(_environment(SETTINGS))
+            for name in SETTINGS.keys() - os.environ.keys():  # what the user has set stays
+                os.environ[name] = SETTINGS[name]
+                stack.callback(os.environ.pop, name, None)
             stack.enter_context(quiet_transformers())
         yield
-
-
-@contextmanager
-def _log(level: int) -> Iterator[None]:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
-    before = LOG.level
-    LOG.addHandler(handler)
-    LOG.setLevel(level)
-    try:
-        yield
-    finally:
-        LOG.removeHandler(handler)
-        LOG.setLevel(before)
 
 
 class _OneLine(logging.Formatter):
@@ -79,33 +68,14 @@ def _warnings(verbose: bool, quiet: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_ours(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show_ours(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, SlideSparseWarning):
-                print(f"slidesparse: {message}", file=file or sys.stderr)
+                print(f"slidesparse: {message}", file=sys.stderr)
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, category, *where, **how)
 
         warnings.showwarning = show_ours
         if not verbose:
             warnings.simplefilter("ignore")
         warnings.simplefilter("ignore" if quiet else "always", SlideSparseWarning)
         yield
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the block, except for those that the user has set."""
-    new = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)

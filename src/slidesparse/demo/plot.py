@@ -25,12 +25,7 @@ GREY = "#555555"
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that cannot be drawn to, before any work is done for it.
-
-    Raises:
-        InputError: When its folder does not exist, it may not be written, or its suffix names no format that matplotlib
-            knows.
-    """
+    """Raise an InputError for a path that cannot be drawn to, before any work is done for it."""
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise InputError("unknown picture format", got=path.name, needed=f"a name ending in .{', .'.join(formats)}")
@@ -58,9 +53,8 @@ def draw(report: DemoReport, path: Path) -> None:
     try:
         replace_file(path, picture.getvalue())
     except OSError as error:
-        raise InputError(
-            f"cannot write the picture {path}", got=error.strerror, remedy="name another file with --plot"
-        ) from error
+        remedy = "name another file with --plot"
+        raise InputError(f"cannot write the picture {path}", got=error.strerror, remedy=remedy) from error
 
 
 def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:
@@ -70,18 +64,10 @@ def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:
     for pattern in dict.fromkeys(row.pattern for row in rows):
         here = [row for row in rows if row.pattern == pattern]
         below = "@" in pattern  # a partial pattern lies under its uniform neighbours, so its label goes below
-        axes.annotate(
-            pattern,
-            (here[0].ideal_speedup, (min if below else max)(row.fidelity for row in here)),
-            xytext=(0, -8) if below else (5, 6),
-            textcoords="offset points",
-            ha="right" if below else "left",
-            va="top" if below else "bottom",
-        )
-    axes.set(
-        xlabel="ideal speed-up over dense 8 bit",
-        ylabel="fidelity (cosine to float32 embeddings)",
-    )
+        at = here[0].ideal_speedup, (min if below else max)(row.fidelity for row in here)
+        offset, ha, va = ((0, -8), "right", "top") if below else ((5, 6), "left", "bottom")
+        axes.annotate(pattern, at, xytext=offset, textcoords="offset points", ha=ha, va=va)
+    axes.set(xlabel="ideal speed-up over dense 8 bit", ylabel="fidelity (cosine to float32 embeddings)")
     axes.set_title("Fidelity and ideal speed-up", loc="left")
     axes.xaxis.set_major_formatter("{x:.1f}x")
     axes.margins(0.1)
@@ -94,16 +80,8 @@ def _draw_bytes(axes: Any, rows: Sequence[DemoRow]) -> None:
     bars = axes.barh(list(heights), list(heights.values()), height=0.6, color=SERIES["int8"][1])
     axes.bar_label(bars, [f"{height:.1%}" for height in heights.values()], label_type="center", color="white")
     axes.axvline(1, color=GREY, linewidth=1.5, linestyle="--")
-    axes.annotate(
-        "dense 8 bit",
-        (1, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        color=GREY,
-    )
+    where = {"xycoords": ("data", "axes fraction"), "xytext": (0, 2), "textcoords": "offset points"}
+    axes.annotate("dense 8 bit", (1, 1), **where, ha="center", va="bottom", color=GREY)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.set_xlabel("bytes of the INT8 linears (% of dense)")

@@ -23,10 +23,9 @@ class DemoRow:
         sparsity: Share of zeros in the quantised weights, counted.
         fidelity: Mean cosine between these embeddings and those of the original float32 model.
         rank_correlation: Spearman's, between the similarities of all sentence pairs here and in the original model.
-        n_bytes: Bytes of the treated linears in packed 2:4 form, scales excluded.
-        relative_bytes: The same over their bytes in dense 8 bit.
+        n_bytes: Of the treated linears in packed 2:4 form, scales excluded; ``relative_bytes`` over dense 8 bit.
         ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
-        measured_speedup: Over the dense backend, for a whole pass of the model; None when no accelerated backend ran.
+        measured_speedup: Over the dense backend, for a whole pass; None when no accelerated backend ran.
         why_not_measured: The reason for that None, as backend selection gives it.
         exact: Whether slid and dense embeddings of the same pruned weights are equal bit for bit.
         max_difference: The largest absolute difference of these embeddings.
@@ -48,15 +47,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """The results of the demonstration.
-
-    Attributes:
-        model: Name of the model.
-        device: The device on which it ran.
-        sentences: How many sentences were embedded.
-        seconds: How long everything took, loading included.
-        rows: Dense first, then the patterns.
-    """
+    """The results of the demonstration: what ran where, how long with loading, and dense first, then the patterns."""
 
     model: str
     device: str
@@ -78,14 +69,8 @@ class DemoReport:
         head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
         rows = [
             [
-                row.pattern,
-                row.dtype,
-                f"{row.sparsity:.1%}",
-                f"{row.fidelity:.4f}",
-                f"{row.rank_correlation:.4f}",
-                f"{row.n_bytes / 1e6:.2f} MB",
-                f"{row.relative_bytes:.1%}",
-                f"{row.ideal_speedup:.2f}x",
+                *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}", f"{row.rank_correlation:.4f}"),
+                *(f"{row.n_bytes / 1e6:.2f} MB", f"{row.relative_bytes:.1%}", f"{row.ideal_speedup:.2f}x"),
                 "-" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x",
                 _agreement(row),
             ]
@@ -129,6 +114,5 @@ def need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UnsupportedError(
-            f"the demo needs {module}", got=str(error), remedy='pip install "slidesparse[demo]"'
-        ) from error
+        remedy = 'pip install "slidesparse[demo]"'
+        raise UnsupportedError(f"the demo needs {module}", got=str(error), remedy=remedy) from error

@@ -43,9 +43,6 @@ TIMED_RUNS = 7
 Batch = dict[str, torch.Tensor]
 
 
-# -- measures ------------------------------------------------------------------------------------------------------
-
-
 def ranks(values: torch.Tensor) -> torch.Tensor:
     """Return ranks from 1; equal values share the mean of theirs: [n] -> float64 [n].
 
@@ -67,9 +64,6 @@ def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
     """Return the cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
     i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
     return (embeddings @ embeddings.T)[i, j]
-
-
-# -- the model and its sentences -----------------------------------------------------------------------------------
 
 
 def read_sentences() -> list[str]:
@@ -114,9 +108,6 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
         for name, pruned in Magnitude().prune(Linears(weights, pattern)).items():
             linears[name].weight.data.copy_(pruned)
     return model
-
-
-# -- the run -------------------------------------------------------------------------------------------------------
 
 
 def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
@@ -172,12 +163,8 @@ def compare(
 ) -> DemoRow:
     """Run one pattern in one type, slid and dense.
 
-    Args:
-        pruned: The float32 model, its treated linears pruned to ``pattern``; left as it is.
-        pattern: The pattern.
-        dtype: The type.
-        batches: Inputs.
-        baseline: Embeddings of the original model, [n, d].
+    ``pruned`` is the float32 model with its treated linears pruned to the pattern, and left as it is; ``baseline`` has
+    the embeddings of the original model, [n, d].
     """
     linears = find_targets(pruned, IGNORE).linears
     packed = [pack_weight(linear.weight.detach(), pattern, parse_dtype(dtype), name=n) for n, linear in linears.items()]
@@ -193,6 +180,7 @@ def compare(
     got = expected if pattern == DENSE else embed(slid, batches)
     layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
     accelerated = any(get_backend(name).accelerated for layer in layers for name in layer.choice.backends)
+    why = "; ".join(sorted({layer.choice.reason for layer in layers}))
     return DemoRow(
         pattern=str(pattern),
         dtype=dtype,
@@ -203,9 +191,7 @@ def compare(
         relative_bytes=n_bytes / weights,
         ideal_speedup=float(pattern.ideal_speedup),
         measured_speedup=_measure_speedup(dense, slid, batches) if accelerated else None,
-        why_not_measured=None
-        if accelerated or pattern == DENSE
-        else "; ".join(sorted({la.choice.reason for la in layers})),
+        why_not_measured=None if accelerated or pattern == DENSE else why,
         exact=torch.equal(got, expected),
         max_difference=float((got - expected).abs().max()),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,6 @@ class Checkpoint:
     Attributes:
         path: The folder.
         config: config.json.
-        config_changes: Keys of it that are not as the file on disk has them -> value.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
 
@@ -58,7 +56,6 @@ class Checkpoint:
         if not os.path.lexists(self.path / "config.json"):
             raise _lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
-        self.config_changes: dict[str, Any] = {}
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
         if (self.path / SINGLE_FILE).exists():

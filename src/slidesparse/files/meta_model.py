@@ -193,8 +193,6 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             )
         local = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
-        for key, value in checkpoint.config_changes.items():
-            setattr(config, key, value)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
     require_family(checkpoint, known, config)

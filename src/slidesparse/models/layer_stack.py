@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ Batch = Mapping[str, torch.Tensor]
 
 Give = Callable[[torch.Tensor, int], object]
 """What a layer, with its number, gives for the next hidden state."""
-
-Found = TypeVar("Found")
 
 LEFT_DENSE = "leave them at dense (--layer NAME=dense)"
 """What works for linears outside of the layers."""
@@ -225,7 +223,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     return samples
 
 
-def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
+def _either_way(model: nn.Module, run: Callable[[Give], list[Sample]]) -> list[Sample]:
     """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
 
     Nobody can tell which before they have weights. The tuple may hold one more thing that goes to later layers as it
@@ -285,26 +283,6 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
             raise ValueError(f"a layer reads {list(one.shape)} of a hidden state {list(given.shape)}")
     if hidden.data_ptr() != given.data_ptr():
         raise ValueError("a layer reads something else than the layer before it gives")
-
-
-@torch.no_grad()
-def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.Tensor:
-    """Return what the stack gives for a batch when its layers give what they read; they may have no weights yet."""
-    _, stack = stack_around(model, layer_list)
-    return _either_way(model, partial(_passed, stack, layer_list, batch))
-
-
-def _passed(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> torch.Tensor:
-    read: list[torch.Tensor] = []
-
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
-        read.append(hidden)
-        _require_handed_on(read[0], hidden, ())
-        return give(hidden, len(read) - 1)
-
-    with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
-        found: torch.Tensor = stack(**batch)[0]
-    return found
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from slidesparse.models.hooks import hooked
-from slidesparse.models.reorder import find_inner
+from slidesparse.models.targets import input_sets
 from slidesparse.weights.quant import Quantised, dequantize
 
 MOST = 6
@@ -83,7 +83,7 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
 
         return hook
 
-    norms = {name for name, leaf in leaves.items() if is_norm(leaf)}
+    norms = {name for name, leaf in leaves.items() if _is_norm(leaf)}
     before = (leaf.register_forward_pre_hook(reads(name), with_kwargs=True) for name, leaf in leaves.items())
     after = (leaves[name].register_forward_hook(writes(name)) for name in norms)
     with hooked(before), hooked(after), torch.no_grad():
@@ -102,13 +102,31 @@ def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Calla
         model: May be on the meta device.
         run: Runs the model once, on any input.
     """
-    inner = find_inner(linears, model, run)
+    sets = input_sets(model, linears, run)
+    place = {name: number for number, name in enumerate(linears)}
     return [
-        Fold(writer, (one.reader,))
-        for one in inner
-        for writer in one.writers
-        if linears[writer].out_features == linears[one.reader].in_features
+        Fold(writer, (reader,))
+        for reader, linear in linears.items()
+        for writer in _nearest_writers(reader, linears, sets, place)
+        if linears[writer].out_features == linear.in_features
     ]
+
+
+def _nearest_writers(
+    reader: str, linears: dict[str, nn.Linear], sets: Sequence[Sequence[str]], place: dict[str, int]
+) -> Sequence[str]:
+    """Return the last linears before a reader that have its channels as rows, all of them; or one that joins two such.
+
+    What is joined cannot be scaled, and what is before it does not write the reader's channels.
+    """
+    channels = linears[reader].in_features
+    fitting = [
+        names
+        for names in sets
+        if place[names[-1]] < place[reader]
+        and [linears[name].out_features for name in names] in ([channels] * len(names), [2 * channels])
+    ]
+    return max(fitting, key=lambda names: place[names[0]], default=())
 
 
 def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
@@ -117,7 +135,7 @@ def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
     return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
 
 
-def is_norm(module: nn.Module) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     """Say whether a module has a gain for each channel, and nothing else but a bias."""
     names = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}

@@ -1,7 +1,7 @@
 """What ``prune`` does with the calibration text besides pruning.
 
-It rotates, smooths and reorders the dense model, and matches pruned layers with dense ones. Each is an option, and what
-it cannot treat is refused before anything is written.
+It smooths the dense model, and matches pruned layers with dense ones. Each is an option, and what it cannot treat is
+refused before anything is written.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.models.match_layer import Matching
-from slidesparse.models.reorder import Inner
 from slidesparse.models.smooth import Fold
-from slidesparse.offline.calibrate.reordering import find_reordering, reorder_checkpoint
-from slidesparse.offline.calibrate.rotating import Rotation, find_rotation, rotate_checkpoint
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.weights.pattern import DENSE
@@ -33,10 +30,7 @@ class CalibratedSteps:
     """The steps that the options ask for; each that they do not ask for is None.
 
     Attributes:
-        rotation: How the stream is rotated.
-        rotate: Steps of learning a rotation.
         smooth: Where outliers may be folded into weights.
-        reorder: Channels inside MLPs that may be reordered.
         matching: How layers are matched.
 
     Raises:
@@ -44,32 +38,21 @@ class CalibratedSteps:
     """
 
     def __init__(self, options: PruneOptions, job: PruneJob) -> None:
-        self.rotate, self.patterns = options.rotate, job.calibrated_patterns
-        self.seed = 0 if options.calibration is None else options.calibration.seed
-        self.rotation: Rotation | None = None
+        self.patterns = job.calibrated_patterns
         self.smooth: Sequence[Fold] | None = None
-        self.reorder: Sequence[Inner] | None = None
-        self.matching = Matching(options.match, self.seed) if options.match else None
+        seed = 0 if options.calibration is None else options.calibration.seed
+        self.matching = Matching(options.match, seed) if options.match else None
         self.dtype, self.rounding, self.must_smooth = job.dtype, options.rounding, bool(options.smooth)
-        where = job.meta, job.checkpoint, self.patterns, job.run
-        if options.rotate:
-            _require_floats(job, "rotating")
-            if job.experts.found:
-                what, got = "the stream of a mixture cannot be rotated", "routers that read it"
-                raise InputError(what, got=got, remedy="leave out --rotate")
-            self.rotation = find_rotation(*where)
         if options.smooth:
-            _require_floats(job, "smoothing")
+            if job.source_dtype is not None:
+                raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
             if job.dtype not in QUANTISED:
                 got = f"--dtype {dtype_name(job.dtype)}"
                 raise InputError("smoothing helps rounding to 8 bits", got=got, needed="int8 or fp8")
-            self.smooth = find_smoothing(*where)
+            self.smooth = find_smoothing(job.meta, job.checkpoint, self.patterns, job.run)
         floats_to_int8 = job.source_dtype is None and job.dtype == torch.int8
-        if options.smooth is None and options.calibration is not None and not options.rotate and floats_to_int8:
+        if options.smooth is None and options.calibration is not None and floats_to_int8:
             self.smooth = _folds(job) or None
-        if options.reorder:
-            _require_floats(job, "reordering")
-            self.reorder = find_reordering(*where)
         if options.match and any(pattern != DENSE for pattern in job.experts.patterns.values()):
             raise InputError(
                 "layers whose experts are pruned cannot be matched",
@@ -80,18 +63,11 @@ class CalibratedSteps:
     def prepare(
         self, checkpoint: Checkpoint, windows: torch.Tensor, folder: Path, device: torch.device, progress: bool | None
     ) -> Checkpoint:
-        """Return the checkpoint to prune: rotated first, then smoothed, then reordered."""
-        how = self.patterns, windows, folder, device
-        if self.rotation is not None:
-            checkpoint = rotate_checkpoint(
-                checkpoint, self.rotation, *how, self.rotate, seed=self.seed, progress=progress
-            )
-        if self.smooth is not None:
-            rounded = self.dtype, self.rounding
-            checkpoint = smooth_checkpoint(checkpoint, self.smooth, *how, progress, *rounded, required=self.must_smooth)
-        if self.reorder is not None:
-            checkpoint = reorder_checkpoint(checkpoint, self.reorder, *how, progress)
-        return checkpoint
+        """Return the checkpoint to prune, smoothed where that is asked for or helps."""
+        if self.smooth is None:
+            return checkpoint
+        how = self.patterns, windows, folder, device, progress, self.dtype, self.rounding
+        return smooth_checkpoint(checkpoint, self.smooth, *how, required=self.must_smooth)
 
 
 def _folds(job: PruneJob) -> Sequence[Fold]:
@@ -100,9 +76,3 @@ def _folds(job: PruneJob) -> Sequence[Fold]:
         return find_smoothing(job.meta, job.checkpoint, job.calibrated_patterns, job.run)
     except InputError:
         return ()
-
-
-def _require_floats(job: PruneJob, doing: str) -> None:
-    """Refuse a step that weights in 8 bits do not allow."""
-    if job.source_dtype is not None:
-        raise InputError(doing, got="a source in 8 bits", needed="a float source")

@@ -32,8 +32,6 @@ ROUNDED: dict[Recipe, str] = {
 }
 """Recipe -> what it makes of a type's values."""
 
-ROTATED = "rotated: adapters made for the source do not fit, nor do draft models that read hidden states (EAGLE)"
-
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Keys of the source's card that hold for the pruned model too."""
 
@@ -59,8 +57,6 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         "experts": "; ".join(summary.treated_experts),
         "method": method,
-        "channels": options.reorder and "inside MLPs in another order: adapters made for the source do not fit there",
-        "stream": options.rotate and ROTATED,
         "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",

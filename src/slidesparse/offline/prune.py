@@ -28,7 +28,6 @@ from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
 from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
-from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
@@ -100,7 +99,6 @@ def prepare(
     if followed is not None:
         weights = fingerprint(checkpoint, checkpoint.config)
         followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
-    checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where, followed)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     return Prepared(checkpoint, destination, files, job, outputs, weights)
@@ -229,10 +227,5 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         return options.method
     samples, length = windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    before = {
-        f"{options.rotate} steps of learning a rotation": options.rotate,
-        "smoothing": options.smooth,
-        "reordering": options.reorder,
-    }
-    method = " and ".join([*(word for word, given in before.items() if given), options.method])
-    return f"{method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"
+    before = "smoothing and " if options.smooth else ""
+    return f"{before}{options.method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

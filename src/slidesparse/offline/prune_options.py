@@ -46,9 +46,6 @@ class PruneOptions:
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
             is calibrated by one process, as far as the model can be smoothed.
-        reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
-        rotate: Steps in which a rotation of the residual stream is learned first: see
-            :mod:`slidesparse.models.learn_rotation`; 0: none.
     """
 
     pattern: str
@@ -62,8 +59,6 @@ class PruneOptions:
     part: Part = "language"
     match: int = 0
     smooth: bool | None = False
-    reorder: bool = False
-    rotate: int = 0
 
     @property
     def rounding(self) -> Rounding:
@@ -149,8 +144,6 @@ class _Asked(NamedTuple):
 STEPS = (
     _Asked("--match", "matching", "layers are matched"),
     _Asked("--smooth", "smoothing", "layers are smoothed"),
-    _Asked("--reorder", "reordering", "channels are reordered"),
-    _Asked("--rotate", "rotating", "the stream is rotated"),
 )
 
 
@@ -169,16 +162,10 @@ def check_options(options: PruneOptions) -> None:
             needed="a pattern, whose weights are rounded so",
             remedy="use --pattern 6:8, or leave out --recipe",
         )
-    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
-        if steps < 0:
-            raise InputError(what, got=steps, needed="0 or more")
+    if options.match < 0:
+        raise InputError("steps of matching", got=options.match, needed="0 or more")
     _require_text(options)
     _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
-    if options.rotate and options.smooth:
-        raise InputError(
-            "--rotate and --smooth",
-            needed="one of them: a rotated stream has no gains into which outliers could be folded",
-        )
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:

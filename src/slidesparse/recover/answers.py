@@ -51,44 +51,26 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a model.
-
-    Attributes:
-        model: The checkpoint.
-        prompts: Token numbers of each.
-        longest: Most tokens of an answer.
-        seed: Of what is drawn.
-    """
+    """What is asked of a checkpoint: prompts as token numbers, the most tokens of an answer, and a seed."""
 
     model: Path
     prompts: tuple[list[int], ...]
     longest: int
     seed: int
 
-    def cut(self) -> Job:
-        """Return the job with the ends of prompts that are too long for the model with an answer."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(str(self.model), local_files_only=True, trust_remote_code=False)
-        most = max(1, positions(config, 1 << 20) - self.longest)
-        return replace(self, prompts=tuple(one[-most:] for one in self.prompts))
-
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts.
-
-    Args:
-        job: What is asked.
-        tokenizer: The model's.
-        writer: What runs the model.
-        device: Where the model runs.
-        ranks: The processes, each of which has prompts of its own.
+    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
 
     Raises:
         CheckpointError: The model cannot be loaded.
         UnsupportedError: vLLM ends with an error.
     """
-    job = job.cut()
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(job.model), local_files_only=True, trust_remote_code=False)
+    most = max(1, positions(config, 1 << 20) - job.longest)
+    job = replace(job, prompts=tuple(one[-most:] for one in job.prompts))
     if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
         return _of_vllm(job, ranks)
     return _of_transformers(job, tokenizer, device)
@@ -145,10 +127,9 @@ def _answered(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int
     ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
     drawn = {"do_sample": True, **asdict(Sampling()), "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    much = {"max_new_tokens": longest, "pad_token_id": padding, "use_cache": True}
     with other_library():
-        found = model.generate(
-            ids, attention_mask=mask, max_new_tokens=longest, pad_token_id=padding, use_cache=True, **drawn
-        )
+        found = model.generate(ids, attention_mask=mask, **much, **drawn)
     answers: list[str] = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return answers
 
@@ -162,28 +143,22 @@ def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
         LOG.info("asking vLLM for %d answers", len(job.prompts))
         ended = subprocess.run(
             [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked), str(answers)],
-            env=_alone(ranks),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             check=False,
-        )
+        )  # fmt: skip
         if ended.returncode or not answers.exists():
             lines = [line for line in ended.stdout.splitlines() if line.strip()] or ["no word"]
-            raise UnsupportedError(
-                "vLLM cannot write the answers",
-                got=next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST],
-                remedy="write them with: slidesparse chats --writer transformers",
-            )
+            got = next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST]
+            remedy = "write them with: slidesparse chats --writer transformers"
+            raise UnsupportedError("vLLM cannot write the answers", got=got, remedy=remedy)
         found: list[str] = json.loads(answers.read_text())
         return found
 
 
 def _alone(ranks: Ranks) -> dict[str, str]:
     """Return the environment of a process that is none of torchrun's, and has the GPU of this one."""
-    kept = {name: value for name, value in os.environ.items() if name not in RANK_NAMES}
-    kept = {name: value for name, value in kept.items() if not name.startswith("TORCHELASTIC_")}
+    ours = (name for name in os.environ if name not in RANK_NAMES and not name.startswith("TORCHELASTIC_"))
+    kept = {name: os.environ[name] for name in ours}
     if ranks.world > 1:
         visible = kept.get("CUDA_VISIBLE_DEVICES")
         kept["CUDA_VISIBLE_DEVICES"] = str(ranks.local) if not visible else visible.split(",")[ranks.local]

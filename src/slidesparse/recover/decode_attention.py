@@ -22,19 +22,10 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; see transformers' ``AttentionInterface``.
+    """Attend, as transformers' ``AttentionInterface`` asks; prompts attend by PyTorch's kernels.
 
-    Args:
-        module: The attention's module.
-        query: [batch, heads, queries, width].
-        key: [batch, key heads, length, width].
-        value: The same.
-        attention_mask: Boolean, or a float to add [batch, 1, queries, length].
-        scaling: Of the scores; None: by the width.
-        kwargs: What the attention of prompts takes beside these.
-
-    Returns:
-        [batch, queries, heads, width], and no weights.
+    Query [batch, heads, queries, width], key and value [batch, key heads, length, width], and a mask that is boolean or
+    a float to add [batch, 1, queries, length] -> [batch, queries, heads, width], and no weights.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -22,10 +22,8 @@ CHUNK = 1 << 28
 class Predictions:
     """What a model predicts, before it is multiplied out.
 
-    Attributes:
-        hidden: Last hidden states, after the last norm [tokens, width].
-        head: The weight of the output embedding [vocabulary, width], of the same type.
-        cap: Gemma 2's soft cap of logits, ``cap * tanh(logits / cap)``; None: no cap.
+    ``hidden`` has the last hidden states, after the last norm [tokens, width], ``head`` the weight of the output
+    embedding [vocabulary, width], of the same type; ``cap`` is Gemma 2's, ``cap * tanh(logits / cap)``.
     """
 
     hidden: torch.Tensor
@@ -93,24 +91,13 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: torch.Tensor) -> Any:
         of_hidden, of_head = ctx.saved_tensors
-        return (
-            None if of_hidden is None else of_hidden * slope,
-            None if of_head is None else (of_head * slope).to(ctx.head_dtype),
-            None,
-            None,
-            None,
-        )
+        of_hidden = None if of_hidden is None else of_hidden * slope
+        return of_hidden, None if of_head is None else (of_head * slope).to(ctx.head_dtype), None, None, None
 
 
 @torch.no_grad()
 def compare(student: Predictions, dense: Predictions, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Judge predictions on a text.
-
-    Args:
-        student: Of the trained model.
-        dense: Of the dense one.
-        ids: The tokens of the text, int64 [windows, window], in the order of ``hidden``.
-        chunk: Logits at a time.
+    """Judge predictions on the tokens of a text, int64 [windows, window], in the order of ``hidden``.
 
     Returns:
         float64 [4], sums over tokens: KL(dense || student), the student's and the dense model's loss of the next token

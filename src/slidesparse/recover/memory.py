@@ -31,13 +31,10 @@ LOGITS = 6 * 4 * CHUNK
 
 @dataclass(frozen=True)
 class Fit:
-    """How a run fits a GPU.
+    """How a run fits a GPU: ``micro`` windows at a time, with activations computed again in the backward pass or not.
 
-    Attributes:
-        micro: Windows at a time.
-        recompute: Whether activations are computed again in the backward pass.
-        sync_each: Whether gradients are divided among processes after each micro-batch, not once a step: whole ones
-            take more memory.
+    ``sync_each``: gradients are divided among processes after each micro-batch, not once a step, which takes less
+    memory.
     """
 
     micro: int
@@ -65,13 +62,7 @@ def activation_bytes(config: Any, tokens: int, recompute: bool) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A model's size.
-
-    Attributes:
-        parameters: All of them.
-        trained: Those that are trained.
-        config: Its config.
-    """
+    """A model's config, and how many parameters it has and trains."""
 
     parameters: int
     trained: int
@@ -79,14 +70,7 @@ class Size:
 
 
 def needed_bytes(size: Size, options: RecoverOptions, world: int, fit: Fit) -> int:
-    """Return about how much memory each GPU needs.
-
-    Args:
-        size: Of the model.
-        options: Of the run.
-        world: GPUs among which the model is divided.
-        fit: What is chosen.
-    """
+    """Return about how much memory each of ``world`` GPUs needs, among which the model is divided."""
     frozen = size.parameters - size.trained
     state = (STATE * size.trained + FROZEN * frozen + DENSE * size.parameters) / world
     whole = 2 * size.parameters if world == 1 else 4 * size.trained * (not fit.sync_each)  # BF16; gradients

@@ -30,11 +30,7 @@ SAME = 0.05
 
 
 class Network(nn.Module):
-    """A causal language model that gives what its predictions are multiplied out of.
-
-    Args:
-        model: transformers' model.
-    """
+    """A causal language model of transformers that gives what its predictions are multiplied out of."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -58,31 +54,22 @@ class DenseNetwork(Network):
 
     @torch.no_grad()
     def require_plain_head(self, ids: torch.Tensor) -> None:
-        """Refuse a model that does something else with its last hidden state than to multiply it.
-
-        Raises:
-            InputError: Its logits are scaled, or have a bias.
-        """
+        """Raise an InputError for a model that scales its logits, or adds a bias to them."""
         plain = self(ids).logits(slice(None))
         logits = self.model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
         if float((logits - plain).abs().max()) > SAME * float(logits.max() - logits.min()):
-            raise InputError(
-                f"{type(self.model).__name__} cannot be trained here",
-                got="logits that are more than the product of a hidden state and the output embedding",
-                needed="a model without a scale or a bias of logits",
-            )
+            got = "logits that are more than the product of a hidden state and the output embedding"
+            needed = "a model without a scale or a bias of logits"
+            raise InputError(f"{type(self.model).__name__} cannot be trained here", got=got, needed=needed)
 
 
 class StudentNetwork(Network):
     """The pruned model. Its loss is computed inside its forward, where FSDP2 has put the output embedding together."""
 
     def forward(self, ids: torch.Tensor, dense: Predictions, counted: int | None = None) -> torch.Tensor:
-        """Return the sum over tokens of KL(dense || student); to judge, the sums of :func:`compare`.
+        """Return the sum over tokens of KL(dense || student), for ids int64 [windows, window].
 
-        Args:
-            ids: int64 [windows, window].
-            dense: The dense model's predictions for them.
-            counted: How many of the windows count; None: train.
+        To judge, ``counted`` says how many of the windows count: the sums of :func:`compare` over these.
         """
         found = self.predictions(ids)
         if counted is None:
@@ -92,14 +79,7 @@ class StudentNetwork(Network):
 
 
 def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: bool = False) -> None:
-    """Divide a network without values among processes.
-
-    Args:
-        network: On the meta device, with what is shared tied.
-        mesh: The processes.
-        compute: Type in which it multiplies.
-        recompute: Compute activations again in the backward pass.
-    """
+    """Divide a network on the meta device, with what is shared tied, among processes; it multiplies in ``compute``."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy)
     for layer in repeated_layers(network.model):
@@ -123,15 +103,9 @@ def fill(
     device: torch.device,
     look: Callable[[str, torch.Tensor], None] = lambda *_: None,
 ) -> dict[str, nn.Parameter]:
-    """Fill a network with a checkpoint's values, each process with its part; return its parameters by name.
+    """Fill a network, divided or not, with a checkpoint's values, each process with its part.
 
-    Args:
-        network: Divided, or not.
-        meta: Around its model.
-        checkpoint: Its checkpoint.
-        dtype: Type of the weights.
-        device: Where they go.
-        look: Called with each value of the state, whole and on the CPU.
+    ``look`` is called with each value of the state, whole and on the CPU. Returns the parameters by name.
     """
     model = network.model
     values: dict[str, torch.Tensor] = {}

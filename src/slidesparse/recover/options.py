@@ -25,7 +25,7 @@ RATE, WIDTH = 2e-5, 2048
 """The usual rate of a model that is as wide as this. Adam's best rate falls as one over the width (maximal update
 parametrisation, arXiv 2203.03466): 7e-5 for 576 channels, 4.6e-5 for 896, 1e-5 for 4096."""
 
-WARM_UP, START, LEAST = 0.02, 0.05, 0.1
+WARM_UP, START, LEAST = 0.1, 0.05, 0.1
 """The share of a run in which the rate rises, and the shares of the highest rate that it has first and last."""
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)", re.ASCII)
@@ -87,9 +87,8 @@ class RecoverOptions:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise InputError(
-                "nothing to train on", needed="a text or chats", remedy="add --chats, --text FILE or --self NUMBER"
-            )
+            needed = "a text or chats"
+            raise InputError("nothing to train on", needed=needed, remedy="add --chats, --text FILE or --self NUMBER")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
         for name, least in (("batch", 1), ("window", 2), ("held", 1), ("micro", 1), ("tokens", 1)):
@@ -142,7 +141,7 @@ def usual_rate(width: int) -> float:
 def rate_share(done: float) -> float:
     """Return the share of the highest rate when a share of the budget is spent: up in a line, then down in a cosine.
 
-    >>> [round(rate_share(done), 3) for done in (0.0, 0.01, 0.02, 0.51, 1.0)]
+    >>> [round(rate_share(done), 3) for done in (0.0, 0.05, 0.1, 0.55, 1.0)]
     [0.05, 0.5, 1.0, 0.55, 0.1]
     """
     if done < WARM_UP:

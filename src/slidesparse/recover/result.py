@@ -20,6 +20,9 @@ from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY
 
+RECORD = "recover.json"
+"""What the run was, and what it gained."""
+
 TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 
 
@@ -28,13 +31,8 @@ def gathered(
 ) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors that training has changed, on the CPU and in the checkpoint's types.
 
-    All processes take part; those that do not keep the result get nothing.
-
-    Args:
-        parameters: Name -> trained parameter.
-        meta: The model, and where its parameters are in the checkpoint.
-        checkpoint: What the run began from.
-        keep: Whether this process keeps the tensors.
+    All processes take part; those that do not ``keep`` the result get nothing. ``meta`` says where parameters are in
+    the checkpoint, which the run began from.
     """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
@@ -66,9 +64,8 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
     flat = torch.full((start,), torch.nan)
     flat[places.flatten()] = value.float().flatten()
     if bool(flat.isnan().any()) or places.shape != value.shape:
-        raise UnsupportedError(
-            "cannot store a trained parameter as it was", got=f"only a part of {', '.join(stored)} in the model"
-        )
+        got = f"only a part of {', '.join(stored)} in the model"
+        raise UnsupportedError("cannot store a trained parameter as it was", got=got)
     return {name: flat[numbers[name]].to(TYPES[one.dtype]) for name, one in stored.items()}
 
 
@@ -81,7 +78,7 @@ def write_result(
         work: The place.
         checkpoint: What the run began from.
         files: Its other files.
-        trained: Tensor -> its new values; empty where the values of before are the better ones.
+        trained: Tensor -> new values; empty where the values of before are the better ones.
         record: What ``recover.json`` says of the run.
     """
     for shard, tensors in checkpoint.shards.items():
@@ -98,10 +95,6 @@ def write_result(
     write_json(work.output / RECORD, record)
 
 
-RECORD = "recover.json"
-"""What the run was, and what it gained."""
-
-
 def wanted_files(checkpoint: Checkpoint) -> set[str]:
     """Return the names of files that are written anew."""
-    return {"config.json", INDEX_FILE, RECORD, *map(str, map(Path, checkpoint.shards))}
+    return {"config.json", INDEX_FILE, RECORD, *(str(Path(one)) for one in checkpoint.shards)}

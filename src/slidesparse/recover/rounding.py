@@ -18,13 +18,7 @@ from slidesparse.weights.quant import Quantised, Rounding, quantize_rows, quanti
 
 
 def round_linears_(model: nn.Module, linears: Mapping[str, Rounding], dtype: torch.dtype) -> None:
-    """Let linears of a model round, in place.
-
-    Args:
-        model: The model.
-        linears: Name of a linear -> how its weight is rounded.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-    """
+    """Let linears of a model round to int8 or float8_e4m3fn, in place: name -> how its weight is rounded."""
     for name, recipe in linears.items():
         linear: Any = model.get_submodule(name)
         linear.forward = _rounded(linear, dtype, recipe)

@@ -39,7 +39,7 @@ from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
-from slidesparse.recover.trained import Zeros, choose_trained, require_pattern
+from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
 from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
 from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
@@ -54,11 +54,9 @@ class Recovery:
     Attributes:
         destination: The new checkpoint.
         kept: Whose weights it has: ``after`` the training, or ``before`` where that did not help.
-        steps: Steps that were made.
-        tokens: Tokens that were trained on.
-        seconds: Of training.
+        steps: Steps that were made; ``left_out`` of them had no finite loss.
+        tokens: Tokens that were trained on, in ``seconds``.
         rate: The highest rate.
-        left_out: Steps that were left out, without a finite loss.
         ended_early: Whether there was no finite loss any more.
         held_tokens: Tokens of the held windows.
         before: What :meth:`slidesparse.recover.training.Training.judge` says of the pruned model.
@@ -113,13 +111,8 @@ def recover(
 
     Processes that torchrun started call this together, with equal arguments but for the device.
 
-    Args:
-        pruned: A checkpoint in a float type, with a pattern of zeros.
-        dense: The dense model's checkpoint.
-        destination: A folder that does not exist.
-        options: The options.
-        device: That of this process.
-        ranks: The processes.
+    The pruned one is in a float type, with a pattern of zeros; ``destination`` is a folder that does not exist, and
+    ``device`` that of this process.
 
     Raises:
         CheckpointError: A checkpoint cannot be used, or the two do not belong together; the disk is full.
@@ -142,7 +135,11 @@ def recover(
     plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
     with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
-        windows = _windows(pair, options, work, ranks)
+        if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
+            pair.require_one_tokenizer()
+            read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
+        ranks.wait()
+        windows = Windows.load(work.kept / WINDOWS, options)
         with _explained(ranks), _connected(ranks, where):
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
@@ -159,11 +156,8 @@ class _Pair:
         self.marker = Marker.from_config(self.pruned.config)
         for one in (self.pruned, self.dense):
             if source_quantisation(one.config):
-                raise CheckpointError(
-                    f"{one.path} is quantised",
-                    needed="weights in a float type",
-                    remedy="prune with --dtype bf16, recover, and quantise then",
-                )
+                remedy = "prune with --dtype bf16, recover, and quantise then"
+                raise CheckpointError(f"{one.path} is quantised", needed="weights in a float type", remedy=remedy)
         self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
         self._require_alike()
         self.prunable = choose_trained(self.student.model, options.train)
@@ -220,25 +214,10 @@ class _Pair:
         round_linears_(self.student.model, recipes, dtype)
 
 
-def _windows(pair: _Pair, options: RecoverOptions, work: Workplace, ranks: Ranks) -> Windows:
-    """Return the windows; the first process cuts them for all, once."""
-    path = work.kept / WINDOWS
-    if ranks.is_first and not path.exists():
-        pair.require_one_tokenizer()
-        read_windows(pair.pruned.path, pair.student.model.config, options).save(path)
-    ranks.wait()
-    return Windows.load(path, options)
-
-
 def _train(
-    pair: _Pair,
-    windows: Windows,
-    options: RecoverOptions,
-    rate: float,
-    work: Workplace,
-    device: torch.device,
+    pair: _Pair, windows: Windows, options: RecoverOptions, rate: float, work: Workplace, device: torch.device,
     ranks: Ranks,
-) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:  # fmt: skip
     """Train, and return what is said of it, and the new tensors, which the first process has."""
     fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
     mesh = init_device_mesh(device.type, (ranks.world,))
@@ -251,15 +230,25 @@ def _train(
     divide(student, mesh, compute, fit.recompute)
     fill(dense, pair.teacher, pair.dense, compute, device)
     dense.requires_grad_(False)
-    zeros = Zeros(pair.prunable, pair.marker)
-    everything = fill(student, pair.student, pair.pruned, torch.float32, device, zeros.look)
+    zeros: set[str] = set()
+
+    def look(name: str, value: torch.Tensor) -> None:
+        if name in pair.prunable and has_held_zeros(name, value, pair.marker):
+            zeros.add(name)
+
+    everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
-    held = {name for name in zeros.held if name in parameters}
-    training = Training(student, dense, windows, parameters, held, options, rate, fit, ranks, device)
+    training = Training(
+        student, dense, windows, parameters, zeros & parameters.keys(), options, rate, fit, ranks, device
+    )
     state = State(work.kept, parameters, training.optimizer)
     progress = state.load(ranks)
-    say(_plan_words(windows, options, progress.step))
+    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
+    if options.steps is not None:
+        through = options.steps * options.windows / windows.count
+        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+    say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
     if not (work.kept / BEFORE).exists():
         before = training.judge()
         if ranks.is_first:
@@ -285,15 +274,6 @@ def _train(
     return told, gathered(parameters, pair.student, pair.pruned, ranks.is_first) if better else {}
 
 
-def _plan_words(windows: Windows, options: RecoverOptions, step: int) -> str:
-    """Return what will be done, in words."""
-    words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
-    if options.steps is not None:
-        through = options.steps * options.windows / windows.count
-        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
-    return words + (f"; goes on after step {step}" if step else "")
-
-
 @contextmanager
 def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Let processes send tensors; one that is alone forms a group of itself, so that there is one way to train."""
@@ -317,11 +297,8 @@ def _explained(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        raise UnsupportedError(
-            "the memory of a GPU is too small",
-            got=first_line(error),
-            remedy="use --micro 1, --recompute on, or more GPUs; a run that goes on may have others",
-        ) from error
+        remedy = "use --micro 1, --recompute on, or more GPUs; a run that goes on may have others"
+        raise UnsupportedError("the memory of a GPU is too small", got=first_line(error), remedy=remedy) from error
     except RuntimeError:
         if ranks.world > 1:
             ranks.require_all_alive()

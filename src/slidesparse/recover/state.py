@@ -29,14 +29,9 @@ NAME, PROGRESS = "step-", "progress.json"
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is: the steps and seconds of training that are done, and the mean loss of each step.
 
-    Attributes:
-        step: Steps that are done, those left out among them.
-        seconds: Seconds of training.
-        left_out: Steps that were left out, since their loss was NaN or Inf.
-        in_a_row: Of these, how many were the last ones.
-        losses: Mean loss of each step.
+    ``left_out`` of the steps had a loss of NaN or Inf, ``in_a_row`` of them the last ones.
     """
 
     step: int = 0
@@ -47,12 +42,9 @@ class Progress:
 
 
 class State:
-    """The state of a run, in a folder.
+    """The state of a run, in a folder that all processes see.
 
-    Args:
-        folder: Holds it; all processes see it.
-        parameters: Name -> parameter, of those that are trained.
-        optimizer: AdamW, which has made no step.
+    ``parameters`` are those that are trained, by name; ``optimizer`` is AdamW, which has made no step.
     """
 
     def __init__(self, folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -70,11 +62,7 @@ class State:
         return {name: {"weight": one.detach(), **states[one]} for name, one in self.parameters.items()}
 
     def save(self, progress: Progress, ranks: Ranks) -> None:
-        """Save the state; all processes together.
-
-        Raises:
-            OSError: It cannot be written; the state before is still there.
-        """
+        """Save the state, all processes together; after an OSError the state of before is still there."""
         final = self.folder / f"{NAME}{progress.step:08}"
         new = final.with_suffix(".tmp")
         if ranks.is_first:
@@ -94,11 +82,7 @@ class State:
         ranks.wait()
 
     def load(self, ranks: Ranks) -> Progress:
-        """Go on from the last state that was saved; a new run where there is none.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """Go on from the last state, anew where there is none; a CheckpointError says that it cannot be read."""
         found = sorted(one for one in self.folder.glob(f"{NAME}*") if one.suffix != ".tmp")
         ranks.wait()
         if not found:

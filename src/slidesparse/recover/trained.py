@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +32,9 @@ def choose_trained(model: Any, train: Trained) -> list[str]:
 
 
 def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Refuse a checkpoint that is not pruned, before anything is written.
+    """Raise an InputError for a checkpoint whose linears have no zeros, or zeros in no pattern, before work begins.
 
-    Args:
-        path: Its name in the error.
-        prunable: Parameters that pruning may have treated.
-        read: Name -> values; of a pruned checkpoint it is called once or twice.
-
-    Raises:
-        InputError: No parameter has zeros, or those that have follow no pattern.
+    Of a pruned one, a parameter or two are read.
     """
     any_zero = False
     for name in prunable:
@@ -56,34 +50,19 @@ def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str],
     )
 
 
-class Zeros:
-    """The zeros of a pruned checkpoint, looked at while its values are read.
+def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> bool:
+    """Return whether a parameter that pruning may have treated has zeros that stay.
 
-    Args:
-        prunable: Parameters that pruning may have treated.
-        marker: What ``prune`` says of the checkpoint; None for one that something else pruned.
-
-    Attributes:
-        held: Parameters whose zeros stay.
+    Raises:
+        PatternViolation: It does not follow the pattern that ``prune``'s marker says it does; None: another program's.
     """
-
-    def __init__(self, prunable: Collection[str], marker: Marker | None) -> None:
-        self.prunable, self.marker = prunable, marker
-        self.held: set[str] = set()
-
-    def look(self, name: str, value: torch.Tensor) -> None:
-        """Look at a parameter.
-
-        Raises:
-            PatternViolation: It does not follow the pattern that the marker says it does.
-        """
-        zero = value == 0
-        if name not in self.prunable or not bool(zero.any()) or bool(zero.all()):
-            return
-        self.held.add(name)
-        linear = name.removesuffix(".weight")
-        if self.marker is not None and value.dim() == 2 and linear not in self.marker.ignore:
-            check_pattern(value, self.marker.pattern_of(linear), name=name)
+    zero = value == 0
+    if not bool(zero.any()) or bool(zero.all()):
+        return False
+    linear = name.removesuffix(".weight")
+    if marker is not None and value.dim() == 2 and linear not in marker.ignore:
+        check_pattern(value, marker.pattern_of(linear), name=name)
+    return True
 
 
 @torch.no_grad()
@@ -96,9 +75,6 @@ def hold_zeros(parameters: Mapping[str, nn.Parameter], held: set[str]) -> None:
     for name in held:
         parameter = parameters[name]
         if parameter.grad is not None:
-            local(parameter.grad).mul_(local(parameter.detach()) != 0)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            pair = parameter.grad, parameter.detach()  # this process's parts of them
+            gradient, weight = (one.to_local() if isinstance(one, DTensor) else one for one in pair)
+            gradient.mul_(weight != 0)

@@ -35,34 +35,16 @@ LINE_S = 10.0
 
 
 class Training:
-    """A run.
+    """A run: both networks divided and filled, and the student's parameters that are trained.
 
-    Args:
-        student: The pruned model, divided and filled.
-        dense: The dense one.
-        windows: What it is trained on.
-        parameters: Name -> parameter, of those that are trained.
-        held: Those of them whose zeros stay.
-        options: The options.
-        rate: The highest rate.
-        fit: How it fits the memory.
-        ranks: The processes.
-        device: That of this process.
+    Zeros of those ``held`` stay; ``rate`` is the highest rate.
     """
 
     def __init__(
         self,
-        student: StudentNetwork,
-        dense: DenseNetwork,
-        windows: Windows,
-        parameters: Mapping[str, nn.Parameter],
-        held: set[str],
-        options: RecoverOptions,
-        rate: float,
-        fit: Fit,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
+        student: StudentNetwork, dense: DenseNetwork, windows: Windows, parameters: Mapping[str, nn.Parameter],
+        held: set[str], options: RecoverOptions, rate: float, fit: Fit, ranks: Ranks, device: torch.device,
+    ) -> None:  # fmt: skip
         self.student, self.dense, self.windows, self.parameters, self.held = student, dense, windows, parameters, held
         self.options, self.rate, self.fit, self.ranks, self.device = options, rate, fit, ranks, device
         self.optimizer = torch.optim.AdamW(
@@ -73,7 +55,8 @@ class Training:
         """Train until the budget is spent, or no step has a finite loss any more; save the state now and then."""
         options, report = self.options, _Report(self.options, progress)
         done, saved = options.done(progress.step, progress.seconds), time.monotonic()
-        with report.bar() as advance:
+        unit = "seconds" if options.tokens is None else "tokens"
+        with progress_bar("recover", report.total, unit=unit) as advance:
             while done < 1 and progress.in_a_row < MOST_LEFT_OUT:
                 begun = time.monotonic()
                 loss, finite = self._step(progress.step, rate_share(done) * self.rate)
@@ -90,9 +73,8 @@ class Training:
                     state.save(progress, self.ranks)
                     saved = time.monotonic()
         if progress.left_out and self.ranks.is_first:
-            LOG.warning(
-                "%d of %d steps were left out, since their loss was NaN or Inf", progress.left_out, progress.step
-            )
+            words = "%d of %d steps were left out, since their loss was NaN or Inf"
+            LOG.warning(words, progress.left_out, progress.step)
 
     def _step(self, step: int, rate: float) -> tuple[float, bool]:
         """Make a step; return its mean loss, and whether that was a number."""
@@ -150,13 +132,8 @@ class Training:
         if ranks.world > 1:
             dist.all_reduce(sums)
         kl, loss, dense_loss, same = sums.tolist()
-        tokens, following = held.numel(), held.numel() - len(held)
-        return {
-            "kl": kl / tokens,
-            "loss": loss / following,
-            "dense_loss": dense_loss / following,
-            "same": same / tokens,
-        }
+        tokens, next_ = held.numel(), held.numel() - len(held)
+        return {"kl": kl / tokens, "loss": loss / next_, "dense_loss": dense_loss / next_, "same": same / tokens}
 
 
 class _Report:
@@ -169,9 +146,6 @@ class _Report:
         self.smooth, self.shown = math.nan, 0
         self.lines = bars_shown(True) and not bars_shown()
         self.total = options.tokens or round(60 * (options.minutes or 0))
-
-    def bar(self) -> Any:
-        return progress_bar("recover", self.total, unit="seconds" if self.options.tokens is None else "tokens")
 
     def step(self, advance: Callable[..., None], loss: float, done: float) -> None:
         """Show one more step."""

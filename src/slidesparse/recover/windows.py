@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, first_line
-from slidesparse.files.mixed_texts import WeightedText, shares, weighted
+from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
@@ -27,13 +27,9 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Windows:
-    """Windows of several texts.
+    """Windows of several texts, int32 [n, window]: of each, those to train on; of all in their shares, those held.
 
-    Args:
-        train: Of each text, those to train on: int32 [n, window].
-        held: Those that are never trained on, of all texts in their shares: int32 [n, window].
-        weights: Of the texts.
-        seed: Of the order.
+    ``weights`` are those of the texts, and ``seed`` decides the order.
     """
 
     def __init__(self, train: Sequence[torch.Tensor], held: torch.Tensor, weights: Sequence[float], seed: int) -> None:
@@ -102,23 +98,16 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         tokens = _tokens(tokenizer, as_text(inside, tokenizer), Path(text.file).name)
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
-        kept = _kept(text, windows, len(tokens), max(count, 1))
+        if len(windows) < 2:
+            got = f"{len(tokens)} tokens, {len(windows)} windows of {options.window}"
+            needed = "two windows, one to train on and one to judge by"
+            remedy = "use a longer text, or a shorter --window"
+            raise InputError(f"{text.file} is too short", got=got, needed=needed, remedy=remedy)
+        kept = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
         held.append(windows[order[:kept]])
         train.append(windows[order[kept:]])
     return Windows(train, torch.cat(held), [text.weight for text in texts], options.seed)
-
-
-def _kept(text: WeightedText, windows: torch.Tensor, tokens: int, wanted: int) -> int:
-    """Return how many windows of a text are held: at most an eighth."""
-    if len(windows) < 2:
-        raise InputError(
-            f"{text.file} is too short",
-            got=f"{tokens} tokens, {len(windows)} windows of {windows.shape[1]}",
-            needed="two windows, one to train on and one to judge by",
-            remedy="use a longer text, or a shorter --window",
-        )
-    return max(1, min(wanted, len(windows) // 8))
 
 
 def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:

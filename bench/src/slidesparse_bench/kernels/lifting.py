@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from slidesparse import ops
-from slidesparse.lifting.layout import ColumnOrder
-from slidesparse.lifting.prologue import add_rms_norm, rms_norm, silu_mul
+from slidesparse.gemm import get_backend
+from slidesparse.lifting.layout import ColumnOrder, LinearTensors
+from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.ops.resolve import resolve_lift
 from slidesparse.tuning.checking import ends, relative_error
 from slidesparse.tuning.measure import gaussian
 from slidesparse.weights.packed import PackedWeight
@@ -72,7 +74,7 @@ def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subje
     more = partial(gaussian, dtype=x.dtype, device=session.device)
     residual, weight = more(*x.shape, seed=2), more(case.in_features, seed=3)
     written = case.tokens * (len(lifted) + 4)
-    inputs: dict[str, tuple[tuple[torch.Tensor, ...], int]] = {
+    inputs: dict[Prologue, tuple[tuple[torch.Tensor, ...], int]] = {
         "rms_norm": ((x, weight), x.nbytes),
         "add_rms_norm": ((x, residual, weight), 3 * x.nbytes),
         "silu_mul": ((torch.cat([x, residual], 1),), 2 * x.nbytes),
@@ -91,15 +93,19 @@ def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subje
     ]
 
 
-def _fused(first: str, dtype: torch.dtype, order: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _fused(
+    first: Prologue, dtype: torch.dtype, order: list[int], x: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     *given, lifted = tensors
-    arguments = given if first == "silu_mul" else [*given, EPS]
-    results: tuple[torch.Tensor, ...] = getattr(ops, f"{first}_quantize_lift")(*arguments, lifted, dtype, order=order)
-    return results
+    gain = given.pop() if given else None
+    residual = given.pop() if given else None
+    lift = resolve_lift(get_backend("reference"), first, x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    made = lift(x, residual, LinearTensors(lifted, None, (), None, None, gain), EPS)
+    return tuple(result for result in made if result is not None)
 
 
 def _fused_error(
-    first: str,
+    first: Prologue,
     dtype: torch.dtype,
     tensors: tuple[torch.Tensor, ...],
     columns: torch.Tensor,

@@ -19,7 +19,6 @@ class DenseLayers:
 
     Attributes:
         meta: The meta model.
-        inputs: Batches of the text, as inputs of the model.
         samples: What the current layer reads.
 
     Raises:
@@ -39,8 +38,8 @@ class DenseLayers:
         self.meta = self.store.meta
         self.model = self.meta.model
         batches = windows.split(windows_of_a_batch(windows))
-        self.inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
-        self.samples = record_inputs(self.model, self.layer_list, self.inputs)
+        inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
+        self.samples = record_inputs(self.model, self.layer_list, inputs)
         self._outputs: list[torch.Tensor] = []
 
     def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
