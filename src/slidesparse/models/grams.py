@@ -135,7 +135,7 @@ def collect_grams(
     """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
 
     With each comes what rounding costs: see :func:`rounding_of`.
-    For experts there are counts and sums in place of it: see :mod:`slidesparse.models.expert_grams`.
+    For experts there are counts and sums in place of it.
 
     Raises:
         InputError: A linear is never called.
