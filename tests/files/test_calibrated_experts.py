@@ -141,7 +141,6 @@ def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name:
     text = source(tmp_path, name)
     dtype = "fp32" if name in ("gpt-oss", "granitemoe") else "int8"
     would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, "wanda", text))
-    assert would.time.seconds > 0
     summary = pruned(tmp_path, text, "wanda", dtype)
     assert inspect_checkpoint(tmp_path / "s").ok
     known = getattr(transformers, ARCHITECTURES[name].model)
