@@ -38,7 +38,7 @@ from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord,
 from slidesparse_bench.step_time import GPUS
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy/published"))
-import compare  # noqa: E402 (it is beside the script that judges)
+import compare
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -593,7 +593,7 @@ def published_models() -> str:
     """The page on accuracy: all models that were judged, beside the dense one, on the same problems."""
     found = published_records()
     dense, rows = found["dense"], []
-    for tag, one in found.items():
+    for tag, one in sorted(found.items(), key=lambda item: sum(item[1]["code"]["kl"])):
         kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
         cells = compare.cells(one, dense)[4:]
         rows.append([tag, "-" if one is dense else rise(one, dense), kl, *cells])

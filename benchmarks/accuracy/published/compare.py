@@ -3,7 +3,8 @@
     python compare.py RECORDS.jsonl [--base dense] [--pairs "6:8 int8" "6:8"]
 
 Differences are those of the same problems, with the standard error of their mean. Two scores whose problems differ are
-refused, and texts that differ are left out. Perplexities are compared window by window: exp of the mean difference of losses, less 1, in percent.
+refused, and texts that differ are left out. Perplexities are compared window by window: exp of the mean difference of
+losses, less 1, in percent.
 """
 
 from __future__ import annotations
