@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from authors import AUTHORS_TOKENS, FP4_GEMMS, GEMMS
 
 from slidesparse.gemm.speed_files import file_name
 from slidesparse.offline import cards as card_list
@@ -761,13 +762,12 @@ def cards() -> str:
 def authors() -> str:
     """What the paper's authors measured, of cards that have kernels for it."""
     rows = [
-        (card.name, TYPES[dtype], *(f"{gain:.2f}" for gain in gains))
-        for card in card_list.CARDS
-        for dtype, gains in card.authors.items()
+        (card, TYPES[dtype], *(f"{gain:.2f}" for gain in gains))
+        for card, types in GEMMS.items()
+        for dtype, gains in types.items()
     ]
-    return markdown(
-        ("6:8 over dense", "type", *(f"{tokens} tokens" for tokens in card_list.TOKENS)), rows, text_columns=2
-    )
+    head = ("6:8 over dense", "type", *(f"{tokens} tokens" for tokens in AUTHORS_TOKENS))
+    return markdown(head, rows, text_columns=2)
 
 
 # -- FP4 -----------------------------------------------------------------------------------------------------------
@@ -777,7 +777,7 @@ def fp4_authors() -> str:
     """What the paper's authors measured in FP4."""
     rows = [
         (card, str(size), *(f"{gain:.2f}" for gain in gains))
-        for card, sizes in card_list.FP4_GEMMS.items()
+        for card, sizes in FP4_GEMMS.items()
         for size, gains in sizes.items()
     ]
     return markdown(("FP4 over dense FP4", "M = N = K", "2:4", "6:8"), rows)

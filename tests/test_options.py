@@ -45,11 +45,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [*PLAN, "--recipe", "6bit", "--dtype", "fp8"],
         "the 6bit recipe ends in INT8 storage; got fp8",
     ),
-    "six bits of a backend alone": (
-        [*PLAN, "--backend", "hopper-6bit"],
-        "hopper-6bit reads weights of six bits alone; got --recipe absmax",
-    ),
-    "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
     "windows of tasks": (
         ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],
         "options without effect; got --window, --stride without --text",

@@ -47,7 +47,6 @@ def test_it_says_what_the_run_does(tmp_path: Path, dtype: str) -> None:
     assert sum(what.destination_bytes for what in every) == Checkpoint(tmp_path / "new/q").n_bytes
     assert said.destination_bytes == done.destination_bytes + said.files.source_bytes
     assert said.fits
-    assert said.time.seconds > 0
 
 
 @pytest.mark.parametrize("file", [None, "tokenizer.json", "spiece.model", "vocab.txt", "inside/tokenizer.json"])
@@ -103,16 +102,10 @@ def test_a_model_without_text_lacks_no_tokenizer(tmp_path: Path) -> None:
     assert not found.lacks_tokenizer
 
 
-def test_calibrated_methods_are_timed_and_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrated_methods_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
-    times = [
-        dry_run(source, tmp_path / "q", PruneOptions("6:8", "int8", method, calibration)).time
-        for method, calibration in (("magnitude", None), ("wanda", Calibration(str(tmp_path / "text.txt"), 4, 32)))
-    ]
-    matched = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 32), match=100_000)
-    assert dry_run(source, tmp_path / "q", matched).time.seconds > 100 * times[1].seconds
-    assert "attention is not counted" in times[1].basis
-    assert "attention" not in times[0].basis
+    options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 32))
+    assert dry_run(source, tmp_path / "q", options).fits
     words = [str(source), str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8", "--dry-run"]
     assert main(["prune", *words, "--method", "wanda", "--calibration", str(tmp_path / "none.txt")]) == 1
     assert "none.txt" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, best_exponents, exponents, find_folds, find_inner_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
@@ -30,7 +29,6 @@ from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
 from slidesparse.offline.calibrate.smoothing import ROWS, SmoothedCheckpoint, find_smoothing, smooth_checkpoint
-from slidesparse.offline.outcome import describe_rounding
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.prune import rounding_error
@@ -173,8 +171,8 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
     assert distance(whole) < 1.3 * distance(rough)  # in float activations: nothing is scaled twice or not at all
 
 
-def test_outliers_are_told_with_what_helps(tmp_path: Path) -> None:
-    """Calibration sees what rounding costs; folding makes that less, and what cannot be folded may be left dense."""
+def test_what_rounding_costs_is_told(tmp_path: Path) -> None:
+    """Calibration sees it, and folding makes it less."""
     source = with_outliers(tmp_path)
     rough = prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
     smooth = prune_checkpoint(source, tmp_path / "smooth", options(source))
@@ -183,10 +181,7 @@ def test_outliers_are_told_with_what_helps(tmp_path: Path) -> None:
     for names in read_norms:
         assert smooth.rounding[names] < rough.rounding[names] / 4
     assert all(0 < loss < 1 for loss in rough.rounding.values())
-    told = rough.describe()
-    assert "rounding inputs to INT8 costs: mean" in told
-    assert f"such as that of {read_norms[0].split()[0]}: --smooth folds outliers into weights" in told
-    assert "--smooth" not in smooth.describe()
+    assert "rounding inputs to INT8 costs: mean" in rough.describe()
     assert prune_checkpoint(source, tmp_path / "fp8", options(source, smooth=False, dtype="fp8")).rounding == {}
 
 
@@ -200,25 +195,6 @@ def test_the_cost_of_rounding_is_that_of_the_product() -> None:
         found = rounding_error({"a": weight[:32], "b": weight[32:]}, x.T @ x, float((x - rounded).square().sum()))
         wanted = ((x - rounded) @ weight.T).square().sum() / (x @ weight.T).square().sum()
         assert found == pytest.approx(float(wanted), rel=0.1)
-
-
-def test_only_costs_that_matter_are_told() -> None:
-    """Beside what pruning costs, and beside what rounding costs inputs without outliers."""
-
-    def never() -> set[str]:
-        pytest.fail("nothing is to be folded")
-
-    little = [SetLoss(("a", "b"), "6:8", 1e-2, rounding=1e-3), SetLoss(("c",), "6:8", 1e-5, rounding=1e-4)]
-    assert describe_rounding(little, never) == ["rounding inputs to INT8 costs: mean 5.50e-04, worst 1.00e-03 at a, b"]
-    assert describe_rounding([], never) == []
-    much = [*little, *(SetLoss((name, f"{name}2"), "6:8", 1e-2, rounding=2e-2) for name in "def")]
-    assert describe_rounding(much, lambda: None) == describe_rounding(much, lambda: {"d", "d2"})[:1]
-    assert describe_rounding(much, lambda: {"d", "d2"})[1:] == [
-        "of one input it costs more than half of what pruning does, such as that of d: "
-        "--smooth folds outliers into weights",
-        "of 2 inputs it costs more than half of what pruning does, such as that of e: "
-        "--ignore would leave such linears dense, in the type that they have",
-    ]
 
 
 def test_what_cannot_be_smoothed(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_fewer_experts_at_a_time_make_the_same_of_those_that_borrow_nothing(
 ) -> None:
     text = source(tmp_path, "mixtral")
     pruned(tmp_path, text, "wanda", to="whole")
-    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", 1)
+    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", 1)
     summary = pruned(tmp_path, text, "wanda")
     whole, parts = (slidesparse.load(tmp_path / name).state_dict() for name in ("whole", "s"))
     for leaf in ("gate_up_proj", "down_proj"):

@@ -394,6 +394,19 @@ def test_calibrations_that_cannot_be_made(wrong: dict[str, Any]) -> None:
     assert got is None or f"; got {got!r}; needed" in str(error.value)  # the wrong number, and no other
 
 
+class Rows:
+    """A stand-in for a data set, with one column."""
+
+    column_names = ("text",)
+
+    def __init__(self, *texts: str | None) -> None:
+        self.texts = texts
+
+    def select_columns(self, columns: list[str]) -> list[dict[str, str | None]]:
+        assert columns == ["text"]
+        return [{"text": text} for text in self.texts]
+
+
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
     found: Any = {}
@@ -403,12 +416,12 @@ def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UnsupportedError, match="datasets is not installed"):
         read_text(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = {"train": {"text": ["one", "two"]}, "test": {"text": ["three"]}}
+    found = {"train": Rows("one", "two"), "test": Rows("three")}
     assert read_text(tmp_path) == "one\n\ntwo"
-    found = {"train": {"text": ["one", None]}}
+    found = {"train": Rows("one", None)}
     with pytest.raises(InputError, match="row 1; got"):
         read_text(tmp_path)
-    found = {"test": {"text": ["three"]}}
+    found = {"test": Rows("three")}
     with pytest.raises(InputError, match="is no data set with texts"):
         read_text(tmp_path)
 

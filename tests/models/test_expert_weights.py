@@ -14,9 +14,9 @@ from small_mixtures import MIXTURES
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_grams import expert_inputs, in_parts
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, calibrated_experts, expert_weights
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
+from slidesparse.models.grams import expert_inputs, in_parts
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import Pattern
 
@@ -168,6 +168,6 @@ def test_gram_matrices_are_in_memory_as_far_as_they_fit(monkeypatch: pytest.Monk
     module = nn.Module()
     module.up = nn.Parameter(torch.zeros(5, 3, 16))
     experts = {f"up.{i}": ExpertWeight(module, "up", i, False, "up") for i in range(5)}
-    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", 2 * 4 * 16 * 16)
+    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", 2 * 4 * 16 * 16)
     sets = [["q", "k"], *([name] for name in experts), ["o"]]
     assert in_parts(sets, experts) == [[["q", "k"], ["o"], ["up.0"], ["up.1"]], [["up.2"], ["up.3"]], [["up.4"]]]

@@ -12,8 +12,7 @@ from small_models import make
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.float_heads import HEAD_IN_FLOATS
-from slidesparse.models.float_mixers import IN_FLOATS
+from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -79,14 +79,13 @@ def _add_eval(commands: Commands) -> None:
     add("--limit", type=int, help="examples of each task (default: all)")
     add("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
     add_no_bos(evaluate)
-    add("--card", action="store_true", help="add the result to the README.md that prune wrote there")
     add_device(evaluate)
 
 
 def _eval(options: argparse.Namespace) -> int:
     from slidesparse.offline.evaluate import evaluate
 
-    same = {name: getattr(options, name) for name in ("text", "window", "stride", "batch", "tasks", "limit", "card")}
+    same = {name: getattr(options, name) for name in ("text", "window", "stride", "batch", "tasks", "limit")}
     print_outcome(options, evaluate(source_of(options), **same, device=device_of(options), bos=not options.no_bos))
     return 0
 

@@ -60,7 +60,7 @@ def describe(error: BaseException) -> str:
         name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
         return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
-        return f"out of memory; got {first_line(error)}; use a smaller model or batch"
+        return f"out of memory; got {first_line(error)}; use a smaller model, fewer tokens, or --device cpu"
     broken = _not_imported(error)
     if broken is not None:
         remedy = "check its environment variables, or install it again"

@@ -61,7 +61,7 @@ def add_prune(commands: Commands) -> None:
     add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)")
     text = "another pattern for a layer (name or re:...)"
     add("--layer", action="append", default=[], metavar="NAME=PATTERN", help=text)
-    add("--dry-run", action="store_true", help="say what would be done, how large, how long; write nothing")
+    add("--dry-run", action="store_true", help="say what would be done and how large it would be; write nothing")
     add("--lm-head", action="store_true", help="treat the output embedding too")
     text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
     add("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
@@ -71,11 +71,10 @@ def add_prune(commands: Commands) -> None:
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.offline.check_options import check_options
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.plan.plan_file import as_options, read_plan
     from slidesparse.offline.prune import prune_checkpoint
-    from slidesparse.offline.prune_options import PruneOptions
+    from slidesparse.offline.prune_options import PruneOptions, check_options
 
     if options.dry_run and options.own_chats:
         raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")
@@ -131,7 +130,7 @@ def add_plan(commands: Commands) -> None:
     text = "served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
     pace("--at", metavar="LOADS", help=text)
     pace("--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)")
-    text = "to be served, for --at and --backend (%(default)s)"
+    text = "to be served, for --at (%(default)s)"
     add("--dtype", choices=("int8", "fp8"), default="int8", help=text)
     text = "how INT8 weights will be rounded, for sizes and --at: as prune does by this name (%(default)s)"
     add("--recipe", choices=("absmax", "6bit"), default="absmax", help=text)
@@ -139,7 +138,6 @@ def add_plan(commands: Commands) -> None:
     add("--gpu", type=str.upper, help=text)
     add("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     add("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
-    add("--backend", help="refuse patterns that it cannot run here")
     add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     add_device(plan, "cpu or cuda; it holds the whole model")
     add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
@@ -169,7 +167,7 @@ def _plan(options: argparse.Namespace) -> int:
     refuse_samples(options)
     source, device = source_of(options), device_of(options)
     own = own_chats_of(options, source, device, ALONE)
-    same = {name: getattr(options, name) for name in ("method", "dtype", "backend", "gpu", "recipe")}
+    same = {name: getattr(options, name) for name in ("method", "dtype", "gpu", "recipe")}
     wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
         calibration=cast("Calibration", calibration_of(options, own)),  # there is one, or an error

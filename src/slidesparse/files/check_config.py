@@ -1,53 +1,23 @@
-"""Check config.json for what transformers takes without a word, what it would build for days, and other quantisers."""
+"""Check config.json for what transformers takes without a word, and for other quantisers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.json_files import read_json
 from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.models.config_keys import MARKER_KEY
 
-COUNTS = frozenset(
-    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
-)
-"""Keys under which config files have their numbers of layers."""
-
-SHARED_LAYERS = 256
-"""Layers that a model may have whose layers share their tensors, as ALBERT's do."""
-
+GENERATION_FILE = "generation_config.json"
+"""Holds the settings with which a model writes text."""
 
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
 
 QUANTISER_TENSORS = (".qweight", ".qzeros")
 """Ends of the names of their tensors."""
-
-
-def require_plausible(checkpoint: Checkpoint) -> None:
-    """Refuse more layers than the checkpoint has tensors, before a model of them is built.
-
-    Raises:
-        CheckpointError: Naming the key.
-    """
-    most = max(len(checkpoint.files), SHARED_LAYERS)
-    for key, value in _counts(checkpoint.config):
-        if isinstance(value, int) and value > most:
-            raise CheckpointError(
-                f"{key} of {checkpoint.path}/config.json",
-                got=value,
-                needed=f"at most {most}: the checkpoint holds {len(checkpoint.files)} tensors",
-            )
-
-
-def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _counts(value)
-        elif key in COUNTS:
-            yield key, value
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:
@@ -101,3 +71,22 @@ def _signs(checkpoint: Checkpoint) -> list[str]:
     """Return what shows GPTQ or AWQ without a key: settings in a file of their own, and one of the tensors."""
     files = [name for name in QUANTISER_FILES if (checkpoint.path / name).is_file()]
     return files + [name for name in checkpoint.files if name.endswith(QUANTISER_TENSORS)][:1]
+
+
+def generation_settings(checkpoint: Checkpoint) -> Any | None:
+    """Return a checkpoint's settings as transformers has them, or None where it has none.
+
+    Raises:
+        CheckpointError: The file cannot be read, or transformers does not take what it says.
+    """
+    from transformers import GenerationConfig
+
+    path = checkpoint.path / GENERATION_FILE
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except SlideSparseError:
+        raise
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error

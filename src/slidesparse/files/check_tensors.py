@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from slidesparse.errors import CheckpointError, UnsupportedError
-from slidesparse.files.check_config import other_quantisation
+from slidesparse.files.check_config import generation_settings, other_quantisation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
-from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
@@ -160,16 +159,6 @@ def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointErr
         row = int(wrong.nonzero()[0])
         got = f"{float(scale[row]):g} at row {row}"
         yield CheckpointError(f"{name} is not positive", got=got, needed="positive numbers")
-
-
-def check_values(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> None:
-    """Refuse a parameter that holds NaN or Inf, except for the weights of layers in ``read``, which are read anyway.
-
-    Raises:
-        CheckpointError: Naming its tensor.
-    """
-    for tensor in not_finite(meta, checkpoint, read):
-        raise CheckpointError(f"{tensor} holds NaN or Inf", needed="finite numbers")
 
 
 def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> Iterator[str]:

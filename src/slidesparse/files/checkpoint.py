@@ -11,7 +11,6 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.whole_file import kind_of, require_no_holes
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
-from slidesparse.files.no_checkpoint import lacks_file, lacks_weights, no_folder
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 
@@ -20,6 +19,16 @@ INDEX_FILE = "model.safetensors.index.json"
 
 TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 """Ends of the names of files that libraries read whole."""
+
+
+NEEDED = "a folder with config.json and weights in safetensors"
+
+ADAPTER_FILE = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth")
+"""Ends of the names of weights that are no safetensors."""
+
+INNER = ("*/config.json", "snapshots/*/config.json")
+"""Where a model lies in the folder that people name: one deeper, or as the cache of a hub keeps it."""
 
 
 class Checkpoint:
@@ -42,10 +51,10 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read", got=error.strerror) from error
         if not is_folder:
-            raise no_folder(self.path)
+            raise _no_folder(self.path)
         _refuse_endless_files(self.path)
         if not os.path.lexists(self.path / "config.json"):
-            raise lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
+            raise _lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
@@ -60,7 +69,7 @@ class Checkpoint:
                     raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
         else:
-            raise lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+            raise _lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
         self.readers = {name: TensorReader(self.path / name) for name in names}
         self.shards = {name: reader.stored for name, reader in self.readers.items()}
         self.files: dict[str, str] = {}
@@ -97,11 +106,7 @@ class Checkpoint:
 
 
 class ChangedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors change when they are read; a subclass says how.
-
-    Args:
-        source: The checkpoint, whose files are left as they are.
-    """
+    """A checkpoint whose tensors change when they are read; a subclass says how."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.__dict__.update(source.__dict__)
@@ -130,3 +135,42 @@ def _refuse_endless_files(folder: Path) -> None:
         raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
+
+
+def _no_folder(path: Path) -> CheckpointError:
+    """Return the error for a path that is no folder."""
+    if not path.exists():
+        return CheckpointError(f"no checkpoint folder at {path}", needed="a local folder")
+    if path.suffix == ".gguf":
+        return _gguf(path)
+    return CheckpointError(f"no checkpoint folder at {path}", got="a file", needed=NEEDED)
+
+
+def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
+    """Return the error for a folder without a file that every checkpoint has, by what it holds in its place."""
+    names = sorted(file.name for file in folder.iterdir())
+    if ADAPTER_FILE in names:
+        return CheckpointError(
+            f"{folder} is no model",
+            got=f"an adapter ({ADAPTER_FILE})",
+            needed=NEEDED,
+            remedy="merge it into its model first: PEFT's merge_and_unload(), then save_pretrained()",
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return _gguf(folder)
+    if "config.json" not in names:
+        inner = next((found.parent for place in INNER for found in sorted(folder.glob(place))), None)
+        remedy = remedy if inner is None else f"name {inner}, which has one"
+    return CheckpointError(what, needed=NEEDED, remedy=remedy)
+
+
+def _lacks_weights(folder: Path, what: str) -> CheckpointError:
+    """Return the error for a folder without safetensors."""
+    pickled = any(file.suffix in PICKLES for file in folder.iterdir())
+    return _lacks_file(folder, what, "convert the weights to safetensors first" if pickled else "fetch the weights")
+
+
+def _gguf(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read", got="GGUF", needed=NEEDED, remedy="start from the checkpoint that it was made of"
+    )

@@ -26,9 +26,6 @@ DIGITS = 32
 def data_digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes: BLAKE2b, 16 bytes, over the CRC-32 of every :data:`BLOCK`.
 
-    Args:
-        tensor: On the CPU, of any type and shape.
-
     Returns:
         :data:`DIGITS` hexadecimal digits. Type and shape are not part of it; a file's header has them.
     """

@@ -149,13 +149,7 @@ def read_experts(
 
 
 class ExpertReader:
-    """Reads the tensors of a pruned checkpoint for a model that multiplies by its experts dense.
-
-    Args:
-        checkpoint: The checkpoint.
-        meta: Its meta model.
-        device: Where tensors go.
-    """
+    """Reads the tensors of a pruned checkpoint for a model that multiplies by its experts dense."""
 
     def __init__(self, checkpoint: Checkpoint, meta: MetaModel, device: str | torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
@@ -203,12 +197,6 @@ def find_expert_rows(
     found: Iterable[Experts], meta: MetaModel, checkpoint: Checkpoint, tensors: Mapping[str, ExpertTensor]
 ) -> list[ExpertRows]:
     """Return where the rows of all experts' weights are, in the order of the rows.
-
-    Args:
-        found: Experts of the model.
-        meta: The model.
-        checkpoint: The checkpoint.
-        tensors: Its tensors with weights of experts that are wanted.
 
     Raises:
         UnsupportedError: The rows of a tensor are torn apart while transformers loads it.
@@ -266,10 +254,6 @@ class _Numbers:
 class ExpertRowsByName:
     """The rows of some experts' weights, to read them, and to find what has become of them.
 
-    Args:
-        rows: From :func:`find_expert_rows`.
-        tensors: The tensors in which they are.
-
     Attributes:
         layer_of: Weight -> the name under which the weights of this kind of all experts are pruned.
         layers: All such names.
@@ -290,22 +274,11 @@ class ExpertRowsByName:
         return name in self.rows
 
     def weight(self, name: str, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
-        """Return an expert's weight [out, in].
-
-        Args:
-            name: The weight.
-            read: Reads what a tensor holds at a place of its first dimension, or a tensor of one expert, as a float.
-        """
+        """Return an expert's weight [out, in]."""
         parts = [self.tensors[one.tensor].matrix(read(one.tensor, one.index)) for one in self.rows[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def part(self, tensor: str, index: int, weight: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return what has become of the rows that a tensor holds of an expert: [out, in].
-
-        Args:
-            tensor: The tensor.
-            index: The place in its first dimension.
-            weight: Name of an expert's weight -> the weight.
-        """
+        """Return what has become of the rows that a tensor holds of an expert: [out, in]."""
         rows = self.places[tensor, index]
         return weight(rows.weight)[rows.begin : rows.end]

@@ -11,35 +11,26 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slidesparse.base.apart import run_apart
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, TEXTS
-from slidesparse.files.json_files import read_json
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.checkpoint import TEXTS
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
-DESCRIPTIONS = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*")
-"""Patterns of the files that are fetched first. They say which files hold the weights."""
+FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors", PACKED_FILE)
+"""Patterns of the files that are fetched."""
 
-OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*")
-"""Folders with the same weights for other programs."""
+OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")
+"""The same weights for other programs."""
 
 NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
-ADDRESS = re.compile(
-    r"(?:https?://[^/\s]+|(?:www\.)?huggingface\.co|hf\.co)/(?!(?:datasets|spaces|docs|papers|collections|blog)/)"
-    r"([\w.-]+/[\w.-]+?)(?:\.git)?(?:/(?:tree|blob|resolve)/([^/?#\s]+).*)?/?(?:[?#].*)?$",
-    re.ASCII,
-)
-"""Address of a model's page, or of one of its files, on the hub or a mirror: the model's name, and a revision."""
-
-MAX_SHARDS = 10_000
-"""Most weight files of a model. huggingface_hub compares each name with each file."""
+ADDRESS = re.compile(r"https?://[^/\s]+/([\w.-]+/[\w.-]+)", re.ASCII)
+"""Address of a model's page."""
 
 REVISION = re.compile(r"(?!.*\.\.)[\w][^\x00-\x20\x7f~^:?*\[\\]{0,254}")
 """Names of branches, tags and commits: those that git takes. An address with .. in it leads elsewhere."""
@@ -66,10 +57,6 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
     A local folder comes before a model of the same name. A path that is no ``namespace/name`` is never looked for on
     the hub, nor is a :class:`~pathlib.Path`.
 
-    Args:
-        source: A local folder, or ``namespace/name``.
-        revision: Branch, tag or commit of a model of the hub; None: its main branch.
-
     Raises:
         InputError: The source is no path, or is a local folder and has a revision.
         CheckpointError: There is neither such a folder nor such a model; or the model cannot be fetched.
@@ -82,7 +69,8 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
                 f"{path} is a local folder", got=f"revision {revision}", needed="no revision: it is for the hub"
             )
         return path
-    remedy = _named_in_address(os.fspath(source))
+    address = ADDRESS.match(os.fspath(source))
+    remedy = f"give {address[1]}" if address else None
     if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None or not _is_repository(source):
         raise CheckpointError(
             f"no checkpoint folder at {source if remedy else path}",
@@ -94,41 +82,29 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
     return run_apart(lambda: fetch(source, revision))  # huggingface_hub ends its threads when they are done, not before
 
 
-def _named_in_address(source: str) -> str | None:
-    """Return what to give in the place of the address of a model's page; None for what is no such address.
-
-    >>> _named_in_address("https://huggingface.co/Qwen/Qwen2.5-7B/tree/v1")
-    'give Qwen/Qwen2.5-7B, of revision v1'
-    """
-    found = ADDRESS.match(source)
-    if found is None:
-        return None
-    name, revision = found.groups()
-    return f"give {name}" if revision in (None, "main") else f"give {name}, of revision {revision}"
-
-
 def fetch(repository: str, revision: str | None = None) -> Path:
     """Bring the weights and descriptions of a model into huggingface_hub's cache, and return their folder there.
-
-    Args:
-        repository: ``namespace/name``.
-        revision: Branch, tag or commit; None: the main branch.
 
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not bars_shown():
+        disable_progress_bars()
     reached = _answers(repository, revision)
     with _explained(repository, revision, reached):
-        bars: Any = _bar_class()
-        download = partial(snapshot_download, library_name="slidesparse", tqdm_class=bars, local_files_only=not reached)
-        patterns = {"allow_patterns": [*DESCRIPTIONS], "ignore_patterns": [*OTHER_WEIGHTS]}
-        folder = Path(download(repository, revision=revision, **patterns))
-        weights = [*_weight_files(folder), PACKED_FILE]
-        # The commit that the descriptions are of: a branch may move on meanwhile.
-        download(repository, revision=folder.name, allow_patterns=weights)
-    return folder
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                library_name="slidesparse",
+                local_files_only=not reached,
+                allow_patterns=[*FETCHED],
+                ignore_patterns=[*OTHER_WEIGHTS],
+            )
+        )
 
 
 def hub_model(folder: Path) -> HubModel | None:
@@ -169,30 +145,6 @@ def _is_repository(name: str) -> bool:
     return True
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the weight files that the descriptions in a folder announce."""
-    names: list[str] = [SINGLE_FILE]
-    if (folder / INDEX_FILE).exists():
-        shards = read_json(folder / INDEX_FILE).get("weight_map")
-        names = sorted({name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else ())
-        if len(names) > MAX_SHARDS:
-            raise CheckpointError(f"{folder / INDEX_FILE} names too many files", needed=f"at most {MAX_SHARDS}")
-    parts = "*/*.safetensors" if (folder / "modules.json").exists() else ""  # of a sentence encoder
-    return [*(name for name in names if name.endswith(".safetensors")), *filter(None, [parts])]
-
-
-def _bar_class() -> type:
-    """Return the class of huggingface_hub's bars, which are shown where ours would be."""
-    from tqdm.auto import tqdm
-
-    class Bar(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            options.pop("name", None)
-            super().__init__(*arguments, **{**options, "disable": not bars_shown()})
-
-    return Bar
-
-
 @contextmanager
 def _explained(repository: str, revision: str | None, reached: bool) -> Iterator[None]:
     """Turn whatever goes wrong while a model is fetched into one line."""
@@ -200,33 +152,24 @@ def _explained(repository: str, revision: str | None, reached: bool) -> Iterator
 
     try:
         yield
-    except SlideSparseError:
-        raise
     except Exception as error:  # of the network, in the classes of whichever library huggingface_hub builds on
-        no_folder, name = f"there is no folder {repository}", "correct the name"
-        if isinstance(error, errors.GatedRepoError):
-            what, remedy = (
-                "is a gated model",
-                "request access on the model's page, and set HF_TOKEN",
-            )
-            raise CheckpointError(f"{repository} {what}", remedy=remedy) from error
-        if isinstance(error, errors.RevisionNotFoundError):
-            what, needed = f"{repository} has no such revision", "a branch, a tag or a commit of it"
-            raise CheckpointError(what, got=revision, needed=needed) from error
-        if isinstance(error, errors.RepositoryNotFoundError):
-            remedy = f"{name}; a private model needs HF_TOKEN"
-            raise CheckpointError(f"{no_folder}, and no such model on the hub", remedy=remedy) from error
-        if constants.HF_HUB_OFFLINE:
-            raise CheckpointError(
-                f"{no_folder}, and not all of such a model is in the cache",
-                got="HF_HUB_OFFLINE, so nothing is fetched",
-                remedy=f"{name}, or fetch the model without HF_HUB_OFFLINE",
-            ) from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some space, or let HF_HOME name another place, and run again: it goes on from there"
             raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error
-        got = first_line(error) if reached else f"no answer from {constants.ENDPOINT}"
-        remedy = f"{name}, or run again: what was fetched is kept"
-        raise CheckpointError(
-            f"{no_folder}, and a model of that name cannot be fetched", got=got, remedy=remedy
-        ) from error
+        what = f"there is no folder {repository}, and a model of that name cannot be fetched"
+        got: str | None = first_line(error) if reached else f"no answer from {constants.ENDPOINT}"
+        needed, remedy = None, "correct the name, or run again: what was fetched is kept"
+        if isinstance(error, errors.GatedRepoError):
+            what, got = f"{repository} is a gated model", None
+            remedy = "request access on the model's page, and set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, got = f"{repository} has no such revision", revision
+            needed, remedy = "a branch, a tag or a commit of it", "correct the revision"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            what, got = f"there is no folder {repository}, and no such model on the hub", None
+            remedy = "correct the name; a private model needs HF_TOKEN"
+        elif constants.HF_HUB_OFFLINE:
+            what = f"there is no folder {repository}, and not all of such a model is in the cache"
+            got = "HF_HUB_OFFLINE, so nothing is fetched"
+            remedy = "correct the name, or fetch the model without HF_HUB_OFFLINE"
+        raise CheckpointError(what, got=got, needed=needed, remedy=remedy) from error

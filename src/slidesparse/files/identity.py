@@ -32,10 +32,6 @@ def fingerprint(checkpoint: Checkpoint, config: Any) -> str:
     by another method, is noticed. **Not noticed** is a change within one tensor that leaves all four blocks as they
     are, such as a few weights edited by hand, or a bit that a disk lost.
 
-    Args:
-        checkpoint: The checkpoint.
-        config: The part of config.json that counts, ready for JSON; the order of keys does not matter.
-
     Returns:
         ``sampled-1:`` and the hexadecimal BLAKE2b digest, 32 bytes.
     """

@@ -15,10 +15,10 @@ from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.errors import SlideSparseWarning
+from slidesparse.files.check_config import generation_settings
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertReader
-from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.hub import source_folder
 from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype
@@ -88,7 +88,8 @@ def _filled(
     dtype = model.config.dtype
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
-    tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(model), LOG)
+    activations = dtype if dtype in FLOATS else torch.bfloat16
+    tuner = None if tune == "off" else LoadTuner(SIZES[-1], activations, LOG)
     chooser = Chooser(backend, fallback, tuner)
     filled = set()
     for name, linear in linears.items():
@@ -120,11 +121,6 @@ def _settled(
     if isinstance(settled, RunsSparse):
         return settled.packed, settled.choice
     return pack_dense(weight, scale, pattern, name=name), settled.choice
-
-
-def _float_type(model: Any) -> torch.dtype:
-    """Return the type of a model's activations."""
-    return model.config.dtype if model.config.dtype in FLOATS else torch.bfloat16
 
 
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:

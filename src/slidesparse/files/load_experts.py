@@ -33,16 +33,7 @@ WITH_EXPERTS = ("hopper", "hopper-6bit")
 
 @dataclass
 class ExpertLoader:
-    """Packs the experts of a model that were pruned in 8 bits.
-
-    Args:
-        meta: The model.
-        checkpoint: Its checkpoint.
-        marker: What was pruned.
-        device: Where packed experts go.
-        backend: The user's choice for sparse layers.
-        fallback: What ``auto`` does where no accelerated backend can run.
-    """
+    """Packs the experts of a model that were pruned in 8 bits."""
 
     meta: MetaModel
     checkpoint: Checkpoint

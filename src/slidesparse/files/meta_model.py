@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
-from slidesparse.files.check_config import require_family, require_plausible
+from slidesparse.files.check_config import require_family
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
@@ -96,10 +95,6 @@ class MetaModel:
     def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return a value of the model's state, computed as transformers computes it.
 
-        Args:
-            name: Name in the state.
-            tensor: Name in the checkpoint -> tensor.
-
         Raises:
             CheckpointError: Nothing of the checkpoint fills it.
         """
@@ -125,9 +120,13 @@ class MetaModel:
             if name in self.names.misshapen:
                 shape = self.names.misshapen[name]
                 needed = f"{list(value.shape)}, as config.json says"
-                raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=needed)
+                raise CheckpointError(f"shape of {name}", got=list(shape), needed=needed)
         if self.names.missing:
-            raise _lacks(self.names.missing, type(self.model).__name__)
+            raise CheckpointError(
+                f"the checkpoint lacks {counted(len(self.names.missing), 'tensor')} of {type(self.model).__name__}",
+                got=f"no {', '.join(self.names.missing[:3])}",
+                needed="all of them, under the names that the installed transformers gives them",
+            )
 
 
 def build_meta_model(
@@ -153,44 +152,9 @@ def build_meta_model(
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
-    try:
-        with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
-            names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
-    except CheckpointError as error:  # transformers joins experts, and does not say which one it did not find
-        if lost := _lost_experts(checkpoint.files):
-            raise _lacks(lost, known.__name__) from error
-        raise
+    with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
+        names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     return MetaModel(model.eval(), names)
-
-
-def _lacks(names: Sequence[str], model: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint lacks {counted(len(names), 'tensor')} of {model}",
-        got=f"no {', '.join(names[:3])}",
-        needed="all of them, under the names that the installed transformers gives them",
-    )
-
-
-def _lost_experts(names: Iterable[str]) -> list[str]:
-    """Return the tensors that some experts of a layer have and others have not.
-
-    >>> _lost_experts(["a.experts.0.up", "a.experts.1.up", "a.experts.0.down", "b.experts.0.up"])
-    ['a.experts.1.down']
-    """
-    found = [match.groups() for name in names if (match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name))]
-    numbers: dict[str, dict[str, None]] = {}
-    kinds: dict[str, dict[str, None]] = {}
-    for layer, number, kind in found:
-        numbers.setdefault(layer, {})[number] = None
-        kinds.setdefault(layer, {})[kind] = None
-    there = set(found)
-    return [
-        f"{layer}{number}{kind}"
-        for layer in numbers
-        for number in numbers[layer]
-        for kind in kinds[layer]
-        if (layer, number, kind) not in there
-    ]
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
@@ -219,7 +183,6 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             needed=f"a model that transformers {transformers.__version__} has",
             remedy="upgrade transformers; custom code is not run",
         )
-    require_plausible(checkpoint)
     with _explained(f"cannot read {checkpoint.path}/config.json"):
         if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
             raise UnsupportedError(

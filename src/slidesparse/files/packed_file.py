@@ -22,7 +22,7 @@ import torch
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.check_tensors import check_values, refuse_faults
+from slidesparse.files.check_tensors import not_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import Marker
@@ -43,10 +43,6 @@ PACKED_VERSION = "2"
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
     """Pack every treated layer of a pruned checkpoint into ``slidesparse.weights.packed`` in its folder.
-
-    Args:
-        path: A folder that ``slidesparse prune`` wrote.
-        progress: Show a progress bar; None: on a terminal only.
 
     Returns:
         The file.
@@ -74,7 +70,8 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     meta = build_meta_model(checkpoint)
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
-    check_values(meta, checkpoint, linears)
+    for bad in not_finite(meta, checkpoint, linears):
+        raise CheckpointError(f"{bad} holds NaN or Inf", needed="finite numbers")
     prefixes = {name: meta.prefix(name) for name in linears}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}

@@ -67,25 +67,14 @@ LINEARS_IN_TRANSFORMERS = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalG
 
 
 def transformers_reads(architecture: str, dtype: torch.dtype, *, cut: bool) -> bool:
-    """Say whether transformers 5.23 reads quantised experts that stand alone.
-
-    Args:
-        architecture: Class of transformers.
-        dtype: Type of the experts. Into a tensor of all experts it reads none in INT8.
-        cut: Whether the dense checkpoint has one tensor for all experts.
-    """
+    """Say whether transformers 5.23 reads quantised experts that stand alone."""
     if architecture in LINEARS_IN_TRANSFORMERS:
         return True
     return dtype != torch.int8 and (not cut or architecture in JOINED_BY_TRANSFORMERS)
 
 
 def single_experts(architecture: str, tensor: str) -> SingleExperts | None:
-    """Return how the experts of a tensor stand alone; None where vLLM does not read them so.
-
-    Args:
-        architecture: Class of transformers.
-        tensor: Name of a tensor with all experts of a layer.
-    """
+    """Return how the experts of a tensor stand alone; None where vLLM does not read them so."""
     return next((one for one in SINGLE.get(architecture, ()) if tensor.endswith(one.shared)), None)
 
 

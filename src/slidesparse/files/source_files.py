@@ -70,12 +70,7 @@ class SourceFiles:
         return sum(file.status.st_size for file in self.copied)
 
     def set_aside(self, name: str, mark: str) -> tuple[SourceFiles, str | None]:
-        """Return the files with one of them under another name, and that name; None where there is no such file.
-
-        Args:
-            name: The file, which something new will take the place of.
-            mark: What comes before the ending: ``README.md`` -> ``README.source.md``. Twice if that is taken.
-        """
+        """Return the files with one of them under another name, and that name; None where there is no such file."""
         names = {str(file.name) for file in self.copied}
         if name not in names:
             return self, None

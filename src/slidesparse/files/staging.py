@@ -131,11 +131,6 @@ def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n
 
     The space on the disk is not compared. Nor is the owner of a place of work that others may write: that takes a file.
 
-    Args:
-        destination: As :func:`new_folder` returns it.
-        record: Returns everything that decides the output. It is called only where an earlier run has left something.
-        n_bytes: Size of the output.
-
     Raises:
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
     """

@@ -32,7 +32,7 @@ class TensorNames:
         missing: Parameters that nothing fills and that are not tied to one that is filled.
         unused: Tensors of the checkpoint that fill nothing.
         unexpected: Those of them that transformers does not know of.
-        misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
+        misshapen: Name in the state -> the other shape that it has in the checkpoint.
     """
 
     origins: Mapping[str, Origin]
@@ -41,18 +41,11 @@ class TensorNames:
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     unexpected: tuple[str, ...]
-    misshapen: Mapping[str, tuple[int, ...] | None]
+    misshapen: Mapping[str, tuple[int, ...]]
 
 
 def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:
-    """Load a checkpoint without its values.
-
-    Args:
-        known: A model class of transformers.
-        config: Its config.
-        stored: Name of a tensor of the checkpoint -> its type and shape. Scales of quantised weights are passed over:
-            they go where their weights go.
-    """
+    """Load a checkpoint without its values."""
     scales = {name for name in stored if name.removesuffix("_scale") != name and name.removesuffix("_scale") in stored}
     named = {name: TracedTensor.named(name, one.shape) for name, one in stored.items() if name not in scales}
     state = joined(known.__name__, named)
@@ -60,10 +53,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for the quantiser's own tensors
     with quiet_transformers(logging.CRITICAL):  # what is missing is reported here
-        try:
-            model, info = _load(known, config, state)
-        except RuntimeError:  # a tensor of another shape; transformers 4 loads otherwise when it may pass over those
-            model, info = _load(known, config, state, ignore_mismatched_sizes=True)
+        model, info = _load(known, config, state, ignore_mismatched_sizes=True)
     found: dict[int, str] = {}
     origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
@@ -73,11 +63,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         elif (origin := origin_of(tensor)) is not None:
             origins[name] = origin
     used = {name for origin in origins.values() for name in sources(origin)}
-    for name in [name for name in tied if name in named and name not in used]:
-        origins[name] = name  # transformers 4 ties it all the same
-        del tied[name]
-        used.add(name)
-    misshapen = dict(_misshapen(info["mismatched_keys"]))
+    misshapen = {name: tuple(shape) for name, shape, *_ in info["mismatched_keys"]}
     filled, reported = {*origins, *tied, *misshapen}, set(info["missing_keys"])
     unfilled = [name for name, _ in model.named_parameters() if name not in filled]
     missing = [name for name in unfilled if name in reported]
@@ -120,11 +106,6 @@ def _unexpected(unused: list[str], reported: Any) -> Iterator[str]:
     """
     ends = {_end(name) for name in reported}
     return (name for name in unused if _end(name) in ends)
-
-
-def _misshapen(reported: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    for one in reported:  # a name in transformers 4; with the shapes of the checkpoint and the model in 5
-        yield (one, None) if isinstance(one, str) else (one[0], tuple(one[1]))
 
 
 def _end(name: str) -> tuple[str, ...]:

@@ -48,12 +48,7 @@ def require_fetched(files: SourceFiles) -> None:
 
 
 def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:
-    """Return whether a model has a vocabulary, and none of its files is of a tokenizer.
-
-    Args:
-        files: Those of the source. A link to a tokenizer that is left out counts, as it is named among such links.
-        config: The model's, as transformers has it.
-    """
+    """Return whether a model has a vocabulary, and none of its files is of a tokenizer."""
     names = [*(file.name for file in files.copied), *map(Path, files.links)]
     found = [path for path in names if len(path.parts) == 1 and _is_of_a_tokenizer(path.name)]
     return not found and vocabulary_of(config) > 0

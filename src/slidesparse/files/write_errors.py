@@ -37,10 +37,6 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 def write_errors(where: Path, remedy: str) -> Iterator[None]:
     """Explain the errors of a disk or a folder in which nothing can be written.
 
-    Args:
-        where: The file or folder that is written.
-        remedy: What to do where the disk is full.
-
     Raises:
         CheckpointError: The disk or the user's share of it is full, a file is larger than is allowed, or the user may
             not write there.

@@ -29,9 +29,6 @@ NEEDED = "a causal language model, which answers with logits for the next token"
 def require_causal(model: Any) -> None:
     """Refuse a model that is no causal language model, by running it on a few tokens.
 
-    Args:
-        model: A transformers model in evaluation mode, with its weights.
-
     Raises:
         InputError: It cannot be run on tokens alone, answers with no logits for each token, or its answers depend on
             later tokens.

@@ -213,11 +213,6 @@ Times = Sequence[StepTime]
 def choose_patterns(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> Plan:
     """Return the plan of least damage that reaches a target.
 
-    Args:
-        sets: The sets, with the patterns to choose from.
-        target: The speed-up, share of zeros or size to reach.
-        times: What a step takes: a speed-up is reached at each of these loads.
-
     Raises:
         InputError: Even the sparsest choices do not reach it; the error says what they reach.
     """

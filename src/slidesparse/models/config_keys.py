@@ -28,14 +28,7 @@ LINEAR = "Linear"
 def marker_config(
     pattern: Pattern, ignore: Iterable[str], layers: Mapping[str, Pattern], experts: Mapping[str, Pattern] | None = None
 ) -> dict[str, Any]:
-    """Return the value of the marker, ready for JSON.
-
-    Args:
-        pattern: The common pattern.
-        ignore: Linears that were left alone, by exact name.
-        layers: Exact name -> pattern, where it is not the common one.
-        experts: Weights of experts that were treated -> pattern; without any the marker does not speak of experts.
-    """
+    """Return the value of the marker, ready for JSON."""
     exceptions = {name: str(exception) for name, exception in layers.items()}
     value = {"version": MARKER_VERSION, "pattern": str(pattern), "ignore": list(ignore), "layers": exceptions}
     if not experts:
@@ -53,13 +46,8 @@ def head_target(name: str) -> str:
 
 
 def quantization_config(dtype: torch.dtype, ignore: Iterable[str], head: str | None = None) -> dict[str, Any]:
-    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
-
-    Args:
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        ignore: Linears that are not quantised, by exact name.
-        head: The output embedding, if it is quantised. It is named, since vLLM's is no linear.
-    """
+    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations."""
+    # The output embedding is named, since vLLM's is no linear.
     targets = [LINEAR] if head is None else [LINEAR, head_target(head)]
     is_int = dtype == torch.int8
     common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}

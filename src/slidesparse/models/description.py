@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -40,9 +41,6 @@ def describe_in_config(model: nn.Module) -> None:
     """Write into the config of each transformers model in it which of its linears are sparse and quantised.
 
     A model whose layers have several types cannot be described: its ``save_pretrained`` refuses.
-
-    Args:
-        model: A model, some of whose linears are SlideLinear.
     """
     for _, one in models_inside(model):
         _describe(one)
@@ -62,7 +60,7 @@ def _describe(model: Any) -> None:
     ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:
-        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))
+        model.save_pretrained = partial(_refuse_to_save, sorted(map(dtype_name, dtypes)))
         return
     ((common, _),) = Counter(layer.pattern for layer in layers.values()).most_common(1)
     exceptions = {name: layer.pattern for name, layer in layers.items() if layer.pattern != common}
@@ -72,24 +70,16 @@ def _describe(model: Any) -> None:
         entries = ignore_entries([one.name for one in experts], every=True)
         head = treated_head(model, layers)
         setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries], head))
-    elif _is_ours(getattr(config, QUANTIZATION_KEY, None)):  # of a model that was in 8 bits before
+    entry = getattr(config, QUANTIZATION_KEY, None)
+    if dtype not in QUANTISED and isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors":
+        # of a model that was in 8 bits before
         delattr(config, QUANTIZATION_KEY)
 
 
-def _is_ours(entry: Any) -> bool:
-    """Say whether an entry about quantisation is in the format that :func:`quantization_config` writes."""
-    return isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors"
-
-
-class _Unsaveable:
-    """Stands in for ``save_pretrained`` of a model that one checkpoint cannot describe."""
-
-    def __init__(self, dtypes: list[str]) -> None:
-        self.dtypes = dtypes
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(
-            "a checkpoint has one type of sparse weights",
-            got=f"layers in {' and '.join(self.dtypes)}",
-            needed="one call of sparsify_ for all layers, or calls with the same dtype",
-        )
+def _refuse_to_save(dtypes: list[str], *_: Any, **__: Any) -> NoReturn:
+    """Stand in for ``save_pretrained`` of a model that one checkpoint cannot describe."""
+    raise UnsupportedError(
+        "a checkpoint has one type of sparse weights",
+        got=f"layers in {' and '.join(dtypes)}",
+        needed="one call of sparsify_ for all layers, or calls with the same dtype",
+    )

@@ -63,13 +63,7 @@ class ExpertWeight:
 
 
 def expert_weights(model: nn.Module, found: Iterable[Experts], layers: Container[str]) -> dict[str, ExpertWeight]:
-    """Return the weights of all experts by name, such as ``model.layers.3.mlp.experts.gate_up_proj.7``.
-
-    Args:
-        model: The model.
-        found: Its experts, of which it is known how they multiply.
-        layers: Names of :meth:`Experts.layer`, of those that are wanted.
-    """
+    """Return the weights of all experts by name, such as ``model.layers.3.mlp.experts.gate_up_proj.7``."""
     weights: dict[str, ExpertWeight] = {}
     for one in found:
         module, transposed = model.get_submodule(one.name), bool(one.transposed)
@@ -87,10 +81,6 @@ def calibrated_experts(model: nn.Module, layers: Container[str]) -> dict[str, Ex
     """Return the weights of a model's experts by name, and let experts multiply one after the other.
 
     Faster ways to run them, which transformers may choose, sort the tokens and multiply by all experts at once.
-
-    Args:
-        model: The model.
-        layers: Names of :meth:`Experts.layer`, of those that are wanted.
     """
     set_experts: Any = getattr(model, "set_experts_implementation", None)
     if set_experts is not None:

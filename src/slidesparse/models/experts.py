@@ -161,10 +161,6 @@ def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
     Each program has its own name for the linears of experts and for what is around the language model. So an entry
     begins at a layer's number, or where it is for every layer, at the name that they have there.
 
-    Args:
-        names: The modules, as transformers and as the checkpoint call them.
-        every: Whether these are all modules of experts of the model.
-
     >>> for every in (True, False):
     ...     print(*ignore_entries(["model.layers.3.mlp.experts"], every=every))
     re:.*\.experts\..*
@@ -185,12 +181,7 @@ def describe_experts(found: list[Experts]) -> list[str]:
 
 
 def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
-    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it.
-
-    Args:
-        found: Experts of a model.
-        patterns: Name of :meth:`Experts.layer` -> pattern.
-    """
+    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it."""
     treated = [
         (name, one.count, list(shape[-2:]), patterns[name])
         for one in found

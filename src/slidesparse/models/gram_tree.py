@@ -84,14 +84,7 @@ class GramTree:
         self.nodes[begin, end] = here
 
     def total(self, name: str, columns: int, to: int, tensors: RankTensors) -> torch.Tensor | None:
-        """Return the sum over all shares at one process, and None at the others; all of them call it together.
-
-        Args:
-            name: The linear.
-            columns: Its input columns.
-            to: The process that gets the sum.
-            tensors: Sends tensors.
-        """
+        """Return the sum over all shares at one process, and None at the others; all of them call it together."""
         transfer = _Transfer(self, name, columns, tensors)
         return transfer.bring(0, SHARES, to)
 

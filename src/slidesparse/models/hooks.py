@@ -11,11 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks at the end of a block, whatever ends it; and those before one that cannot be registered.
-
-    Args:
-        handles: What registering hooks returns; a generator registers them here.
-    """
+    """Remove hooks at the end of a block, whatever ends it; and those before one that cannot be registered."""
     with ExitStack() as registered:
         for handle in handles:
             registered.enter_context(handle)

@@ -129,11 +129,6 @@ class LayerList:
 def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
     """Return the list of layers that holds all linears to be pruned.
 
-    Args:
-        model: May be on the meta device.
-        linears: Names of the linears.
-        remedy: What works all the same; None: nothing but to leave linears alone.
-
     Raises:
         InputError: There is none; the error names linears outside the list that holds most of them.
     """
@@ -158,11 +153,6 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
 
 def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
     """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
-
-    Args:
-        model: May be on the meta device.
-        layer_list: From :func:`find_layer_list`.
-        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is refused here.
 
     Raises:
         InputError: Naming such a layer.
@@ -219,11 +209,6 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     """Run the modules of the stack before the layers, and record the hidden state and each layer's other arguments.
 
     The layers themselves do not run: they may have no weights yet.
-
-    Args:
-        model: A model in which the parameters that are used before the layers are filled.
-        layer_list: From :func:`find_layer_list`.
-        batches: Inputs.
     """
     _, stack = stack_around(model, layer_list)
     samples: list[Sample] = []

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.models.expert_grams import Inputs, in_parts
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
-from slidesparse.models.grams import collect_grams, take_inputs
+from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import LayerList, Sample, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.prune import Linears, Pruner, RoundedForOutputs, output_error, rounding_error

@@ -74,12 +74,6 @@ def match_layer(
 
     A layer whose outputs came no nearer with the values in these types keeps those that it has. Rounding to 8 bits
     comes after that.
-
-    Args:
-        layer: The pruned layer, which is left as it is.
-        free: Name of a pruned weight in the layer -> the type in which it is stored. Its zeros are held.
-        examples: What the layer reads and shall give, one or more.
-        matching: Steps and seed.
     """
     training = _Training(layer, free)
     begin = training.stored()

@@ -32,11 +32,7 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 class PackedMixture(nn.Module):
-    """Experts that are called as transformers calls them.
-
-    Args:
-        slide: The experts.
-    """
+    """Experts that are called as transformers calls them."""
 
     def __init__(self, slide: SlideExperts) -> None:
         super().__init__()

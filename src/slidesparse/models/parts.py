@@ -37,10 +37,6 @@ def text_config(config: Any) -> Any:
 def parts_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the part that each module belongs to: ``language``, ``vision``, ``audio`` or ``joint``.
 
-    Args:
-        model: The model.
-        names: Modules of the model.
-
     Returns:
         Nothing for a model that has not both a language part and another one.
     """
@@ -103,11 +99,6 @@ def _classify(config: Any, kinds: dict[type, str]) -> None:
 
 def outside_part(model: nn.Module, names: Iterable[str], part: Part) -> dict[str, str]:
     """Return why layers are left alone: those that are not in the part that was asked for.
-
-    Args:
-        model: The model; one of a single part is treated whole.
-        names: Its linears.
-        part: ``language``, ``vision`` or ``all``.
 
     Raises:
         InputError: The model has no such part.

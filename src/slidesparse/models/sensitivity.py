@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_grams import in_parts
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
-from slidesparse.models.grams import collect_grams, take_inputs
+from slidesparse.models.grams import collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import Batch, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.prune import Linears, Pruner
@@ -96,77 +95,31 @@ def measure_sensitivities(
             for several in together
             for name in several
         }
-        reached = _ReachedLayer(layer, index, weights, samples)
-        ahead, *later = in_parts([several for together in here.values() for several in together], only_experts(weights))
-        if later:  # in several parts each pattern collects experts' inputs anew
-            ahead = [several for several in ahead if several[0] not in experts]
-        grams = reached.grams(ahead)
         for names, together in here.items():
-            own = {several[0]: grams.pop(several[0]) for several in together if several[0] in grams}
+            parts = in_parts(together, only_experts(weights))
+            grams = [_grams(layer, index, weights, part, samples) for part in parts] if len(parts) == 1 else None
             for pattern in (one for one in patterns if may_have(one, experts=names not in together)):
                 damage = known.get((names[0], str(pattern)))
                 if damage is None:
-                    damage = _damage(model, weights, reached.pruned(together, pattern, pruner, own), held_out, dense)
+                    new: dict[str, torch.Tensor] = {}
+                    for number, part in enumerate(parts):  # matrices of several parts do not fit into memory at a time
+                        of_part = grams[number] if grams else _grams(layer, index, weights, part, samples)
+                        for several in part:
+                            own = {name: weights[name].weight for name in several}
+                            new |= pruner.prune(Linears(own, pattern, of_part.get(several[0])))
+                    damage = _damage(model, weights, new, held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
         for sample in samples:
             sample.hidden = run_layer(layer, sample, index)
 
 
-@dataclass(frozen=True)
-class _ReachedLayer:
-    """A layer, dense, and what reaches it.
-
-    Attributes:
-        module: The layer.
-        index: Its number.
-        weights: Linears and experts' weights of it by name.
-        samples: The text as it reaches the layer; none where the method needs none.
-    """
-
-    module: nn.Module
-    index: int
-    weights: Mapping[str, Any]
-    samples: Sequence[Sample]
-
-    def grams(self, together: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-        """Return the gram matrices of what a method sees together, by first name; the layer runs on the text once."""
-        heads = [several[0] for several in together] if self.samples else []
-        if not heads:
-            return {}
-        sums = collect_grams(self.module, self.index, {head: self.weights[head] for head in heads}, self.samples)
-        return {head: take_inputs(head, self.weights[head], sums).gram for head in heads}
-
-    def pruned(
-        self,
-        together: Sequence[Sequence[str]],
-        pattern: Pattern,
-        pruner: Pruner,
-        grams: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """Return weights pruned by a method, name -> weight.
-
-        Args:
-            together: What the method sees together.
-            pattern: The pattern.
-            pruner: The method.
-            grams: Gram matrices of all of it; none where the method needs none, or where they do not fit into memory.
-                Then those of one part of the experts after the other are collected, the parts being those of ``prune``.
-        """
-        if grams:
-            return self._pruned(together, pattern, pruner, grams)
-        new: dict[str, torch.Tensor] = {}
-        for part in in_parts(together, only_experts(self.weights)):
-            new |= self._pruned(part, pattern, pruner, self.grams(part))
-        return new
-
-    def _pruned(
-        self, together: Sequence[Sequence[str]], pattern: Pattern, pruner: Pruner, grams: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        new: dict[str, torch.Tensor] = {}
-        for several in together:
-            weights = {name: self.weights[name].weight for name in several}
-            new |= pruner.prune(Linears(weights, pattern, grams.get(several[0])))
-        return new
+def _grams(
+    layer: nn.Module, index: int, weights: Mapping[str, Any], sets: Sequence[Sequence[str]], samples: Sequence[Sample]
+) -> dict[str, torch.Tensor]:
+    """Return the gram matrices of what a method sees together, by first name; none where it needs no text."""
+    heads = [several[0] for several in sets] if samples else []
+    sums = collect_grams(layer, index, {head: weights[head] for head in heads}, samples) if heads else {}
+    return {head: take_inputs(head, weights[head], sums).gram for head in heads}
 
 
 @torch.no_grad()
@@ -180,15 +133,6 @@ def damage_together(
     experts: Mapping[str, ExpertWeight] | None = None,
 ) -> float:
     """Prune a model in place as a plan says, and return the divergence of all of it from the dense model.
-
-    Args:
-        model: A causal language model in memory, pruned afterwards.
-        sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
-        patterns: Linear -> pattern.
-        pruner: The method.
-        batches: Inputs whose statistics the method sees, if it needs calibration.
-        held_out: Inputs on which predictions are compared.
-        experts: Weights of the experts among the sets, by name.
 
     Raises:
         InputError: The divergence is NaN or Inf.
@@ -240,15 +184,7 @@ def _damage(
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
-    """Return the damage of some pruned weights.
-
-    Args:
-        model: The model, which is as before afterwards.
-        weights: Linears and experts' weights by name.
-        pruned: The pruned ones among them, in the place of which the model's own are kept meanwhile.
-        held_out: Inputs on which predictions are compared.
-        dense: Logits of the dense model.
-    """
+    """Return the damage of some pruned weights."""
     _exchange(weights, pruned)
     try:
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)

@@ -16,10 +16,9 @@ from torch import nn
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.rank_tensors import RankTensors
-from slidesparse.models.expert_grams import Inputs, expert_inputs, in_parts, sum_columns, tokens_of
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
-from slidesparse.models.grams import collect_grams, rounding_of
+from slidesparse.models.grams import Inputs, collect_grams, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
 from slidesparse.prune import Pruner
@@ -28,10 +27,6 @@ from slidesparse.weights.pattern import Pattern
 
 class SharedLayers:
     """Prunes layers together with other processes: see :data:`slidesparse.models.layerwise.PruneLayer`.
-
-    Args:
-        tensors: Sends tensors between the processes.
-        n_batches: Batches of the calibration text.
 
     Attributes:
         own: The batches that this process runs, ascending.
@@ -64,7 +59,7 @@ class SharedLayers:
             for names in (names for names in part if names[0] in inputs):
                 self.ranks.check()
                 new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
-                told.append([asdict(loss), _type_name(new[names[0]].dtype)])
+                told.append([asdict(loss), str(new[names[0]].dtype).removeprefix("torch.")])
                 own |= new
         return self._exchanged(sets, linears, solver, own, told)
 
@@ -141,7 +136,3 @@ class SharedLayers:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.tensors.device)
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,8 +16,7 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.layer.linear import SlideLinear, checked_bias, pack_weight
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
-from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
-from slidesparse.models.float_mixers import IN_FLOATS, linears_of_float_mixers
+from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import (
@@ -45,12 +44,7 @@ OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another.
-
-    Args:
-        names: Layer names.
-        pattern: The common pattern.
-        layers: Entry (exact name, or ``re:`` and a regular expression) -> pattern; the first entry that matches counts.
+    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another; the first entry counts.
 
     Raises:
         InputError: An entry matches no layer.

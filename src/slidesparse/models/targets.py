@@ -69,10 +69,6 @@ class Targets:
     dense: dict[str, str]
     other: dict[str, str]
 
-    def describe(self) -> list[str]:
-        """Return lines that say what stays dense, and why."""
-        return describe_dense({**self.dense, **self.other})
-
 
 def find_targets(
     model: nn.Module,
@@ -157,7 +153,7 @@ def find_targets(
     if not linears:
         sparse = sum(isinstance(module, SlideLinear) for module in model.modules())
         said = [f"{counted(sparse, 'SlideLinear')}, sparse already"] if sparse else []
-        said += [line.removeprefix("left dense: ") for line in targets.describe()[:3]]
+        said += [line.removeprefix("left dense: ") for line in describe_dense({**targets.dense, **targets.other})[:3]]
         raise InputError(
             "the model has no linear layer to treat",
             got="; ".join(said) or "no linear layer",
@@ -267,11 +263,6 @@ def matches_entry(name: str, entry: str) -> bool:
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
     """Partition linears by the input tensor that they read.
-
-    Args:
-        model: May be on the meta device: only the identity of tensors is used.
-        linears: The linears to partition.
-        run: Runs the model once, on any input.
 
     Returns:
         Lists of names in the model's order: q, k and v of a layer in one list, gate and up in one, most others alone.

@@ -56,14 +56,7 @@ class _Noting(nn.Module):
 def read_without_calling(
     model: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], object] | None
 ) -> dict[str, str]:
-    """Return the linears whose weight the model reads without calling them, and that as the reason to leave them dense.
-
-    Args:
-        model: May be on the meta device. It is as before when this returns.
-        linears: Linears of the model, by name.
-        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is found, and a
-            packed layer computes its weight when it is asked for it (:attr:`layer.linear.SlideLinear.weight`).
-    """
+    """Return the linears whose weight the model reads without calling them, and why they stay dense."""
     if run is None:
         return {}
     noting = {name: _Noting(linear) for name, linear in linears.items()}

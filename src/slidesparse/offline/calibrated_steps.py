@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 class CalibratedSteps:
     """The steps that the options ask for; each that they do not ask for is None.
 
-    Args:
-        options: The options.
-        job: The model and its linears, of which no weight is read here.
-
     Attributes:
         smooth: Where outliers may be folded into weights.
         matching: How layers are matched.
@@ -67,26 +63,11 @@ class CalibratedSteps:
     def prepare(
         self, checkpoint: Checkpoint, windows: torch.Tensor, folder: Path, device: torch.device, progress: bool | None
     ) -> Checkpoint:
-        """Return the checkpoint to prune, smoothed where that is asked for or helps.
-
-        Args:
-            checkpoint: The source.
-            windows: Calibration text, int64 [samples, length].
-            folder: Keeps what was found, so that an interrupted run goes on with the same.
-            device: Where layers run.
-            progress: Show progress bars; None: on a terminal only.
-        """
+        """Return the checkpoint to prune, smoothed where that is asked for or helps."""
         if self.smooth is None:
             return checkpoint
         how = self.patterns, windows, folder, device, progress, self.dtype, self.rounding
         return smooth_checkpoint(checkpoint, self.smooth, *how, required=self.must_smooth)
-
-
-def foldable(job: PruneJob) -> set[str] | None:
-    """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
-    if job.source_dtype is not None or job.steps.smooth is not None:
-        return None if job.source_dtype is not None else set()
-    return {linear for fold in _folds(job) for linear in fold.linears}
 
 
 def _folds(job: PruneJob) -> Sequence[Fold]:

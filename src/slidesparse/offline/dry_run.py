@@ -1,4 +1,4 @@
-"""``slidesparse prune --dry-run``: what would be done, what it would take, and nothing done."""
+"""``slidesparse prune --dry-run``: what would be done, how large it would be, and nothing done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune import Prepared, job_record, prepare
 from slidesparse.offline.prune_options import PruneOptions
-from slidesparse.offline.prune_time import PruneTime, estimate_time
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class DryRun(PruneOutcome):
         files: Other files that would be copied, and their bytes.
         free_bytes: Free on the disk of the destination.
         refused: What the run would say of a disk that is too small; None where it is not.
-        time: An estimate.
     """
 
     treated: dict[str, Tensors]
@@ -65,7 +63,6 @@ class DryRun(PruneOutcome):
     files: Tensors
     free_bytes: int
     refused: str | None
-    time: PruneTime
 
     @property
     def fits(self) -> bool:
@@ -89,7 +86,6 @@ class DryRun(PruneOutcome):
         size, free = readable_size(self.destination_bytes), readable_size(self.free_bytes)
         lines.append(f"{size} in {self.destination}, {free} free")
         lines += [f"would be REFUSED: {self.refused}"] if self.refused is not None else []
-        lines.append(f"about {_duration(self.time.seconds)} of computing: {self.time.basis}")
         return "\n".join([*lines, *self._on_use([*self.treated, *self.experts])])
 
 
@@ -131,7 +127,6 @@ def dry_run(
         destination_bytes=size,
         free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,
         refused=_refusal(prepared.destination, missing),
-        time=estimate_time(job) if job.patterns else PruneTime(0.0, "nothing is treated"),
     )
 
 
@@ -162,14 +157,3 @@ def _refusal(destination: Path, n_bytes: int) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in a unit in which it is a small number.
-
-    >>> _duration(0.2), _duration(44), _duration(5400)
-    ('1 s', '44 s', '1.5 h')
-    """
-    if seconds < 90:
-        return f"{max(round(seconds), 1)} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -29,7 +29,6 @@ from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
 from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
-from slidesparse.offline.model_card import add_measurements, card_to_measure
 
 FEW_TOKENS = 1000
 """Below it a warning follows the perplexity. The losses of single tokens scatter by nats: if by 3, then the mean of
@@ -93,28 +92,14 @@ def evaluate(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     device: str | torch.device = "cpu",
-    card: bool = False,
     progress: bool | None = None,
     bos: bool = True,
 ) -> Evaluation:
     """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
 
-    Args:
-        path: The folder.
-        text: What :func:`slidesparse.offline.calibrate.texts.read_documents` reads, for perplexity.
-        window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
-        stride: Tokens between windows; None: half a window.
-        batch: Windows at a time.
-        tasks: Names that lm-evaluation-harness knows, or files of its tasks (``.yaml``).
-        limit: Examples of each task; None: all.
-        device: Device on which the model runs.
-        card: Add what was measured to the model card that ``prune`` wrote into the folder.
-        progress: Show a progress bar; None: on a terminal only.
-        bos: Begin each window with what the tokenizer puts before a text, not only the first one.
-
     Raises:
         InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
-        CheckpointError: The checkpoint or its tokenizer cannot be loaded, or it has no card of ``prune``.
+        CheckpointError: The checkpoint or its tokenizer cannot be loaded.
         UnsupportedError: lm-evaluation-harness is not installed, or too old for this transformers.
     """
     if text is None and not tasks:
@@ -128,7 +113,6 @@ def evaluate(
         _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
     check_windows(window, stride)
     device = usable_device(device)
-    noted = card_to_measure(Path(path)) if card else None
     documents = None if text is None else read_documents(text)
     harness = _harness() if tasks else None
     checkpoint = Checkpoint(path)
@@ -145,10 +129,7 @@ def evaluate(
         measured = _perplexity(model, tokens.to(device), before, content, window, stride, batch, progress)
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = _experts_words(checkpoint, model)
-    evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
-    if noted is not None:
-        add_measurements(noted, _card_rows(evaluation, limit))
-    return evaluation
+    return Evaluation(str(path), None if text is None else str(text), measured, found, experts)
 
 
 def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:
@@ -199,18 +180,6 @@ def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
         return "pruned experts ran sparse"
     layers = f"{dense} of {packed + dense} layers"
     return f"pruned experts ran dense in {layers}, with inputs that vLLM rounds and that were not"
-
-
-def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str, str]]:
-    """Return an evaluation as lines of a model card: what -> value and how; texts without their folders."""
-    rows = {}
-    if (p := evaluation.perplexity) is not None:
-        how = f"{p.bits_per_byte:.4f} bits per byte, {p.tokens} tokens, windows of {p.window} every {p.stride}"
-        rows[f"perplexity on {Path(str(evaluation.text)).name}"] = (f"{p.perplexity:.4f}", how)
-    examples = "lm-evaluation-harness" if limit is None else f"lm-evaluation-harness, {limit} examples"
-    for task, found in evaluation.tasks.items():
-        rows |= {f"{task}, {name}": (f"{value:.4f}", examples) for name, value in found.items()}
-    return rows
 
 
 def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:

@@ -71,4 +71,4 @@ def describe(info: dict[str, Any]) -> str:
     lines += [f"backend     {name}: {why or 'can run here'}" for name, why in info["backends"].items()]
     lines = [wrapped(line) for line in lines]
     lines += ["", wrapped("Sparse backends that have kernels for a card, and who has measured them (docs/cards.md):")]
-    return "\n".join([*lines, table(cards.COLUMNS, cards.table()), wrapped(cards.describe_fp4())])
+    return "\n".join([*lines, table(cards.COLUMNS, cards.table())])

@@ -183,10 +183,6 @@ def _range(values: list[float], digits: int) -> str:
 def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
     """Read every linear of a local checkpoint and say which patterns it satisfies.
 
-    Args:
-        path: Any Hugging Face checkpoint in safetensors, marked or not.
-        progress: Show a progress bar; None: on a terminal only.
-
     Raises:
         CheckpointError: The checkpoint is damaged or of an unknown architecture.
     """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import SlideSparseError, UnsupportedError
@@ -84,7 +82,7 @@ def _inspect(
     mark = next(iter(marks)) if len(marks) == 1 else None
     candidates: list[Pattern] | None = list(UNIFORM_PATTERNS)
     zeros, total, bits, problem = 0, 0, 0, None
-    for name, weight in _weights(checkpoint, tensors):
+    for name, weight in ((n, one) for n, tensor in tensors.items() for one in read_experts(checkpoint, n, tensor)):
         bits = max(bits, value_bits(weight))
         zeros, total = zeros + weight.numel() - int(is_nonzero(weight).sum()), total + weight.numel()
         try:
@@ -112,21 +110,10 @@ def _inspect(
         bits=bits,
         sparsity=zeros / max(total, 1),
         marked=None if mark is None else str(mark),
-        tightest="-" if candidates is None else str(min(candidates, key=_order, default=DENSE)),
+        tightest="-" if candidates is None else str(min(candidates, key=lambda p: (p.density, p.group), default=DENSE)),
         stored_bytes=sum(one.n_bytes for one in stored.values()),
         problem=problem,
     )
-
-
-def _order(pattern: Pattern) -> tuple[float, int]:
-    """Order patterns as :func:`slidesparse.weights.support.tightest_pattern` does."""
-    return float(pattern.density), pattern.group
-
-
-def _weights(checkpoint: Checkpoint, tensors: dict[str, ExpertTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors.items():
-        for weight in read_experts(checkpoint, name, tensor):
-            yield name, weight
 
 
 def describe_expert_layers(layers: Iterable[ExpertLayer]) -> list[str]:

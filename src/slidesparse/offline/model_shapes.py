@@ -42,9 +42,6 @@ class ModelShapes:
 def shapes_of(model: str) -> ModelShapes:
     """Return the sizes of a model.
 
-    Args:
-        model: A name out of :data:`slidesparse.offline.known_models.MODELS`, or the folder of a checkpoint.
-
     Raises:
         InputError: It is neither.
         CheckpointError: The checkpoint is damaged or of an unknown architecture.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.models.experts import EXPERTS_FOLLOW
-from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.offline.cards import warn_of_type
 from slidesparse.offline.prune_options import Recipe
@@ -26,12 +25,6 @@ SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU 
 
 MOST_NAMES = 3
 """Most names of tensors in a line."""
-
-MUCH = 0.5
-"""Cost of rounding inputs to INT8 that is worth a line, of what pruning costs the same outputs."""
-
-LEAST = 2e-4
-"""Of the outputs' energy. Less cannot be hoped for: Gaussian inputs lose 1e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +92,6 @@ class PruneSummary(PruneOutcome):
             before their layer is matched; empty without calibration.
         rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
             and for other types.
-        rounded_inputs: Lines that say so, and what may be done where it is much.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
     """
@@ -114,7 +106,6 @@ class PruneSummary(PruneOutcome):
     source_card: str | None
     losses: dict[str, float]
     rounding: dict[str, float]
-    rounded_inputs: list[str]
     borrowed: dict[str, str]
     source_bytes: int
 
@@ -124,11 +115,8 @@ class PruneSummary(PruneOutcome):
         found = ", ".join(f"{n} at {pattern}" for pattern, n in counts)
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
-        if self.losses:
-            worst = max(self.losses, key=self.losses.__getitem__)
-            mean = sum(self.losses.values()) / len(self.losses)
-            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
-        lines += self.rounded_inputs
+        lines += _spread("calibration loss", self.losses)
+        lines += _spread("rounding inputs to INT8 costs", self.rounding)
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
             count = f"{len(self.borrowed)} of the experts' weights"
@@ -150,43 +138,10 @@ class PruneSummary(PruneOutcome):
         return "\n".join([*lines, *self._on_use([*self.patterns.values(), *self.experts.values()])])
 
 
-def rounding_costs(sets: Sequence[SetLoss]) -> dict[str, float]:
-    """Return the linears that read one input -> what rounding it costs, where that is known."""
-    return {" ".join(one.names): one.rounding for one in sets if one.rounding is not None}
-
-
-def shown_names(key: str) -> str:
-    """Return the linears that read one input for a sentence: as a key of JSON they have spaces between them."""
-    return ", ".join(key.split(" "))
-
-
-def describe_rounding(sets: Sequence[SetLoss], find_foldable: Callable[[], Collection[str] | None]) -> list[str]:
-    """Return lines: the cost, and by which options it may be less.
-
-    Args:
-        sets: What pruning and rounding cost linears that read one input.
-        find_foldable: Returns the linears that ``--smooth`` would help and has not; None where neither it nor
-            ``--ignore`` helps. It is asked only where the cost is much.
-    """
-    costs = rounding_costs(sets)
+def _spread(what: str, costs: Mapping[str, float]) -> list[str]:
+    """Return a line with the mean and the worst of what sets of linears cost; none of no sets."""
     if not costs:
         return []
-    worst = max(costs, key=costs.__getitem__)
-    mean = sum(costs.values()) / len(costs)
-    lines = [f"rounding inputs to INT8 costs: mean {mean:.2e}, worst {costs[worst]:.2e} at {shown_names(worst)}"]
-    many = [one.names[0] for one in sets if (one.rounding or 0.0) >= max(MUCH * one.loss, LEAST)]
-    foldable = find_foldable() if many else None
-    if foldable is None:
-        return lines
-    folded = [name for name in many if name in foldable]
-    left = [name for name in many if name not in foldable]
-    if folded:
-        lines.append(f"{_count(folded)}: --smooth folds outliers into weights")
-    if left:
-        lines.append(f"{_count(left)}: --ignore would leave such linears dense, in the type that they have")
-    return lines
-
-
-def _count(names: list[str]) -> str:
-    inputs = "one input" if len(names) == 1 else f"{len(names)} inputs"
-    return f"of {inputs} it costs more than half of what pruning does, such as that of {names[0]}"
+    worst, mean = max(costs, key=costs.__getitem__), sum(costs.values()) / len(costs)
+    names = ", ".join(worst.split(" "))
+    return [f"{what}: mean {mean:.2e}, worst {costs[worst]:.2e} at {names}"]

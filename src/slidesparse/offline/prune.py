@@ -31,14 +31,12 @@ from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
-from slidesparse.offline.calibrated_steps import foldable
-from slidesparse.offline.check_options import check_options, require_one_process
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.outcome import PruneSummary, describe_rounding, rounding_costs
+from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
-from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
 from slidesparse.weights.quant import dtype_name
 
 
@@ -137,16 +135,6 @@ def prune_checkpoint(
     Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the
     windows. All of them call this with equal arguments, but for the device; to calibrate it is of one kind.
 
-    Args:
-        source: A local Hugging Face checkpoint.
-        destination: A folder that does not exist.
-        options: Patterns, type, method and exceptions.
-        device: Where weights are pruned and quantised, and where calibration runs the model's layers, one at a time.
-        links: What to do with links that lead out of the source.
-        followed: The plan that the options are of, to warn where it is not one for this source.
-        progress: Show a progress bar; None: on a terminal only.
-        ranks: The processes that do it together, from :func:`slidesparse.base.ranks.joined`.
-
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
         InputError: An option or a path cannot be used.
@@ -186,8 +174,7 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
-        rounding=rounding_costs(rounded),
-        rounded_inputs=describe_rounding(rounded, lambda: foldable(job)),
+        rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
         borrowed=_borrowed(losses),
         source_bytes=prepared.checkpoint.n_bytes,
         destination_bytes=prepared.n_bytes,

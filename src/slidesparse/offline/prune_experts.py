@@ -36,14 +36,7 @@ from slidesparse.weights.support import check_weight
 
 
 def can_be_quantised(name: str, tensor: ExpertTensor, stored: Stored, architecture: str) -> bool:
-    """Say whether experts that are stored in a float type can be written in 8 bits.
-
-    Args:
-        name: The tensor that holds them.
-        tensor: What it holds.
-        stored: Its type and shape.
-        architecture: Class of transformers.
-    """
+    """Say whether experts that are stored in a float type can be written in 8 bits."""
     if len(stored.shape) == 2:
         return not tensor.transposed and name.endswith(".weight")
     return single_experts(architecture, name) is not None
@@ -51,13 +44,6 @@ def can_be_quantised(name: str, tensor: ExpertTensor, stored: Stored, architectu
 
 class ExpertJob:
     """The experts of a checkpoint, and how they are treated.
-
-    Args:
-        checkpoint: The source.
-        meta: Its meta model.
-        options: The options.
-        source_dtype: The quantised type of the source; None: float.
-        dtype: The type of treated weights.
 
     Attributes:
         tensors: Tensor of the source -> what it holds, of all experts.
@@ -203,15 +189,7 @@ class ExpertJob:
         device: torch.device,
         advance: Callable[[int], None],
     ) -> None:
-        """Prune the experts of one tensor and write them, one at a time.
-
-        Args:
-            writer: Writes them.
-            name: The tensor.
-            prune: Gets an expert's weight [out, in] and its place in the tensor, and returns it pruned.
-            device: Where weights are pruned.
-            advance: Gets the number of bytes that were written.
-        """
+        """Prune the experts of a tensor and write them; ``prune`` gets a weight [out, in] and its place there."""
         tensor, stored = self.tensors[name], self.checkpoint.stored(name)
         pattern = self.patterns[tensor.layer]
 

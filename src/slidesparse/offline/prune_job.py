@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from slidesparse.base.ranks import Ranks
-from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
@@ -26,7 +24,7 @@ from slidesparse.models.sparsify import layer_patterns, require_alike, run_once,
 from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.offline.calibrate.calibration import calibration_windows
-from slidesparse.offline.calibrate.layer_stream import PrunedLayers, prune_layers_from_disk
+from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.calibrated_steps import CalibratedSteps
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
@@ -47,15 +45,7 @@ from slidesparse.weights.support import check_weight
 
 
 class PruneJob:
-    """A checkpoint and the options, from which follows how every tensor is treated.
-
-    Args:
-        checkpoint: The source.
-        options: The options, which go together (:func:`slidesparse.offline.check_options.check_options`).
-        device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
-            result has the same bits on every device.
-        followed: The plan that the options are of; None for other ones.
-    """
+    """A checkpoint and the options, from which follows how every tensor is treated."""
 
     def __init__(
         self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
@@ -192,8 +182,7 @@ class PruneJob:
         with TensorWriter(path, outputs) as writer:
             for tensor in shard:
                 if self.experts.treats(tensor):
-                    with self._enough_memory([tensor]):
-                        self.experts.write(writer, tensor, self._prune_expert(tensor), self.device, advance)
+                    self.experts.write(writer, tensor, self._prune_expert(tensor), self.device, advance)
                 elif tensor not in self.layer_of:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
             # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
@@ -216,26 +205,13 @@ class PruneJob:
 
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
-        with self._enough_memory(names):
-            pruned = self._prune_set(names)
-            return {
-                key: one
-                for name in names
-                if name in here
-                for key, one in self._stored_form(name, here[name], pruned[name]).items()
-            }
-
-    @contextmanager
-    def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
-        """Say what to do when the device's memory does not hold what pruning linears takes."""
-        try:
-            yield
-        except torch.cuda.OutOfMemoryError as error:
-            raise UnsupportedError(
-                f"the memory of {self.device} is too small to prune {', '.join(names)}",
-                got=first_line(error),
-                remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
-            ) from error
+        pruned = self._prune_set(names)
+        return {
+            key: one
+            for name in names
+            if name in here
+            for key, one in self._stored_form(name, here[name], pruned[name]).items()
+        }
 
     @cached_property
     def parameters(self) -> set[str]:

@@ -9,8 +9,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
-from slidesparse.models.float_heads import float_heads
-from slidesparse.models.float_mixers import linears_of_float_mixers
+from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.parts import Part
 from slidesparse.models.targets import Targets, find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
@@ -30,23 +29,13 @@ def find_treated(
 ) -> Targets:
     """Sort the linears of a model into those to be treated and the rest; those of experts are in neither.
 
-    Args:
-        meta: The meta model.
-        experts: Its experts.
-        routers: What routes tokens to them, which stays dense: name -> why.
-        ignore: Linears and experts to leave alone, as :func:`slidesparse.models.targets.find_targets` takes them.
-        run: Runs the meta model once; None: it cannot be run.
-        quantise: They are to have 8 bits, and those that vLLM reads in floats alone stay dense.
-        lm_head: Treat the output embedding too.
-        also_ignore: What a quantised source lists.
-        part: Which part of a multimodal model is treated.
-
     Raises:
         InputError: An entry matches nothing, or nothing is left to treat.
     """
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
-    entries = _of_linears(ignore, _linears(meta.model) - inside.keys(), left)
+    linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)} - inside.keys()
+    entries = _of_linears(ignore, linears, left)
 
     def find(keep: dict[str, str]) -> Targets:
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
@@ -63,10 +52,6 @@ def find_treated(
             remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
         )
     return find(keep | mixers)
-
-
-def _linears(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def _of_linears(entries: Iterable[str], linears: set[str], others: Sequence[str]) -> list[str]:

@@ -67,11 +67,6 @@ def measure_layers(
 ) -> Iterator[tuple[list[LayerSpeed], list[WrongForm]]]:
     """Measure whole layers on every backend that ``auto`` may take.
 
-    Args:
-        job: What to measure.
-        device: Where; the current CUDA device for None.
-        stopwatch: Times passes; a new one of CUDA's for None.
-
     Yields:
         The times of a kind of layer, if there are any that can be believed, and the forms of it that were wrong.
     """
@@ -110,11 +105,6 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
 
 def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
     """Put layer times into the user's table, from which ``auto`` chooses from now on.
-
-    Args:
-        layers: The times.
-        wrong: Forms that were wrong, which ``auto`` does not take.
-        driver: The driver with which they were taken; None for the one here.
 
     Raises:
         UnsupportedError: The table cannot be written.

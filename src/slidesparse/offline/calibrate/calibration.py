@@ -173,16 +173,7 @@ def sample_windows(
     remedy: str = FEWER,
     before: Sequence[int] | torch.Tensor = (),
 ) -> torch.Tensor:
-    """Return windows that do not overlap, in random order: int64 [samples, length].
-
-    Args:
-        tokens: int64 [n].
-        samples: The number of windows.
-        length: Tokens of each window.
-        seed: Seed of the random choice.
-        source: Name of the text in the error.
-        remedy: What the error says to do.
-        before: With what each window begins: see :func:`tokens_before`.
+    """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
 
     Raises:
         InputError: The text is too short.
@@ -210,12 +201,6 @@ def is_default(file: str) -> bool:
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
-
-    Args:
-        folder: The checkpoint.
-        config: The config of its model.
-        calibration: The text and its windows.
-        too_short: What to do where the text is too short.
 
     Raises:
         InputError: The text cannot be used, or the windows are longer than the model reads.

@@ -17,13 +17,6 @@ from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_
 class DenseLayers:
     """The layers of a checkpoint, loaded one after the other, and what a text sends through them.
 
-    Args:
-        checkpoint: The source.
-        linears: Linears in the layers.
-        windows: The text, int64 [samples, length].
-        device: Where layers run.
-        compute: The float type in which they run; None: that of pruning.
-
     Attributes:
         meta: The meta model.
         samples: What the current layer reads.

@@ -1,9 +1,13 @@
-"""Load the layers of a checkpoint one after the other, and keep what they become on disk."""
+"""Prune a checkpoint with calibration: read its layers from disk one by one, and write each back to disk pruned.
+
+The pruned weights of a layer are written as soon as they are known, so a run that is killed goes on after its last
+finished layer; the layers before it only run once more, to give the next one its inputs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import torch
 from torch import nn
 
 from slidesparse.base.log import LOG
+from slidesparse.base.progress import progress_bar
+from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError
@@ -20,10 +26,14 @@ from slidesparse.files.expert_tensors import ExpertRowsByName
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
-from slidesparse.models.expert_weights import ExpertWeight
+from slidesparse.models.expert_weights import ExpertWeight, calibrated_experts
 from slidesparse.models.gram_tree import SHARES
-from slidesparse.models.layer_stack import LayerList, find_layer_list, stack_around
-from slidesparse.models.layerwise import LayerStore, SetLoss
+from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, stack_around
+from slidesparse.models.layerwise import LayerStore, SetLoss, prune_layers
+from slidesparse.models.match_layer import Matching
+from slidesparse.models.shared_layers import SharedLayers
+from slidesparse.prune import Pruner
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dequantize
 
 BATCH_TOKENS = 8192
@@ -36,17 +46,7 @@ LOSSES = "losses"
 
 
 class CheckpointLayerStore(LayerStore):
-    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards.
-
-    Args:
-        checkpoint: The source.
-        meta: Its meta model, with real buffers.
-        folder: Holds the finished layers, one file each.
-        device: Where layers run.
-        compute: The float type in which layers run.
-        ranks: The processes that prune together; the first one writes.
-        experts: Where the weights of experts are.
-    """
+    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards."""
 
     def __init__(
         self,
@@ -141,24 +141,16 @@ def open_layers(
 ) -> tuple[LayerList, CheckpointLayerStore]:
     """Return the layers of a model, without weights, and the store that loads them; what runs before them has its own.
 
-    Args:
-        checkpoint: The source.
-        linears: Linears in the layers.
-        folder: See :class:`CheckpointLayerStore`, as all that follows.
-        device: Where layers run.
-        compute: The float type in which they run; None: the model's own on a GPU, float32 on a CPU.
-        ranks: The processes that do it together.
-        experts: Where the weights of experts are.
-
     Raises:
         InputError: The model cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    on_cpu = torch.float32 if device.type == "cpu" else None
-    meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
+    if compute is None and device.type == "cpu":
+        compute = torch.float32  # a CPU is slow in all other types
+    meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute)
     model: Any = meta.model
     layer_list = find_layer_list(model, linears)
-    compute = compute or compute_dtype(model.config.dtype, device)
+    compute = compute or model.config.dtype or torch.float32
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
     _prepare_stack(model, layer_list, store, device)
     return layer_list, store
@@ -170,11 +162,6 @@ def windows_of_a_batch(windows: torch.Tensor) -> int:
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
 
 
-def compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the type in which layers run: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
-    return torch.float32 if device.type == "cpu" or stored is None else stored
-
-
 def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
     """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
     stack, _ = stack_around(model, layer_list)
@@ -183,3 +170,75 @@ def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLay
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+class PrunedLayers:
+    """The pruned weights of all layers, on disk.
+
+    Attributes:
+        losses: The loss of every set of linears.
+    """
+
+    def __init__(self, files: Sequence[Path], losses: list[SetLoss]) -> None:
+        self.losses = losses
+        readers = [TensorReader(path) for path in files]
+        self.reader_of = {name: reader for reader in readers for name in reader.stored}
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the pruned weight of a linear."""
+        return self.reader_of[name].tensor(name)
+
+
+def prune_layers_from_disk(
+    checkpoint: Checkpoint,
+    sets: Sequence[Sequence[str]],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    windows: torch.Tensor,
+    folder: Path,
+    device: torch.device,
+    *,
+    progress: bool | None,
+    ranks: Ranks,
+    experts: ExpertRowsByName | None,
+    matching: Matching | None,
+) -> PrunedLayers:
+    """Prune all layers of a causal language model with calibration on windows [samples, length].
+
+    ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are used again.
+
+    Raises:
+        InputError: The model or its activations cannot be used.
+        CheckpointError: The checkpoint is damaged.
+    """
+    folder.mkdir(exist_ok=True)
+    layer_list, store = open_layers(checkpoint, patterns, folder, device, ranks=ranks, experts=experts)
+    model = store.meta.model
+    weights = {} if experts is None else calibrated_experts(model, experts.layers)
+    batches = windows.split(windows_of_a_batch(windows))
+    losses = []
+    with (
+        progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance,
+        rank_tensors(ranks, device) as tensors,
+    ):
+        shared = SharedLayers(tensors, len(batches))
+        own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
+        samples = record_inputs(model, layer_list, own)
+        steps = prune_layers(
+            model,
+            layer_list,
+            sets,
+            patterns,
+            pruner,
+            samples,
+            store,
+            shared.prune_layer,
+            experts=weights,
+            matching=matching,
+        )
+        for (name, _), _ in zip(layer_list.items(), steps, strict=True):
+            ranks.wait()  # for the file of the layer, which the first process writes
+            here = store.losses(name)
+            losses += here
+            advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
+    return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)

@@ -9,7 +9,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,8 +18,10 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
-from slidesparse.errors import InputError, UnsupportedError, first_line
-from slidesparse.offline.calibrate.chats import Chat, templated
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+
+Chat: TypeAlias = "list[dict[str, str]]"
+"""Messages, each with a ``role`` and a ``content``."""
 
 Document: TypeAlias = "str | Chat"
 
@@ -37,17 +39,8 @@ DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
 
-PAGE = re.compile(r"https?://[^/\s]+/datasets/([\w.-]+/[\w.-]+)", re.ASCII)
-"""Address of a data set's page on the hub or a mirror."""
-
 MAX_BYTES = 1 << 30
-"""Most bytes of a file, unpacked, and most characters of all documents: a tokenizer takes many times as much memory."""
-
-OBJECT = 100
-"""Bytes that a document takes besides its characters."""
-
-PARQUET_ROWS = 64
-"""Rows of a parquet file that are read at once."""
+"""Most bytes of a file, unpacked: a tokenizer takes many times as much memory."""
 
 MAX_FETCHED = 1 << 25
 """Characters after which no more documents of a data set of the hub are fetched."""
@@ -75,15 +68,13 @@ def read_documents(source: str | Path) -> list[Document]:
         UnsupportedError: The library that reads it is not installed.
     """
     path = usable_path(source, "text")
-    documents = list(_limited(path, _documents(path, source)))
+    documents = list(_documents(path, source))
     if not any(document if isinstance(document, list) else document.strip() for document in documents):
         raise InputError(f"{path} holds no text")
     return documents
 
 
 def _documents(path: Path, source: str | Path) -> Iterator[Document]:
-    if not os.path.lexists(path) and (page := PAGE.match(os.fspath(source))):
-        raise InputError(f"there is no file {source}", needed="a file, or a data set by name", remedy=f"give {page[1]}")
     named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
     if named is not None and _kind(path) not in KINDS:
         yield from _fetched(named["name"], named["config"])
@@ -97,20 +88,6 @@ def _documents(path: Path, source: str | Path) -> Iterator[Document]:
             yield from _data_set(path)
 
 
-def _limited(path: Path, documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield documents for as long as they are not too many."""
-    length = 0
-    for document in documents:
-        length += _length(document) + OBJECT
-        if length > MAX_BYTES:
-            raise InputError(f"{path} holds too much text", needed=f"at most {readable_size(MAX_BYTES)}")
-        yield document
-
-
-def _length(document: Document) -> int:
-    return len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
-
-
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
     """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template.
 
@@ -121,6 +98,28 @@ def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
     documents = list(documents)
     chats = iter(templated([one for one in documents if isinstance(one, list)], tokenizer))
     return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)
+
+
+def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
+    """Return the texts of chats.
+
+    Raises:
+        InputError: There is no chat template.
+        CheckpointError: The chat template fails.
+    """
+    if not chats:
+        return []
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            "the text holds chats, and the tokenizer has no chat template",
+            needed="a model that was trained on chats",
+            remedy='use lines with a "text" instead of "messages"',
+        )
+    try:
+        with other_library():
+            return [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
+    except Exception as error:  # a template can raise anything
+        raise CheckpointError("the tokenizer's chat template fails", got=first_line(error)) from error
 
 
 def _kind(path: Path) -> str:
@@ -199,21 +198,17 @@ def _parquet(path: Path) -> Iterator[Document]:
         ) from error
     try:
         require_regular(path)
-        names = pyarrow.parquet.read_schema(path).names
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
-        file = pyarrow.parquet.ParquetFile(path, read_dictionary=[name for name in columns if name == "text"])
         if not columns:
             raise InputError(
                 f"{path} has no texts",
                 got=f"the columns {', '.join(names[:5])}",
                 needed="a column text or messages",
             )
-        number = 0
-        # Few at a time: a file of some kB can repeat one text a million times.
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield _document(f"{path}, row {number}", row)
+        for number, row in enumerate(file.read(columns).to_pylist(), start=1):
+            yield _document(f"{path}, row {number}", row)
     except InputError:
         raise
     except FileNotFoundError as error:
@@ -234,9 +229,9 @@ def _data_set(folder: Path) -> Iterator[Document]:
     try:
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
-        column = "text" if "text" in getattr(loaded, "column_names", loaded) else "messages"
-        for number, value in enumerate(_column(loaded, column)):
-            yield _document(f"{folder}, row {number}", {column: value})
+        column = "text" if "text" in loaded.column_names else "messages"
+        for number, row in enumerate(loaded.select_columns([column])):
+            yield _document(f"{folder}, row {number}", row)
     except InputError:
         raise
     except Exception as error:  # a damaged folder can raise anything in a library
@@ -245,14 +240,6 @@ def _data_set(folder: Path) -> Iterator[Document]:
             got=first_line(error),
             needed="a folder that datasets' save_to_disk wrote, with a column text or messages; or text files",
         ) from error
-
-
-def _column(loaded: Any, name: str) -> Iterable[Any]:
-    """Return the values of a column, each read when it is asked for where the library can do that."""
-    if hasattr(loaded, "select_columns"):  # loaded[name] is a list of all values before datasets 4
-        return (row[name] for row in loaded.select_columns([name]))
-    values: Iterable[Any] = loaded[name]
-    return values
 
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
@@ -270,7 +257,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
             rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
             for number, row in enumerate(rows):
                 yield (document := _document(f"{name}, row {number}", row))
-                length += _length(document)
+                length += len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
                 if length >= MAX_FETCHED:
                     return
     except InputError:

@@ -7,7 +7,7 @@ run that is killed goes on there, and another target needs no new measurements.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from slidesparse.files.json_files import write_json
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
-from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
@@ -43,7 +42,6 @@ from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
 from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import parse_dtype
 
 
 def plan_checkpoint(
@@ -57,13 +55,6 @@ def plan_checkpoint(
     """Choose a pattern for every linear of a checkpoint, and write the choice for ``prune --plan``.
 
     Unlike ``prune`` this holds the whole model on the device, since damage is measured at the model's output.
-
-    Args:
-        source: A local Hugging Face checkpoint in a float type.
-        out: JSON file to make. The measurements go into another file in its folder, :func:`sensitivity_file`.
-        options: Target, text, method and patterns.
-        device: Device on which the model runs.
-        progress: Show a progress bar; None: on a terminal only.
 
     Raises:
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
@@ -88,8 +79,6 @@ def plan_checkpoint(
             got=f"--recipe {options.recipe}",
             remedy=f"leave it out, or add {LEAVE_DENSE}",
         )
-    if options.backend is not None:
-        _require_backend(options, patterns, planned.linears, device)
     layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
     if pruner.needs_calibration:
         require_single_passes(meta.model, layers, run)
@@ -182,18 +171,3 @@ def _windows_of(options: PlanOptions) -> Calibration:
     """Return the text: the windows on which damage is measured come first, then those that the method sees."""
     seen = options.calibration.samples if get_pruner(options.method).needs_calibration else 0
     return replace(options.calibration, samples=HELD_OUT + seen)
-
-
-def _require_backend(
-    options: PlanOptions, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
-) -> None:
-    assert options.backend is not None
-    backend = get_backend(options.backend)
-    for pattern in patterns:
-        for layer, shape in shapes.items():
-            reason = backend.why_not(Problem(pattern, parse_dtype(options.dtype), *shape, device, bits=options.bits))
-            if reason is not None:
-                raise InputError(
-                    f"{options.backend} cannot run {pattern} at {layer} in {options.dtype}: {reason}",
-                    remedy="leave out --backend, or the pattern with --patterns, or the layer with --ignore",
-                )

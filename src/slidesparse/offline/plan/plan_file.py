@@ -69,10 +69,6 @@ class StoredPlan:
         """Warn where another checkpoint is to be pruned than the one on which damage was measured.
 
         A plan may serve for a model that was trained on, or for one with the same names of layers by mistake.
-
-        Args:
-            weights: Fingerprint of the checkpoint.
-            source: Its folder.
         """
         if self.weights not in (None, weights):
             _warn(
@@ -82,10 +78,6 @@ class StoredPlan:
 
     def compare_names(self, treated: Sequence[str], source: Path) -> None:
         """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
-
-        Args:
-            treated: Linears of the checkpoint, and the weights of its experts, that are not left alone.
-            source: Its folder.
 
         Raises:
             InputError: It names what cannot be treated.
@@ -169,9 +161,11 @@ def about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -
 
 def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     """Return a plan and what it was asked for, for JSON."""
+    gpu = {} if options.gpu is None else {"gpu": options.gpu}
+    served = {"at": list(options.at), "dtype": options.dtype, **gpu}
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        **(_served(options) if options.at else {"mma_gain": float(options.mma_gain)}),
+        **(served if options.at else {"mma_gain": float(options.mma_gain)}),
         "recipe": options.recipe,
         "modelled": {
             "speedup": plan.speedup,
@@ -183,9 +177,3 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }
-
-
-def _served(options: PlanOptions) -> dict[str, Any]:
-    """Return the loads of a plan, the type, and the GPU where one was named."""
-    named = {} if options.gpu is None else {"gpu": options.gpu}
-    return {"at": list(options.at), "dtype": options.dtype, **named}

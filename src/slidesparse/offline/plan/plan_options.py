@@ -7,7 +7,6 @@ from fractions import Fraction
 
 from slidesparse.base.from_bench import from_bench
 from slidesparse.errors import InputError
-from slidesparse.gemm import get_backend
 from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.prune import get_pruner
@@ -42,7 +41,6 @@ class PlanOptions:
             need slidesparse-bench.
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
-        backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
         gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: the device's, an H200's for the CPU.
         recipe: How weights will be rounded: ``6bit`` rounds INT8 to six bits, which take less memory.
 
@@ -59,7 +57,6 @@ class PlanOptions:
     at: tuple[str, ...] = ()
     dtype: QuantName = "int8"
     ignore: tuple[str, ...] = ()
-    backend: str | None = None
     gpu: str | None = None
     recipe: Rounding = "absmax"
 
@@ -74,10 +71,6 @@ class PlanOptions:
         for pattern in self.patterns:
             Pattern.parse(pattern)
         get_pruner(self.method)
-        if self.backend is not None and get_backend(self.backend).bits not in (None, self.bits):
-            raise InputError(
-                f"{self.backend} reads weights of six bits alone", got=f"--recipe {self.recipe}", needed="--recipe 6bit"
-            )
 
     @property
     def bits(self) -> int:

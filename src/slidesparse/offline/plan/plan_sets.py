@@ -51,11 +51,6 @@ class PlannedSets:
     kept_type: str | None
     bits: int = 8
 
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """The shapes of those that are no experts."""
-        return {name: shape for name, shape in self.shapes.items() if name not in self.reached}
-
     def allowed(self, names: Sequence[str], patterns: Sequence[Pattern]) -> list[Pattern]:
         """Return those of some patterns that a set may have, without dense."""
         return [pattern for pattern in patterns if may_have(pattern, experts=names[0] in self.reached)]
@@ -63,12 +58,7 @@ class PlannedSets:
     def with_choices(
         self, patterns: Sequence[Pattern], damages: Mapping[tuple[str, str], float] | None = None
     ) -> list[PlanSet]:
-        """Return the sets with the patterns that each may get, dense among them.
-
-        Args:
-            patterns: The patterns.
-            damages: (first name of a set, pattern) -> damage; None: not known yet, and 0.
-        """
+        """Return the sets with the patterns that each may get, dense among them."""
         made = []
         for names in self.sets:
             allowed = self.allowed(names, patterns)
@@ -89,12 +79,6 @@ def find_sets(
     meta: MetaModel, checkpoint: Checkpoint, options: PlanOptions, run: Callable[[], object] | None
 ) -> PlannedSets:
     """Return what gets a pattern.
-
-    Args:
-        meta: The meta model.
-        checkpoint: The source.
-        options: Those of the plan.
-        run: Runs the meta model once; None: it cannot be run.
 
     Raises:
         InputError: Servers would join linears that get a pattern with others that do not; or nothing is left to treat.

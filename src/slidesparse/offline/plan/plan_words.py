@@ -16,6 +16,11 @@ from slidesparse.prune import get_pruner
 
 EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
 
+KEPT = (
+    "these experts cannot be quantised as they are stored: prune keeps {}, in which they run dense;"
+    f" {LEAVE_DENSE} plans all else for {{}}"
+)
+
 ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float, without what rounding to them adds"
 
 
@@ -23,29 +28,18 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
     counts = Counter(map(str, plan.patterns.values()))
     text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
+    together = "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
     said = [
         f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
         *([EXPERTS_COUNTED] if plan.has_experts else []),
-        *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
+        *([KEPT.format(plan.kept_type, options.dtype)] if plan.kept_type else []),
         f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
-        f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
+        f" predicted damage {plan.damage:.4f} nats a token{together}",
         *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
         *plan.basis,
     ]
     command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
     return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])
-
-
-def _kept_words(kept_type: str, wanted: str) -> str:
-    return (
-        f"these experts cannot be quantised as they are stored: prune keeps {kept_type}, in which they run dense;"
-        f" {LEAVE_DENSE} plans all else for {wanted}"
-    )
-
-
-def _together_words(plan: Plan) -> str:
-    """Return how the damage of the whole compares with the sum of what single sets do."""
-    return "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
 
 
 def _speed_words(plan: Plan, options: PlanOptions) -> str:

@@ -34,10 +34,6 @@ def sensitivity_file(out: Path) -> Path:
 def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[SensitivityFile]:
     """Open a file of measurements, which no other run may have open; leave none without a measurement.
 
-    Args:
-        path: The file, which is made if it is not there.
-        about: Everything that the measurements depend on, ready for JSON.
-
     Raises:
         CheckpointError: Another run measures into it, or :class:`SensitivityFile` refuses it.
     """
@@ -111,28 +107,20 @@ def _compared(about: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading and writing, and hold its lock."""
-    while True:
-        with _opened(path) as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckpointError(
-                    f"another run is measuring into {path}", remedy="wait for it, or choose another --out"
-                ) from error
-            if os.path.exists(path) and os.path.samestat(os.fstat(handle.fileno()), os.stat(path)):
-                yield handle
-                return  # else another run has just removed it
-
-
-def _opened(path: Path) -> BinaryIO:
+    other = "remove it, or choose another --out"
     try:
         # Not waiting for anybody at the other end of a pipe, and not writing under a link.
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         why = "a link" if error.errno == errno.ELOOP else error.strerror
-        raise CheckpointError(f"{path} cannot be used", got=why, remedy="remove it, or choose another --out") from error
-    mode = os.fstat(number).st_mode
-    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} cannot be used", got=why, remedy=other) from error
+    if not stat.S_ISREG(mode := os.fstat(number).st_mode):
         os.close(number)
-        raise CheckpointError(f"{path} cannot be used", got=kind_of(mode), remedy="remove it, or choose another --out")
-    return os.fdopen(number, "r+b")
+        raise CheckpointError(f"{path} cannot be used", got=kind_of(mode), remedy=other)
+    with os.fdopen(number, "r+b") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what, remedy = f"another run is measuring into {path}", "wait for it, or choose another --out"
+            raise CheckpointError(what, remedy=remedy) from error
+        yield handle
