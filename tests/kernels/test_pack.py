@@ -15,7 +15,6 @@ from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups
 from slidesparse.weights.packed import Shard, pack_segments
 from slidesparse.weights.packing import KernelPacker
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.slide import metadata
 from slidesparse.weights.support import as_bits, grouped
 from slidesparse.weights.support import following_groups as defined_following_groups
 
@@ -38,22 +37,20 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
     wanted = pack_segments(weight, pattern, k_offset=k_offset).segments[0]
-    got = compress_groups(weight.to(device), parsed, k_offset=k_offset, metadata=True)
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
-    assert got.code.dtype == wanted.code.dtype
-    assert torch.equal(got.metadata.cpu(), metadata(wanted.code, parsed))
+    values, code = compress_groups(weight.to(device), parsed, k_offset=k_offset)
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
+    assert code.dtype == wanted.code.dtype
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
     wanted = pack_segments(weight, "6:8").segments[0]
-    got = compress_groups(weight.to(device), Pattern(6, 8))
-    assert got.values.dtype == dtype
-    assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
-    assert torch.equal(got.code.cpu(), wanted.code)
-    assert got.metadata is None
+    values, code = compress_groups(weight.to(device), Pattern(6, 8))
+    assert values.dtype == dtype
+    assert torch.equal(as_bits(values).cpu(), as_bits(wanted.values))
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
@@ -64,30 +61,30 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
     by_group[:, others] = 1
     dense_elsewhere = by_group.flatten(1)
     wanted = pack_segments(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
-    got = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
+    values, code = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
     wanted = pack_segments(weight, "2:4").segments[0]
-    got = compress_groups(weight.to(device), Pattern(2, 4))
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
+    values, code = compress_groups(weight.to(device), Pattern(2, 4))
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
-    got = compress_groups(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(got.values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
+    values, _ = compress_groups(wide[::2, 3:], Pattern(6, 8))
+    assert torch.equal(values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
 
 
 def test_no_rows(device: str) -> None:
-    got = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
-    assert got.values.shape == (0, 12)
-    assert got.code.shape == (0, 2)
+    values, code = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
+    assert values.shape == (0, 12)
+    assert code.shape == (0, 2)
 
 
 def test_a_violation_is_named(device: str) -> None:

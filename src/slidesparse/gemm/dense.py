@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +95,8 @@ class Dense(Reference):
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features or out_features % MULTIPLE:  # padded: by parts
             return by_parts
-        kernel_lift = cast("KernelLift", lift)
-        multiply = _fused_after(kernel_lift) if kernel_lift.tokens else None
-        return by_parts if multiply is None else DenseLinear(kernel_lift, by_parts, multiply)
+        multiply = _fused_after(lift) if lift.tokens else None
+        return by_parts if multiply is None else DenseLinear(lift, by_parts, multiply)
 
     def matmul(
         self,

@@ -163,7 +163,7 @@ class KernelLift:
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """See :class:`slidesparse.lifting.choose.Lift`."""
+        """See :class:`slidesparse.lifting.choose.TorchLift`."""
         rows = None if residual is None else with_contiguous_columns(residual)
         return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
 

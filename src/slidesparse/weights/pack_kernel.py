@@ -10,7 +10,7 @@ One program compresses ``BLOCK`` groups of one row, a group along the second dim
     a, b    [BLOCK]           its last two zeros; a < 0 if it has fewer than two: a violation
     values  [BLOCK, 2N - 2]   entry i is at i + (i >= a) + (i + 1 >= b); read again, now from L1
 
-Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
+Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out.
 
 A second kernel finds the groups of a weight that follow a partial pattern, reading it once; a third one copies the
 groups that do not.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -41,20 +41,6 @@ COUNTED_ROWS = 16
 CODE_TYPES = {True: torch.uint8, False: torch.int16}
 
 
-class Compressed(NamedTuple):
-    """The compressed groups of a weight.
-
-    Attributes:
-        values: [out, n * keep] in the weight's type.
-        code: [out, n], uint8 while a pattern has at most 256 codes, else int16.
-        metadata: uint8 [out, n * (N - 1)], a 2:4 nibble a window (:func:`slidesparse.weights.slide.metadata`), or None.
-    """
-
-    values: torch.Tensor
-    code: torch.Tensor
-    metadata: torch.Tensor | None
-
-
 @dataclass(frozen=True)
 class PackVariant:
     """The constants that a packing kernel is compiled for, besides the types of its arguments.
@@ -67,7 +53,6 @@ class PackVariant:
         gathered: Whether a vector names them.
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
-        metadata: Whether metadata are written too.
         checked: Whether the weight was checked before, so that nothing is checked.
         padded_group: The power of two that holds a group.
         block: Groups of a program.
@@ -80,7 +65,6 @@ class PackVariant:
     gathered: bool
     magnitude: int
     non_finite: int
-    metadata: bool
     checked: bool
     padded_group: int
     block: int = BLOCK
@@ -130,7 +114,7 @@ def _start(nth, group_ids, P: tl.constexpr):
 
 
 @triton.jit
-def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
+def pack_kernel(weight, group_ids, values, code, faults, row_stride, P: tl.constexpr):
     """Check and compress groups; see the top of this file.
 
     ``faults``: int32 [2], groups that violate the pattern, values that are not finite; None where nothing is checked.
@@ -163,15 +147,6 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
     tl.store(values + row * (P.groups * KEEP) + nth[:, None] * KEEP + entry, positive.to(bits.dtype), mask=kept)
     rank = b * (b - 1) // 2 + a
     tl.store(code + row * P.groups + nth[:, None], rank.to(code.dtype.element_ty), mask=exists)
-
-    if P.metadata:
-        WINDOWS: tl.constexpr = P.group // 2 - 1
-        window = tl.arange(0, P.padded_group // 2)[None, :]
-        first = 2 * window
-        low = (first >= a).to(tl.int32) + (first + 1 >= b).to(tl.int32)
-        high = 1 + (first + 1 >= a).to(tl.int32) + (first + 2 >= b).to(tl.int32)
-        at = metadata + row * (P.groups * WINDOWS) + nth[:, None] * WINDOWS + window
-        tl.store(at, (low | high << 2).to(tl.uint8), mask=exists & (window < WINDOWS))
 
 
 @triton.jit
@@ -270,13 +245,12 @@ def _prepare(
     k_offset: int,
     group_ids: torch.Tensor | None,
     *constants: object,
-    metadata: bool = False,
     checked: bool = False,
 ) -> tuple[PackVariant, Launcher]:
     """Return the variant of a launch and its launcher: one look-up a call."""
     gathered = None if group_ids is None else group_ids.dtype
     sizes = weight.shape[1], group, groups, k_offset
-    return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, metadata, checked, *constants)
+    return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, checked, *constants)
 
 
 @lru_cache(maxsize=4096)
@@ -286,23 +260,14 @@ def _prepared(
     device: torch.device,  # a launcher is for one device and the types of all tensors
     sizes: tuple[int, int, int, int],
     gathered: torch.dtype | None,
-    metadata: bool,
     checked: bool,
     *constants: object,
 ) -> tuple[PackVariant, Launcher]:
     columns, group, groups, k_offset = sizes
     magnitude, non_finite = MAGNITUDE[dtype]
+    size = 1 << (group - 1).bit_length()
     variant = PackVariant(
-        columns=columns,
-        group=group,
-        k_offset=k_offset,
-        groups=groups,
-        gathered=gathered is not None,
-        magnitude=magnitude,
-        non_finite=non_finite,
-        metadata=metadata,
-        checked=checked,
-        padded_group=1 << (group - 1).bit_length(),
+        columns, group, k_offset, groups, gathered is not None, magnitude, non_finite, checked, padded_group=size
     )
     return variant, Launcher(kernel, (variant, *constants), num_warps=4)
 
@@ -313,10 +278,9 @@ def compress_groups(
     groups: torch.Tensor | None = None,
     *,
     k_offset: int = 0,
-    metadata: bool = False,
     checked: bool = False,
     name: str = "weight",
-) -> Compressed:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Check a weight and compress its groups; waits for the device once, to read the outcome of the checks.
 
     Args:
@@ -324,10 +288,13 @@ def compress_groups(
         pattern: The pattern that the groups follow.
         groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group of column 0.
-        metadata: Return the 2:4 metadata too.
         checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is
             checked again, and nothing waits.
         name: The weight's name in error messages.
+
+    Returns:
+        values [out, n * keep] in the weight's type, and code [out, n], uint8 while a pattern has at most 256 codes,
+        else int16.
 
     Raises:
         PatternViolation: Naming the first row and group that violate the pattern.
@@ -340,15 +307,14 @@ def compress_groups(
     index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
     values = empty(out, count * pattern.keep, weight.dtype, index)
     code = empty(out, count, code_type, index)
-    nibbles = empty(out, count * pattern.windows, torch.uint8, index) if metadata else None
     faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
     if out and count:
         sizes = pattern.group, count, k_offset
-        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
-        tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
+        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, checked=checked)
+        tensors = as_bits(weight), groups, as_bits(values), code, faults
         launcher.run(out * variant.blocks, index, tensors, (), (weight.stride(0),))
     if faults is not None and any(faults.tolist()):
         # Rare, and it ends in an error: the torch definition names the place.
         check_weight(weight, name)
         check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-    return Compressed(values, code, nibbles)
+    return values, code

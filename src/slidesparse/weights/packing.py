@@ -8,7 +8,7 @@ import torch
 
 from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
-from slidesparse.weights.packed import PackedWeight, Packer, Shard, ValuesAndCode
+from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_form, check_groups, check_share, require_dense, with_contiguous_columns
 
@@ -68,8 +68,8 @@ def _packer(device: torch.device) -> Packer:
     return KernelPacker() if runs_triton(device) else packed.TORCH
 
 
-class KernelPacker:
-    """A :class:`slidesparse.weights.packed.Packer` that runs Triton kernels."""
+class KernelPacker(Packer):
+    """Runs Triton kernels."""
 
     def following(self, shard: Shard) -> torch.Tensor:
         """See :class:`slidesparse.weights.packed.Packer`."""
@@ -85,14 +85,15 @@ class KernelPacker:
         with torch.cuda.device_of(shard.weight):
             return copy_groups(_rows(shard), shard.pattern, groups, k_offset=shard.k_offset)
 
-    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
+    def compress(
+        self, shard: Shard, groups: torch.Tensor | None, *, checked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`slidesparse.weights.packed.Packer`."""
         from slidesparse.weights.pack_kernel import compress_groups
 
         weight, pattern, k_offset, name = shard
         with torch.cuda.device_of(weight):
-            found = compress_groups(_rows(shard), pattern, groups, k_offset=k_offset, checked=checked, name=name)
-        return found.values, found.code
+            return compress_groups(_rows(shard), pattern, groups, k_offset=k_offset, checked=checked, name=name)
 
 
 def _rows(shard: Shard) -> torch.Tensor:
