@@ -11,12 +11,19 @@ import torch
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
-from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
+from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, KernelPacker
 from slidesparse.weights.packed import Shard, pack_segments
-from slidesparse.weights.packing import KernelPacker
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import as_bits, grouped
 from slidesparse.weights.support import following_groups as defined_following_groups
+
+
+def compress_groups(
+    weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None = None, k_offset: int = 0, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kept values and codes of some groups, all of them for None, checked."""
+    return KernelPacker().compress(Shard(weight, pattern, k_offset, name), groups, checked=False)
+
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
 
@@ -109,17 +116,6 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
         compress_groups(weight.to(device), Pattern(6, 8))
 
 
-def test_what_is_no_weight_is_refused(device: str) -> None:
-    with pytest.raises(InputError, match="rank"):
-        compress_groups(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
-    with pytest.raises(InputError, match="type"):
-        compress_groups(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
-    with pytest.raises(InputError, match="contiguous"):
-        compress_groups(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
-    with pytest.raises(InputError, match="k_offset"):
-        compress_groups(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
-
-
 # -- the whole of pack ---------------------------------------------------------------------------------------------
 
 
@@ -132,7 +128,7 @@ def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_
     weight = wide.to(torch.float8_e4m3fn)
     parsed = Pattern.parse(pattern)
     wanted = defined_following_groups(weight, parsed, k_offset)
-    got = find_following_groups(weight.to(device), parsed, k_offset=k_offset)
+    got = KernelPacker().following(Shard(weight.to(device), parsed, k_offset, "weight"))
     assert got.dtype == wanted.dtype
     assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
     assert torch.equal(got.cpu(), wanted)
@@ -235,9 +231,8 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         inside.remove(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("compress_groups", "copy_groups", "find_following_groups"):
-        run = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
+    run = kernels.Launcher.run
+    monkeypatch.setattr(kernels.Launcher, "run", lambda *given: run(*given) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
     packed = pack_segments(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)

@@ -184,10 +184,27 @@ class KernelLift:
         if refusal is not None:
             raise refusal
         index = x.get_device()
-        if index < 0 or is_current(index):
-            return self._run(index, x, residual, pairs, gain, eps)
-        with torch.cuda.device(index):
-            return self._run(index, x, residual, pairs, gain, eps)
+        if index >= 0 and not is_current(index):
+            with torch.cuda.device(index):
+                return self.run(x, residual, pairs, gain, eps)
+        pairs, padded = pairs if self.gathered else None, self.padded
+        values = empty(padded, self.k_packed, self.target, index)
+        scale = empty(self.tokens, 1, torch.float32, index) if self.quantised else None
+        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        if self.tokens and self.k_packed:
+            inputs = inputs_of(x, residual, pairs, gain)
+            if self.can_launch(inputs):
+                residual_out_at = None if residual_out is None else residual_out.data_ptr()
+                scale_at = None if scale is None else scale.data_ptr()
+                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
+            else:
+                written = values.view(torch.int16 if self.variant.held else torch.int8) if self.quantised else values
+                tensors = x, residual, residual_out, gain, pairs, written, scale
+                arguments = *tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps)
+                self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
+        if padded != self.tokens:
+            values.resize_(self.tokens, self.k_packed)  # keeps the memory after them; a view would be one more tensor
+        return Lifted(values, scale, residual_out)
 
     # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
@@ -227,49 +244,6 @@ class KernelLift:
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
-
-    def _run(
-        self,
-        index: int,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        eps: float,
-    ) -> Lifted:
-        tokens, k_packed = self.tokens, self.k_packed
-        values = empty(self.padded, k_packed, self.target, index)
-        scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
-        lifted = Lifted(values, scale, residual_out)
-        if tokens and k_packed:
-            inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
-            if self.can_launch(inputs):
-                residual_out_at = None if residual_out is None else residual_out.data_ptr()
-                scale_at = None if scale is None else scale.data_ptr()
-                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
-            else:
-                self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
-        if self.padded != tokens:
-            values.resize_(tokens, k_packed)  # keeps the memory after them; a view would be one more tensor to make
-        return lifted
-
-    def _launch_by_triton(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        lifted: Lifted,
-        eps: float,
-    ) -> None:
-        values, scale, residual_out = lifted
-        if self.quantised:
-            values = values.view(torch.int16 if self.variant.held else torch.int8)
-        inputs = inputs_of(x, residual, pairs, gain)
-        tensors = x, residual, residual_out, gain, pairs, values, scale
-        arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None

@@ -36,7 +36,7 @@ from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
-from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
+from slidesparse.tuning.timing import Stopwatch
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 
@@ -85,7 +85,7 @@ class LoadTuner:
         log: logging.Logger,
         *,
         budget_s: float = BUDGET_S,
-        stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
+        stopwatch: Callable[[], Stopwatch] = Stopwatch,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

@@ -28,9 +28,8 @@ import triton.language as tl
 
 from slidesparse.base.torch_private import empty
 from slidesparse.base.triton_launcher import Launcher
-from slidesparse.errors import InputError
-from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import as_bits, check_form, check_groups, check_k_offset, check_weight
+from slidesparse.weights.packed import Packer, Shard
+from slidesparse.weights.support import as_bits, check_groups, check_weight
 
 BLOCK = 128
 """Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
@@ -184,73 +183,78 @@ def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.con
     tl.atomic_add(counts + 1, broken, mask=broken > 0)
 
 
-def find_following_groups(
-    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
-) -> torch.Tensor:
-    """Return :func:`slidesparse.weights.support.following_groups` of a weight, int64 [n], on the CPU.
+class KernelPacker(Packer):
+    """Packs by these kernels, where the weight is."""
 
-    Args:
-        weight: As :func:`compress_groups` takes it.
-        pattern: The pattern.
-        k_offset: Position inside its group of column 0.
-        name: The weight's name in error messages.
+    def following(self, shard: Shard) -> torch.Tensor:
+        """See :class:`slidesparse.weights.packed.Packer`."""
+        weight, pattern, k_offset, name = shard.by_rows()
+        rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
+        counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
+        if rows:
+            variant, launcher = _prepare(count_kernel, weight, (pattern.group, groups, k_offset), None, COUNTED_ROWS)
+            _run(launcher, -(-rows // COUNTED_ROWS) * variant.blocks, weight, (counts,), (rows,))
+        on_host = counts.cpu()
+        if bool(on_host[1]):
+            check_weight(weight, name)
+        following: torch.Tensor = (on_host[2:] <= pattern.keep).nonzero().flatten()
+        return following
 
-    Raises:
-        InputError: When the weight is malformed or holds NaN or Inf.
-    """
-    _check(weight, pattern, k_offset, name)
-    rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
-    counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
-    if rows:
-        variant, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
-        programs = -(-rows // COUNTED_ROWS) * variant.blocks
-        launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
-    on_host = counts.cpu()
-    if bool(on_host[1]):
-        check_weight(weight, name)
-    following: torch.Tensor = (on_host[2:] <= pattern.keep).nonzero().flatten()
-    return following
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
+        """See :class:`slidesparse.weights.packed.Packer`."""
+        weight, pattern, k_offset, _ = shard.by_rows()
+        out, count = weight.shape[0], groups.numel()
+        groups = groups.contiguous()  # read by address
+        values = empty(out, count * pattern.group, weight.dtype, weight.get_device())
+        if out and count:
+            variant, launcher = _prepare(copy_kernel, weight, (pattern.group, count, k_offset), groups)
+            _run(launcher, out * variant.blocks, weight, (groups, as_bits(values)))
+        return values
+
+    def compress(
+        self, shard: Shard, groups: torch.Tensor | None, *, checked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`slidesparse.weights.packed.Packer`; waits for the device once, unless all is checked."""
+        weight, pattern, k_offset, name = shard.by_rows()
+        out, columns = weight.shape
+        groups = None if groups is None else groups.contiguous()  # read by address
+        count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
+        index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
+        values, code = empty(out, count * pattern.keep, weight.dtype, index), empty(out, count, code_type, index)
+        faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
+        if out and count:
+            sizes = pattern.group, count, k_offset
+            variant, launcher = _prepare(pack_kernel, weight, sizes, groups, checked=checked)
+            _run(launcher, out * variant.blocks, weight, (groups, as_bits(values), code, faults))
+        if faults is not None and any(faults.tolist()):
+            # Rare, and it ends in an error: the torch definition names the place.
+            check_weight(weight, name)
+            check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+        return values, code
 
 
-def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *, k_offset: int = 0) -> torch.Tensor:
-    """Copy groups of a weight, side by side, -0 as +0: [out, n * 2N].
-
-    Args:
-        weight: As :func:`compress_groups` takes it.
-        pattern: The pattern, whose groups these are.
-        groups: int64 [n], on the weight's device.
-        k_offset: Position inside its group of column 0.
-    """
-    out, index, count = weight.shape[0], weight.get_device(), groups.numel()
-    groups = groups.contiguous()  # read by address
-    values = empty(out, count * pattern.group, weight.dtype, index)
-    if out and count:
-        variant, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
-        launcher.run(out * variant.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
-    return values
-
-
-def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> None:
-    check_form(weight, name)
-    check_k_offset(pattern, k_offset)
-    if weight.stride(1) != 1:
-        raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
+def _run(
+    launcher: Launcher,
+    programs: int,
+    weight: torch.Tensor,
+    others: tuple[torch.Tensor | None, ...],
+    free: tuple[int, ...] = (),
+) -> None:
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        launcher.run(programs, weight.get_device(), (as_bits(weight), *others), free, (weight.stride(0),))
 
 
 def _prepare(
     kernel: Any,
     weight: torch.Tensor,
-    group: int,
-    groups: int,
-    k_offset: int,
-    group_ids: torch.Tensor | None,
+    sizes: tuple[int, int, int],
+    groups: torch.Tensor | None,
     *constants: object,
     checked: bool = False,
 ) -> tuple[PackVariant, Launcher]:
-    """Return the variant of a launch and its launcher: one look-up a call."""
-    gathered = None if group_ids is None else group_ids.dtype
-    sizes = weight.shape[1], group, groups, k_offset
-    return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, checked, *constants)
+    """Return the variant of a launch and its launcher by one look-up; ``sizes``: of a group, of all groups, offset."""
+    gathered = None if groups is None else groups.dtype
+    return _prepared(kernel, weight.dtype, weight.device, (weight.shape[1], *sizes), gathered, checked, *constants)
 
 
 @lru_cache(maxsize=4096)
@@ -264,57 +268,6 @@ def _prepared(
     *constants: object,
 ) -> tuple[PackVariant, Launcher]:
     columns, group, groups, k_offset = sizes
-    magnitude, non_finite = MAGNITUDE[dtype]
-    size = 1 << (group - 1).bit_length()
-    variant = PackVariant(
-        columns, group, k_offset, groups, gathered is not None, magnitude, non_finite, checked, padded_group=size
-    )
+    limits, size = MAGNITUDE[dtype], 1 << (group - 1).bit_length()
+    variant = PackVariant(columns, group, k_offset, groups, gathered is not None, *limits, checked, padded_group=size)
     return variant, Launcher(kernel, (variant, *constants), num_warps=4)
-
-
-def compress_groups(
-    weight: torch.Tensor,
-    pattern: Pattern,
-    groups: torch.Tensor | None = None,
-    *,
-    k_offset: int = 0,
-    checked: bool = False,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a weight and compress its groups; waits for the device once, to read the outcome of the checks.
-
-    Args:
-        weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
-        pattern: The pattern that the groups follow.
-        groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
-        k_offset: Position inside its group of column 0.
-        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is
-            checked again, and nothing waits.
-        name: The weight's name in error messages.
-
-    Returns:
-        values [out, n * keep] in the weight's type, and code [out, n], uint8 while a pattern has at most 256 codes,
-        else int16.
-
-    Raises:
-        PatternViolation: Naming the first row and group that violate the pattern.
-        InputError: When the weight is malformed or a compressed group holds NaN or Inf.
-    """
-    _check(weight, pattern, k_offset, name)
-    out, columns = weight.shape
-    groups = None if groups is None else groups.contiguous()  # read by address
-    count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
-    index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
-    values = empty(out, count * pattern.keep, weight.dtype, index)
-    code = empty(out, count, code_type, index)
-    faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
-    if out and count:
-        sizes = pattern.group, count, k_offset
-        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, checked=checked)
-        tensors = as_bits(weight), groups, as_bits(values), code, faults
-        launcher.run(out * variant.blocks, index, tensors, (), (weight.stride(0),))
-    if faults is not None and any(faults.tolist()):
-        # Rare, and it ends in an error: the torch definition names the place.
-        check_weight(weight, name)
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-    return values, code

@@ -31,6 +31,7 @@ from slidesparse.weights.support import (
     is_nonzero,
     require_dense,
     value_bits,
+    with_contiguous_columns,
 )
 
 MAX_MULTIPLE = 2**31
@@ -193,6 +194,10 @@ class Shard(NamedTuple):
     pattern: Pattern
     k_offset: int
     name: str
+
+    def by_rows(self) -> Shard:
+        """Return it with contiguous columns, as kernels read it."""
+        return self._replace(weight=with_contiguous_columns(self.weight))
 
 
 class Packer:

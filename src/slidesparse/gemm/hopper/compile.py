@@ -99,20 +99,13 @@ def options(
     ]
 
 
-def cubin(
-    tile: Tile,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    grouped: bool = False,
-    count_bits: int = 0,
-    value_bits: int = 8,
-) -> bytes:
+def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, *bits: int) -> bytes:
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    files, opts = sources(count_bits, value_bits), options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    files, opts = sources(*bits), options(tile, dtype, out_dtype, grouped, *bits)
     major, minor = nvrtc_version()
     key = hashlib.sha256("\0".join([*chain(*files.items()), *opts, f"{major}.{minor}"]).encode())
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
