@@ -131,7 +131,7 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 
 
 class DenseLinear:
-    """Runs a dense linear with little more than allocations between its two launches; see :class:`Runner`.
+    """Runs a dense linear with little more than allocations between its two launches; see :data:`Runner`.
 
     Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
     than the GPU.
@@ -149,7 +149,7 @@ class DenseLinear:
         self._shape = torch.Size((self._out, lift.k_packed))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`slidesparse.gemm.backend.Runner`."""
+        """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, (_, pairs, operand, scale_w, bias, gain) = self._lift, tensors
         inputs = lift.inputs(x, residual, pairs, gain)
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):

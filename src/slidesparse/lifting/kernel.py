@@ -33,52 +33,9 @@ from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
-
-def quantize_lift(
-    x: torch.Tensor,
-    order: ColumnOrder,
-    target: torch.dtype,
-    prologue: Prologue = "none",
-    *,
-    pairs: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 0.0,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Lifted:
-    """Apply the prologue, quantise every token with its own scale and lift it.
-
-    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
-
-    Args:
-        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
-        order: The packed column order.
-        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
-        prologue: A function of :mod:`slidesparse.lifting.prologue`.
-        pairs: The index of pairs, where ``order.pairs`` is None.
-        gain: [K] in x's type, the gain of the norm.
-        residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-        eps: The norm's epsilon.
-        slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
-
-    Raises:
-        InputError: When shapes, types or strides do not fit.
-        UnsupportedError: FP8 on a GPU without FP8 conversions.
-    """
-    if x.dim() != 2:
-        raise InputError("activations to lift", got=list(x.shape), needed="[M, K]")
-    lift = find_kernel_lift(order.without_pairs, x.dtype, target, prologue, x.shape[0], x.device, slabs, rows)
-    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
-
-
-# -- one lift ------------------------------------------------------------------------------------------------------
-
-
 KEPT = (
-    *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
-    *("target", "variant", "k_packed"),
+    *("_columns", "config", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs"),
+    *("source", "target", "variant", "k_packed"),
 )
 """The attributes that a lift shares with lifts of other numbers of tokens."""
 
@@ -86,17 +43,20 @@ KEPT = (
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
+    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
+
     Args:
         order: The packed column order.
-        source: Type of the activations.
-        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
-        prologue: Applied first.
+        source: Type of the activations: bfloat16, float16 or float32.
+        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only, bit for bit.
+        prologue: A function of :mod:`slidesparse.lifting.prologue`, applied first.
         tokens: M.
         device: The device of the activations.
         slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows.
+        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
 
     Attributes:
+        config: The sizes of its launch.
         index: Index of the device; negative in Triton's interpreter.
         shape: Shape of the activations.
         k_packed: Packed columns K'.
@@ -130,7 +90,7 @@ class KernelLift:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
-        launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
+        self.config = launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
         early = device.type == "cuda" and arch >= EARLY_ARCH
         self.variant = make_variant(order, source, target, prologue, slabs, launch, early)
         self.launcher = _launcher(self.variant, launch, source, device)
@@ -175,10 +135,17 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Lift checked tensors of the sizes, types and device that this lift was made for.
+        """Lift tokens.
+
+        Args:
+            x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
+            residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
+            pairs: :attr:`~slidesparse.lifting.layout.ColumnOrder.pairs`, where groups are moved.
+            gain: [K] in x's type, the gain of the norm.
+            eps: The norm's epsilon.
 
         Raises:
-            InputError: As :func:`quantize_lift`.
+            InputError: Sizes, types, strides or a device for which this lift was not made.
         """
         refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
         if refusal is not None:

@@ -145,15 +145,7 @@ def make_variant(
     if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
-        in_features=order.in_features,
-        half=order.group // 2,
-        k_offset=order.k_offset,
-        dense_groups=order.dense_groups,
-        slid_groups=order.slid_groups,
-        dense_columns=order.dense_columns,
-        slid_columns=order.slid_columns,
-        bundle=order.bundle,
-        gathered=order.gathered,
+        *order.numbers,
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,
