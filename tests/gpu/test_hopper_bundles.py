@@ -8,6 +8,7 @@ import pytest
 import torch
 from fused_lifts import quantize_lift
 from hopper_forms import Bundles
+from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.hopper.backend import Hopper
@@ -16,7 +17,6 @@ from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.lifting.layout import slab_view
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from fused_lifts import quantize_lift
+from slab_views import slab_view
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.lifting import kernel as kernels
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.launch import Launch
-from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
