@@ -133,13 +133,8 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 class DenseLinear:
     """Runs a dense linear with little more than allocations between its two launches; see :data:`Runner`.
 
-    Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
-    than the GPU.
-
-    Args:
-        lift: The lift, row-major and without padding.
-        by_parts: The runner of the cases that this one cannot run.
-        multiply: The product, for biases of the activations' type.
+    Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower than the
+    GPU. The lift is row-major without padding; ``by_parts`` runs what this cannot, as biases of another type.
     """
 
     __slots__ = ("_by_parts", "_lift", "_multiply", "_out", "_shape")

@@ -69,8 +69,7 @@ class ExpertKind:
         down: The pattern of down.
         hidden: Columns of gate and up.
         inner: Columns of down, on this GPU.
-        experts: Experts on this GPU.
-        everywhere: Experts on all GPUs.
+        experts: Experts on this GPU; ``everywhere``: on all GPUs.
         top_k: Experts of a token.
         device: The GPU.
         bits: Bits of a kept value in memory, 6 where all values fit them.
@@ -124,12 +123,7 @@ class ExpertChoice:
 
 
 def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
-    """Choose by the rule at the top of this file.
-
-    Args:
-        kind: The experts.
-        tokens: Numbers of tokens M that represent all that the engine may run.
-    """
+    """Choose by the rule at the top of this file; ``tokens`` represent all numbers M that the engine may run."""
     if was_wrong(kind):
         return ExpertChoice(False, f"{GROUPED}: {WRONG_HERE}")
     measured = find_expert_times(kind)
@@ -190,13 +184,7 @@ def was_wrong(kind: ExpertKind) -> bool:
 
 
 def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterable[str] = ()) -> Path | None:
-    """Keep times of experts, as :func:`slidesparse.gemm.speed_files.add_layers` does.
-
-    Args:
-        kind: The experts.
-        layer: Their times, by ``dense`` and :data:`GROUPED`; None for none.
-        wrong: The forms that were wrong.
-    """
+    """Keep times of experts, by ``dense`` and :data:`GROUPED`, and the forms that were wrong: see ``add_layers``."""
     layers = []
     if layer is not None:
         layers = [replace(layer, us={kind.times_key(name): times for name, times in layer.us.items()})]

@@ -183,13 +183,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
-    """Return the slots of a linear for M tokens.
-
-    Args:
-        linear: The linear.
-        start: Index of its first tensor among the chain's.
-        tokens: M.
-    """
+    """Return the slots of a linear for M ``tokens``, whose first tensor is number ``start`` among the chain's."""
     form, offset = linear.weight.pick(tokens)
     rest = iter(range(start + linear.weight.tensors, start + linear.tensors))
     there = linear.scaled, linear.biased, linear.prologue in NORMS

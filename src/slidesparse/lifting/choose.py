@@ -36,7 +36,7 @@ def find_lift(
     device: torch.device,
     order: tuple[int, ...],
 ) -> Lift:
-    """Return the kernel for a lift, or the torch definition where there is none.
+    """Return the kernel for a lift of M ``tokens``, or the torch definition where there is none.
 
     Args:
         layout: The layout of the backend that will read the values.

@@ -246,10 +246,9 @@ class KernelLift:
         Args:
             inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
             eps: The norm's epsilon.
-            residual_out: Address of memory for the new residual [M, K]; None where there is none. Like those below, it
-                must be a multiple of 16.
-            values: Address of memory for the values, ``padded`` rows of ``k_packed``.
-            scale: Address of memory for M scales, float32; None where nothing is quantised.
+            residual_out: Address for the new residual [M, K], a multiple of 16 like those below; None without one.
+            values: Address for the values, ``padded`` rows of ``k_packed``.
+            scale: Address for M scales, float32; None where nothing is quantised.
         """
         x, residual, gain, pairs, x_stride, residual_stride = inputs
         self.launcher.launch(

@@ -68,14 +68,7 @@ class Launch:
 
 @lru_cache(maxsize=4096)
 def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
-    """Choose the launch of a quantise-and-lift kernel.
-
-    Args:
-        tokens: Rows M.
-        order: The packed column order.
-        itemsize: Bytes of an input value.
-        prologue: A :data:`slidesparse.lifting.prologue.Prologue`.
-        quantised: False to lift only.
+    """Choose the launch for M ``tokens`` of ``itemsize`` bytes a value; without ``quantised`` they are lifted only.
 
     >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
@@ -129,16 +122,10 @@ def make_variant(
     launch: Launch,
     early: bool = False,
 ) -> LiftVariant:
-    """Return the constants that a launch compiles in.
+    """Return the constants that a launch compiles in; arguments as of :class:`slidesparse.lifting.kernel.KernelLift`.
 
-    Args:
-        order: The packed column order.
-        source: Type of the input.
-        target: Type of the output; the input's own type to lift only.
-        prologue: Applied first.
-        slabs: Layout of the output in slabs; row-major when None.
-        launch: Sizes of the launch.
-        early: See :class:`LiftVariant`.
+    Raises:
+        InputError: A type to which nothing is lifted, or a segment that fills no slabs.
     """
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")

@@ -1,13 +1,8 @@
 """The contract between lifting and multiplying: the order of activations in memory.
 
 A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
-
-:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
-would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
-equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
-
-A layout may ask for *bundles* of 32 groups, whose windows are interleaved: one slab has window 0 of all of them, the
-next slab their window 1 (:func:`in_bundles`).
+:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector, of eight bytes for every
+byte that is written; the few numbers of a :class:`ColumnOrder` are equivalent.
 """
 
 from __future__ import annotations
@@ -66,13 +61,7 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
-        """Return the order of ``column_map(packed, multiple, bundle)``.
-
-        Args:
-            packed: The weight that will multiply.
-            multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
-            bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
-        """
+        """Return the order of ``column_map(packed, multiple, bundle)``; ``multiple`` is 1 or an even number."""
         _check_multiple(multiple)
         pattern = packed.pattern
         count = {segment.kind: len(segment.groups) for segment in packed.segments}
@@ -174,18 +163,14 @@ def one_group(packed: PackedWeight) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout in which a backend reads activations.
-
-    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it, so
-    that code which reasons about shapes needs to know no layout.
+    """The layout in which a backend reads activations: always a contiguous [M, K'], whatever the order of its bytes.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns of each segment are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
-            rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, each segment padded to whole slabs.
-            None: they are row-major.
+        rows: Tokens M -> rows that its GEMM reads: memory for that many is allocated, with any contents past M, which
+            spares :func:`with_rows` a copy. Ignored with ``slabs``.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs. None: they are row-major.
         bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
     """
 
@@ -217,15 +202,12 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its slid windows in bundles.
+    """Return the packed weight's ``column_map`` with its slid windows in bundles, int64 [K'].
 
     Args:
         packed: The weight that will multiply.
         multiple: Each segment is padded to a multiple of this many columns.
         bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
-
-    Returns:
-        int64 [K'], the input column that feeds every packed column, -1 where none does.
     """
     if bundle == 1:
         return packed.column_map(multiple)
@@ -295,8 +277,7 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
     """Make sure that the memory of activations [M, K'], made for a layout in slabs, holds this many bytes.
 
     Raises:
-        InputError: When their memory ends too early: they were made for another layout, or copied since. Where there is
-            enough memory, bytes of another layout cannot be recognised.
+        InputError: Their memory ends too early: they were made for another layout, or copied since.
     """
     held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if not x.is_contiguous() or held < needed:
@@ -341,10 +322,8 @@ def index_dtype(columns: int) -> torch.dtype:
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
 
-    Args:
-        chunks: [..., rows, chunks, elements].
-        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
-            rows of 64.
+    ``chunks`` is [..., rows, chunks, elements], ``key`` int64 [rows]: by the PTX ISA ("Matrix descriptor") ``row % 8``
+    for rows of 128 bytes, ``row / 2 % 4`` for rows of 64.
     """
     chunk = torch.arange(chunks.shape[-2], device=chunks.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.

@@ -73,9 +73,7 @@ class LoadTuner:
         source: Type of its activations.
         log: Where its lines go.
         budget_s: See :data:`BUDGET_S`.
-        stopwatch: Makes what times passes.
-        clock: Returns seconds.
-        sleep: Waits for some seconds.
+        stopwatch: Makes what times passes; ``clock`` returns seconds, ``sleep`` waits for some.
     """
 
     def __init__(
@@ -121,13 +119,7 @@ class LoadTuner:
         return due
 
     def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
-        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line.
-
-        Args:
-            problem: The layer.
-            packed: Its weight.
-            fallback: As for :func:`slidesparse.gemm.select.choose`.
-        """
+        """Measure the weight of a layer that :meth:`wants` named, or wait for who does; a failure is one line."""
 
         def measure(end: float) -> None:
             backends = backends_to_compare(problem, "auto", fallback)
@@ -141,12 +133,7 @@ class LoadTuner:
         self._alone(problem.device, layer_name(problem), measure)
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
-        """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
-
-        Args:
-            kind: The experts.
-            forms: See :class:`slidesparse.tuning.measure_experts.ExpertMeasurement`.
-        """
+        """Measure experts that :meth:`wants_experts` named by ``dense`` and ``hopper``, as :meth:`measure` does."""
 
         def measure(end: float) -> None:
             tokens = self._lacking_experts(kind)

@@ -57,8 +57,7 @@ class Effort:
     """What a measurement may take.
 
     Attributes:
-        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
-        long_s: Seconds of a stretch at more.
+        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`; ``long_s`` at more.
         stretches: Stretches of each form.
         saves: Where a stretch is long, dense is timed once, and no form that was much slower than another.
         n_bytes: Most memory; half of what is free in any case.

@@ -3,13 +3,10 @@
 1. The result of every form is checked before anything is timed (by the caller), and once more on the captured graph.
 2. A *pass* calls one form on each of several copies of its operands, enough to exceed three times the L2 cache, so
    every call finds a cold cache. Where the calls can be captured, a pass is one CUDA graph: no launch gaps.
-3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts. Forms that take
-   turns pass by pass would share one clock rate, which under a power limit is set by the form that draws most power;
-   a model runs one form all the time.
+3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts: a model runs one
+   form all the time, and forms in turns would share the clock rate of the one that draws most power.
 4. Dense takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
-5. Clocks and power are never set.
-
-Data are Gaussian: zeros and constants draw less power, so the clocks rise and all times come out too short.
+5. Clocks and power are never set. Data are Gaussian: zeros and constants draw less power, so the clocks rise.
 """
 
 from __future__ import annotations
@@ -75,17 +72,10 @@ def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
 
 
 def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1) -> list[list[float]]:
-    """Time passes as a model runs them: each alone for a while before the next one has its turn.
+    """Time passes as a model runs them: each alone for ``stretch_s`` seconds before the next one has its turn.
 
-    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work.
-
-    Args:
-        passes: The passes.
-        stretch_s: Seconds of a stretch.
-        stretches: Stretches of each pass. Every round of them begins with another pass.
-
-    Returns:
-        For each pass its samples, microseconds per call.
+    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work. Every
+    round of ``stretches`` begins with another pass. Returns for each pass its samples, microseconds per call.
     """
     samples: list[list[float]] = [[] for _ in passes]
     lengths = []

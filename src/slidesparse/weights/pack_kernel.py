@@ -46,14 +46,12 @@ class PackVariant:
 
     Attributes:
         columns: Input columns K.
-        group: Columns of a group, 2N.
+        group: Columns of a group, 2N; ``padded_group``: the power of two that holds one.
         k_offset: Position inside its group of column 0.
-        groups: Groups to compress.
-        gathered: Whether a vector names them.
+        groups: Groups to compress; ``gathered``: whether a vector names them.
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
         checked: Whether the weight was checked before, so that nothing is checked.
-        padded_group: The power of two that holds a group.
         block: Groups of a program.
     """
 

@@ -76,14 +76,12 @@ Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
 
 class CuSparseLt(Backend):
-    """The backend that multiplies 2:4 weights by lifted activations through cuSPARSELt.
+    """Multiplies 2:4 weights by lifted activations through cuSPARSELt; a 16-bit layer's bias is rounded to its type.
 
     Args:
         intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
             ``"bf16"``: it writes bfloat16, which halves the bytes between the two kernels and rounds twice: an output
             may have one more bf16 rounding error (2^-9 of its value, before the bias). ``auto`` never takes it.
-
-    A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
 
     layout = Layout(lifted=True, multiple=MULTIPLE, rows=token_bucket)

@@ -35,14 +35,9 @@ from slidesparse.lifting.layout import SLAB_BYTES
 
 
 class ChainedLinear(NamedTuple):
-    """One linear of a chain, with its places in the workspace.
+    """One linear of a chain, with the slots of its tensors; whether it ends the chain; and its place in the workspace.
 
-    Attributes:
-        linear: The runner that launches it.
-        slots: The slots of its tensors.
-        ends: Whether its product is the chain's result.
-        residual_start: Offset of its new residual in the workspace; None without one, and where the chain
-            returns it.
+    ``residual_start`` is the offset of its new residual; None without one, and where the chain returns it.
     """
 
     linear: HopperLinear
@@ -52,13 +47,7 @@ class ChainedLinear(NamedTuple):
 
 
 class CheckedWeight(NamedTuple):
-    """The addresses of a weight of a chain, after its checks.
-
-    Attributes:
-        weight: Addresses that the GEMM reads.
-        gain: Address of the gain of its norm; None without one.
-        pairs: Address of its index of pairs; None without one.
-    """
+    """The checked addresses of a chain's weight: what the GEMM reads, its norm's gain, its index of pairs."""
 
     weight: WeightAddresses
     gain: int | None

@@ -90,20 +90,12 @@ def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int
 def work(
     tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
+    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays, like ``blocks``.
 
+    ``blocks`` are those of n products in each of some tiles, from :func:`blocks_of`; ``steps`` are those of a tile.
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
     blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
     their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
-
-    Args:
-        tiles: The tiles.
-        blocks: float64 [tiles, n], the blocks of n products in each; see :func:`blocks_of`.
-        steps: The steps of a tile.
-        multiprocessors: Those of the GPU.
-
-    Returns:
-        Two tensors of the shape of ``blocks``.
     """
     at = _columns(tiles, multiprocessors)
     most = (blocks / at.concurrent).ceil()
@@ -115,14 +107,7 @@ def work(
 def blocks_of(
     tiles: tuple[Tile, ...], tokens: int | torch.Tensor, channels: int | torch.Tensor, multiprocessors: int
 ) -> torch.Tensor:
-    """Return the blocks of products in each of some tiles: float64 [tiles, n].
-
-    Args:
-        tiles: The tiles.
-        tokens: M, of one product or of each, [n].
-        channels: Rows of the weight, of one product or of each.
-        multiprocessors: Those of the GPU.
-    """
+    """Return the blocks of n products in each tile, float64 [tiles, n]; tokens M and channels are one or [n]."""
     at = _columns(tiles, multiprocessors)
     return (tokens / at.tokens).ceil() * (channels / at.channels).ceil() * at.split
 
@@ -182,10 +167,8 @@ def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULT
 def plan(channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[list[int], list[tuple[Band, ...]]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
 
-    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
-
-    Returns:
-        The largest number of tokens of each range, in order, and the range's launches.
+    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise. Of each range of tokens come
+    the largest number, in order, and the launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
     cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)

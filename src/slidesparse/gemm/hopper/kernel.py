@@ -44,15 +44,7 @@ class Arguments(ctypes.Structure):
 
 
 class Kernel:
-    """A variant that is loaded on a device.
-
-    Args:
-        function: ``CUfunction``.
-        context: ``CUcontext`` of the device.
-        tile: The variant's geometry.
-        shared_bytes: Shared memory of a block.
-        multiprocessors: Multiprocessors of the device.
-    """
+    """A variant that is loaded on a device: its ``CUfunction``, the device's ``CUcontext``, and what a launch needs."""
 
     def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
         self.function, self.context, self.tile = function, context, tile

@@ -1,8 +1,8 @@
 """Run a whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
 
-As separate calls, the two steps cost the host more than their launches do: each allocates its own tensors and checks
-everything that its kernel reads by address. In a model of small layers the host then takes longer than the GPU. Here
-everything that does not depend on the tensors is computed once, and one workspace holds lifted values and scales.
+As separate calls, the two steps cost the host more than their launches do, and in a model of small layers more than the
+GPU takes. Here everything that does not depend on the tensors is computed once, and one workspace holds lifted values
+and scales.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class HopperLinear:
         tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
+        UnsupportedError: A kernel cannot be loaded.
 
     Attributes:
-        lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
         kind: Everything that determines which weights, gains and indices of pairs it can read.

@@ -60,12 +60,7 @@ def value_bytes(value_bits: int) -> int:
 
 
 def step_bytes(itemsize: int, value_bits: int = 8) -> int:
-    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512.
-
-    Args:
-        itemsize: Bytes of a weight.
-        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
-    """
+    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512."""
     return value_bytes(value_bits) + 1024 // itemsize
 
 
@@ -149,28 +144,16 @@ class HopperOperand(NamedTuple):
 
 
 def dense_shape(order: ColumnOrder, itemsize: int, out_features: int) -> torch.Size:
-    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs.
-
-    Args:
-        order: The packed column order.
-        itemsize: Bytes of a weight.
-        out_features: Rows of the weight.
-    """
+    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs."""
     tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
     return torch.Size((tiles, 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES))
 
 
 def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
-    """Return the 2:4 segment in steps.
+    """Return the 2:4 segment in steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
 
-    Args:
-        packed: The weight.
-        bundle: Groups of a bundle of its activations, as its layout says.
-        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
-
-    Returns:
-        uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
-        [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
+    uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
+    [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")

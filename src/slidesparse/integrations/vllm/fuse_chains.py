@@ -57,15 +57,7 @@ class GraphLinear(NamedTuple):
 
 
 def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
-    """Rewrite a graph in place.
-
-    Args:
-        graph: With our operators.
-        reroute: Chooses the backends of a chain's linears.
-
-    Returns:
-        How many linears are in chains now.
-    """
+    """Rewrite a graph in place, with backends that ``reroute`` chooses; return how many linears are in chains."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     linears = {linear.node: linear for linear in map(_read_linear, list(graph.nodes)) if linear is not None}
     joined = 0
