@@ -48,16 +48,10 @@ def copies_to_rotate(n_bytes: int, device: int) -> int:
 
 
 def time_ways(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
-    """Time every way to do one thing; memory for graphs must suffice.
+    """Time every way to do one thing, microseconds a call by its name; memory for graphs must suffice.
 
-    Args:
-        ways: (name, run), taken one by one; ``run(i)`` launches one call on copy ``i`` of its operands. The first one
-            is always a finalist, however slow it is.
-        copies: Number of operand copies.
-
-    Returns:
-        Name -> microseconds a call, in the order of ``ways``: the median of the last rounds for finalists, the one
-        timing for the others.
+    ``run(i)`` of a way launches one call on copy ``i`` of its operands. The first way is always a finalist, however
+    slow it is: the median of the last rounds counts for finalists, the one timing for the others.
     """
     graphs: dict[Way, torch.cuda.CUDAGraph] = {}
     times: dict[Way, float] = {}

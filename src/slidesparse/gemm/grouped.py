@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,8 +54,7 @@ class TokenTile(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Some rows of X."""
 
     tokens: int

@@ -132,7 +132,7 @@ def make_variant(
     if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
-        *order.numbers,
+        *order.numbers,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

@@ -227,12 +227,8 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
 
         one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
 
-    Args:
-        windows: [..., groups, windows of a group, items].
-        value: Fills the groups that the last bundle lacks.
-
-    Returns:
-        [..., bundles, windows of a group, 32, items].
+    [..., groups, windows of a group, items] -> [..., bundles, windows of a group, 32, items]; ``value`` fills the
+    groups that the last bundle lacks.
     """
     windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
     bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))

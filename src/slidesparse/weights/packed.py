@@ -181,13 +181,9 @@ def common_bits(weights: Iterable[PackedWeight]) -> int:
 
 
 class Shard(NamedTuple):
-    """A weight that is to be packed, or a shard of one.
+    """A weight [out, in] that is to be packed, or a shard of one, of any row stride; ``check_form`` has accepted it.
 
-    Attributes:
-        weight: [out, in], with any row stride; :func:`slidesparse.weights.support.check_form` has accepted it.
-        pattern: The pattern that it is to follow.
-        k_offset: Position inside its group of column 0.
-        name: The weight's name in error messages.
+    ``k_offset`` is the position inside its group of column 0; ``name`` is for error messages.
     """
 
     weight: torch.Tensor

@@ -37,7 +37,7 @@ from slidesparse.gemm.cusparselt.plan import (
     handle_of,
     plan_for,
 )
-from slidesparse.gemm.cusparselt.table import known_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, Trial, known_algorithms, nearest_record, table_path
 from slidesparse.lifting.layout import Layout, with_rows
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE
@@ -169,20 +169,14 @@ class CuSparseLt(Backend):
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
-        shape = self._shape(problem, tokens)
-        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-        if record is None:
-            return []
-        first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
+        best, trials = _searched(self._shape(problem, tokens))
+        first = sorted(trials, key=lambda trial: trial.algorithm != best)
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
         """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
-        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-        timed = [
-            (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
-        ]
+        timed = [(trial.time_us, trial.algorithm) for trial in _searched(shape)[1] if trial.time_us]
         fastest = sorted(timed, key=lambda pair: pair[0])[:count]
         return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
 
@@ -259,6 +253,12 @@ class CuSparseLt(Backend):
             acc[:, :out_features] = bias
         plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)
         return acc
+
+
+def _searched(shape: Shape) -> tuple[Algorithm | None, tuple[Trial, ...]]:
+    """Return the algorithm that a search chose for a shape, and all that it tried."""
+    record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
+    return (None, ()) if record is None else (record.best, record.trials)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

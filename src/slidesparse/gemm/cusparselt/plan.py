@@ -202,11 +202,8 @@ def plan_for(shape: Shape) -> MatmulPlan:
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """Bring a matrix into the library's compressed form, which serves every row count and algorithm.
 
-    Args:
-        matrix: [out, K'] with at most 2 non-zeros in every 4 columns, both multiples of 32, contiguous, on a GPU.
-
-    Returns:
-        uint8 [bytes], with room for a tile of metadata at the end.
+    [out, K'], both multiples of 32, with at most 2 non-zeros in every 4 columns, contiguous, on a GPU -> uint8 [bytes],
+    with room for a tile of metadata at the end.
     """
     library, (out, columns) = api.load_library(), matrix.shape
     device = matrix.get_device()

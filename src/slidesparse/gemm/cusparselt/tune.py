@@ -34,15 +34,9 @@ def tune(
     *,
     device: torch.device | str = "cuda",
 ) -> AlgorithmRecord:
-    """Search for the fastest algorithm of one shape.
+    """Search for the fastest algorithm of a weight [out, K'] at the bucket of M ``tokens``.
 
-    Args:
-        out: Rows of the weight.
-        columns: Columns K' of its 2:4 segment.
-        tokens: M; the search is for its bucket.
-        dtype: Type of the operands.
-        accumulator: Type of the product; None for the exact one.
-        device: A CUDA device.
+    ``dtype`` is the type of the operands, ``accumulator`` that of the product, None for the exact one.
 
     Raises:
         InputError: For a size below 1.

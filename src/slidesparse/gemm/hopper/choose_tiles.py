@@ -137,14 +137,8 @@ def choose_bands(
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
     The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
-    it, and smaller ones compute the channels that are left in less time than that wave takes.
-
-    Args:
-        tokens: M.
-        channels: Rows of the weight.
-        sparse_slabs: Slabs of its 2:4 segment.
-        dense_slabs: Slabs of its dense segment, two steps each.
-        multiprocessors: Those of the GPU.
+    it, and smaller ones compute the channels that are left in less time than that wave takes. A weight has ``channels``
+    rows, and slabs of its 2:4 and of its dense segment, which are two steps each.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
@@ -232,15 +226,10 @@ def choose_grouped(
 ) -> tuple[Tile, ...]:
     """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
 
-    The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
-    expert one half is empty on average. Padding rows count as if they were lifted, although the kernel skips them: all
-    measured times of layers belong to this choice.
-
-    Args:
-        pairs: Tokens times the experts of each.
-        experts: Experts here.
-        sizes: Of each linear the rows of its weight, and its steps.
-        multiprocessors: Those of the GPU.
+    The router is taken to spread ``pairs``, tokens times the experts of each, by chance: some experts then have no
+    token, and of the last tile of each other expert one half is empty on average. Padding rows count as if they were
+    lifted, although the kernel skips them: all measured times of layers belong to this choice. ``sizes`` are of each
+    linear the rows of its weight, and its steps.
 
     >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
     ['16x64b3', '16x64b3']

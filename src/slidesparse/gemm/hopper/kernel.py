@@ -101,13 +101,13 @@ def multiprocessors(device: int) -> int:
 @cache
 def load_kernel(*variant: Any) -> Kernel:
     """Return the variant for one weight, kept for the life of the process; as :func:`_load`, without ``grouped``."""
-    return _load(*variant, False)
+    return _load(*variant, grouped=False)
 
 
 @cache
 def load_grouped(*variant: Any) -> Kernel:
     """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(*variant, True)
+    return _load(*variant, grouped=True)
 
 
 def _load(

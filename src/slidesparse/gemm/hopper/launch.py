@@ -44,14 +44,10 @@ WHOLE, LEADING, FOLLOWING = range(3)
 
 
 class BandLaunch(NamedTuple):
-    """A launch of a product, or of a band of it.
+    """A launch of a product, or of a band of it: a variant, its blocks, and the numbers in the arguments.
 
-    Attributes:
-        kernel: The variant.
-        grid: Its blocks.
-        sizes: The numbers in the arguments.
-        start: The first channel, a multiple of :data:`TILE_ROWS`.
-        row_bytes: Bytes of :data:`TILE_ROWS` channels in the dense and in the 2:4 segment.
+    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``row_bytes`` are those of :data:`TILE_ROWS`
+    channels in the dense and in the 2:4 segment.
     """
 
     kernel: Kernel

@@ -1,17 +1,14 @@
 """Arrange weights as the Hopper kernel's shared memory needs them, so that every step of a tile is one bulk copy.
 
-A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a row of lifted activations. The weight has
+A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
+lifted activations. A step of a row tile is contiguous, and so is one of a half or a quarter of it. The weight has
 
 * in the 2:4 segment, one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
 * in the dense segment, two steps a slab, each 64 bytes of weights a row.
 
-Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
-
-**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
-follow from its two left-out positions, which two counts of 3 or 4 bits encode: how many kept entries precede
-each. The slabs of a bundle (:func:`lifting.layout.in_bundles`) share 32 groups, so the counts are stored once a
-bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread derives its metadata from them in some
-13 instructions.
+**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata: two counts of 3 or 4 bits say how many
+kept entries of a group precede each of its left-out positions. The slabs of a bundle (``lifting.layout.in_bundles``)
+share 32 groups, whose counts are stored once, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94.
 
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.

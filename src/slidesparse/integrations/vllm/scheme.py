@@ -139,16 +139,14 @@ def tell_when_loaded(
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
     """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
 
-    A layer that is a SlideLinear already gets the new weight, if it fits.
+    A layer that is a SlideLinear already gets the new weight, if it fits. Returns whether ``layer.slide`` is there now;
+    then weight and scale are gone.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
         named: Its name and pattern.
         in_features: ``in`` of the whole weight.
         model: The state of its model.
-
-    Returns:
-        Whether ``layer.slide`` is there now; then weight and scale are gone.
 
     Raises:
         PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
