@@ -123,12 +123,7 @@ class WeightSpec:
 class LinearSpec:
     """One linear of a chain. Its tensors are those of its weight, then scale, bias and gain if it has them.
 
-    Attributes:
-        prologue: Applied to its activations before they are quantised.
-        eps: The norm's epsilon.
-        scaled: Its weight has a scale.
-        biased: It has a bias.
-        weight: The weight.
+    ``prologue`` is applied to its activations before they are quantised; ``eps`` is the norm's epsilon.
     """
 
     prologue: Prologue

@@ -169,13 +169,12 @@ class SpeedTable:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A measured layer, and where it was measured.
+    """A measured layer, and the GPU on which it was measured.
 
     Attributes:
         layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
         here: The M's of its times that are of this installation and of the size asked for.
         others: What differs between here and the installations of its other times: pairs (there, here), each once.
-        gpu: The GPU on which it was measured.
     """
 
     layer: LayerSpeed

@@ -26,12 +26,7 @@ from slidesparse.weights.quant import FLOATS
 
 
 class ExpertLinear(nn.Module):
-    """One linear of all experts, as a product reads it.
-
-    Args:
-        experts: Their packed weights, of one size, type and pattern.
-        product: What multiplies.
-    """
+    """One linear of all experts, packed weights of one size, type and pattern, as a product reads it."""
 
     operand: torch.Tensor
     scale: torch.Tensor

@@ -90,7 +90,7 @@ def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int
 def work(
     tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays, like ``blocks``.
+    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays, both [tiles, n].
 
     ``blocks`` are those of n products in each of some tiles, from :func:`blocks_of`; ``steps`` are those of a tile.
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
@@ -113,10 +113,7 @@ def blocks_of(
 
 
 def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int) -> torch.Tensor:
-    """Return the clock cycles that products are estimated to take in each of some tiles.
-
-    The arguments are those of :func:`work`, and so is the shape of the result.
-    """
+    """Return the clock cycles that products are estimated to take; arguments and shape as of :func:`work`."""
     at, (in_sequence, paid) = _columns(tiles, multiprocessors), work(tiles, blocks, steps, multiprocessors)
     return at.step_cycles * in_sequence + at.tile_cycles * paid
 

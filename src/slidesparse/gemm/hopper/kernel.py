@@ -101,13 +101,13 @@ def multiprocessors(device: int) -> int:
 @cache
 def load_kernel(*variant: Any) -> Kernel:
     """Return the variant for one weight, kept for the life of the process; as :func:`_load`, without ``grouped``."""
-    return _load(*variant, grouped=False)
+    return _load(*variant, grouped=False)  # type: ignore[misc] # mypy does not count them
 
 
 @cache
 def load_grouped(*variant: Any) -> Kernel:
     """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(*variant, grouped=True)
+    return _load(*variant, grouped=True)  # type: ignore[misc]
 
 
 def _load(

@@ -100,12 +100,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cost:
-    """Clock cycles of a multiprocessor.
-
-    Attributes:
-        step: Cycles of a step of the ring: a 2:4 slab, or half a dense one.
-        tile: Cycles of a tile besides those of its steps.
-    """
+    """Clock cycles of a multiprocessor: of a step, a 2:4 slab or half a dense one, and of a tile besides its steps."""
 
     step: int
     tile: int

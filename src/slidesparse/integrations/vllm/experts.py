@@ -265,9 +265,7 @@ def why_tokens_stay(parallel: Any) -> str | None:
 def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
-    Args:
-        layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
-        named: Its name, and what the checkpoint says of its patterns.
+    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
 
     Raises:
         PatternViolation: A weight does not satisfy the pattern that the checkpoint names.

@@ -34,14 +34,9 @@ Reroute: TypeAlias = Callable[[Sequence[LinearSpec]], Sequence[LinearSpec]]
 
 
 class GraphLinear(NamedTuple):
-    """One of our linears in a graph.
+    """One of our linears in a graph: its operator's node, its tensors in a LinearSpec's order, and its ``spec``.
 
-    Attributes:
-        node: Its operator.
-        product: The node of its product: ``node``, or the first of two results.
-        residual_out: The node of the new residual; None where nothing reads it.
-        tensors: Its tensors, in the order of :class:`slidesparse.gemm.spec.LinearSpec`.
-        spec: Everything else about it, as the operator takes it.
+    ``product`` is ``node``, or the first of its two results; ``residual_out`` the second, None where nothing reads it.
     """
 
     node: fx.Node

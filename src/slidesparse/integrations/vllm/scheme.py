@@ -44,13 +44,7 @@ log = logging.getLogger(LOGGER)
 
 
 class Packing:
-    """A layer's method or scheme: vLLM's until the layer is loaded, then a SlideLinear where it is packed.
-
-    Args:
-        inner: vLLM's.
-        named: The layer's name and pattern.
-        model: The state of its model.
-    """
+    """A layer's method or scheme: vLLM's, ``inner``, until it is loaded, then a SlideLinear where it is packed."""
 
     def __init__(self, inner: Any, named: NamedLayer, model: ModelState) -> None:
         self.inner, self.named, self.model = inner, named, model
