@@ -4,11 +4,10 @@ import math
 from fractions import Fraction
 
 import pytest
-from decomposition import decompose
 from oracles import all_supports, places_all
 
 from slidesparse.errors import InputError
-from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import DENSE, Pattern, decompose
 
 UNIFORM = [Pattern(group - 2, group) for group in range(4, 33, 2)]
 

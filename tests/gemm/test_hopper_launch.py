@@ -412,9 +412,7 @@ def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyP
     loaded: list[Any] = []
     load = hopper_kernel.load_grouped if grouped else hopper_kernel.load_kernel
     monkeypatch.setattr(hopper_kernel, "cubin", lambda *_: b"")
-    monkeypatch.setattr(
-        hopper_kernel, "_load", lambda *given, grouped: loaded.append((*given, grouped)) or kernel(PLAIN)
-    )
+    monkeypatch.setattr(hopper_kernel, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
     given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8  # a device that no other test has
     try:
         hopper_kernel.load_kernels([PLAIN], *given[1:], grouped=grouped)

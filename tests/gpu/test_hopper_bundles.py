@@ -1,4 +1,4 @@
-"""Weights in bundles on a Hopper GPU: products are those of the reference, whatever a bundle holds."""
+"""Weights in bundles on a Hopper GPU: products are those of the reference, whatever a bundle holds, wherever cut."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
-from fused_lifts import quantize_lift
 from hopper_forms import Bundles
-from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.lifting.kernel import quantize_lift
+from slidesparse.lifting.layout import slab_view
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern
@@ -40,15 +39,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
     for count_bits in (3, 4):
-        load_kernels(GROUPED_TILES, INT8, BF16, 0, count_bits, 8)
-    load_kernels(GROUPED_TILES, FP8, BF16, 0, 3, 8)
-
-
-@pytest.fixture(params=GROUPED_TILES, ids=str)
-def tile(request: pytest.FixtureRequest) -> Tile:
-    """Every tile of experts, whose weights alone have counts."""
-    chosen: Tile = request.param
-    return chosen
+        load_kernels(TILES, INT8, BF16, 0, count_bits, 8)
+    load_kernels(TILES, FP8, BF16, 0, 3, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +97,15 @@ def test_blocks_walk_over_many_tiles(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, pattern, 1500, 500), tile, (3000,))
 
 
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16", "6:8@30%"])
+@pytest.mark.parametrize("columns", [60, 200, 500])
+def test_a_split_cuts_bundles_anywhere(columns: int, pattern: str) -> None:
+    packed = packed_weight(INT8, pattern, 300, columns)
+    for tile in TILES:
+        if tile.split > 1:
+            assert_exact(packed, tile, (3, 130))
+
+
 @pytest.mark.parametrize("out", [1, 63, 257, 320])
 def test_any_number_of_channels(out: int, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, "6:8", out, 256), tile, (200,))
@@ -113,7 +114,7 @@ def test_any_number_of_channels(out: int, tile: Tile) -> None:
 @pytest.mark.parametrize(("pattern", "k_offset"), [("6:8", 3), ("4:6", 2), ("4:6@50%", 4), ("6:8@50%", 6)])
 def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None:
     packed = packed_weight(INT8, pattern, 300, 777, k_offset)
-    for tile in GROUPED_TILES:
+    for tile in TILES:
         assert_exact(packed, tile, (100,))
 
 
@@ -138,7 +139,7 @@ def test_the_kernels_lift_what_the_product_reads(pattern: str) -> None:
     for m in (1, 64, 700):
         x = torch.randn(m, 3072, dtype=BF16, device="cuda")
         values, scale, _ = quantize_lift(x, order, INT8, slabs=SLABS)
-        y = backend.matmul(values, scale, operand, packed.scale, None, 300, BF16, GROUPED_TILES[-1])
+        y = backend.matmul(values, scale, operand, packed.scale, None, 300, BF16)
         exact = quantize_rows(x, INT8)
         assert torch.equal(y, apply_scales(product(exact.values, weight), exact.scale, packed.scale, None, BF16))
 
@@ -152,7 +153,7 @@ def test_the_emulator_reads_what_the_kernel_reads() -> None:
         width = decoded.shape[1]
         x = SLABS.arrange(torch.eye(width, device="cuda").to(INT8)).view(-1, width)[:width]
         assert slab_view(x, SLABS).shape[1] == width
-        y = backend.matmul(x, None, operand, None, None, 70, FP32, GROUPED_TILES[-1])
+        y = backend.matmul(x, None, operand, None, None, 70, FP32)
         assert torch.equal(y.T, torch.from_numpy(decoded[:70].view(np.int8).copy()).cuda().float())
 
 
@@ -163,7 +164,7 @@ def test_many_launches_and_graphs_give_the_same_bits(dtype: torch.dtype, tokens:
     x, operand = lifted(tokens_of(dtype, tokens, 2048), packed), backend.prepare(packed)
 
     def run() -> torch.Tensor:
-        return backend.matmul(x, None, operand, packed.scale, None, 1024, BF16, GROUPED_TILES[-1])
+        return backend.matmul(x, None, operand, packed.scale, None, 1024, BF16)
 
     expected = run()
     assert torch.isfinite(expected).all()
@@ -181,9 +182,8 @@ def test_many_launches_and_graphs_give_the_same_bits(dtype: torch.dtype, tokens:
 
 def test_both_forms_give_the_same_product() -> None:
     packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
-    rest = packed.scale, None, 3584, BF16, GROUPED_TILES[0]
     ours, plain = (
-        backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), *rest)
+        backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
         for backend in (Bundles, Hopper)
     )
     assert torch.equal(ours, plain)

@@ -7,7 +7,7 @@ import torch
 from hopper_forms import SixBitBundles
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, Band
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
@@ -32,9 +32,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
-    load_kernels(TILES, INT8, BF16, 0, 0, 6)
-    for count_bits in (3, 4):
-        load_kernels(GROUPED_TILES, INT8, BF16, 0, count_bits, 6)
+    for count_bits in (0, 3, 4):
+        load_kernels(TILES, INT8, BF16, 0, count_bits, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,6 @@ def test_a_product_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> No
 
 
 @pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "14:16", "4:6@50%"])
-@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
 def test_counts_stand_beside_six_bits(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(pattern, 300, 1000), tile, kind=SixBitBundles)
 

@@ -9,16 +9,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from slidesparse.tuning.timing import Pass, Reading, Stopwatch, noise_of
+from slidesparse.tuning.timing import CudaStopwatch, Pass, Reading, Stopwatch, noise_of
 from slidesparse_bench.records import Timing
 
 MIN_ROUNDS, MAX_ROUNDS = 9, 200
 HOST_CALLS = 30
 
 
-class HostStopwatch(Stopwatch):
+class HostStopwatch(Stopwatch, Protocol):
+    """A stopwatch that times the host, too."""
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        """Return the host time of one eager call, in microseconds."""
+        ...
+
+
+class CudaHostStopwatch(CudaStopwatch):
     """Times on the current CUDA device, and on the host."""
 
     def host_us(self, call: Callable[[], Any]) -> float:

@@ -18,7 +18,7 @@ from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.tuning.checking import WRONG
 from slidesparse_bench import environment, problems
 from slidesparse_bench.comparison import Session, now
-from slidesparse_bench.interleaved import HostStopwatch
+from slidesparse_bench.interleaved import CudaHostStopwatch
 from slidesparse_bench.kernels import gemm, grouped, lifting, linear, mixtures, pack
 from slidesparse_bench.problems import Profile
 from slidesparse_bench.records import ALL, GROUPED, SQUARE, Case, Record, new_records
@@ -133,7 +133,7 @@ def cuda_session(profile: Profile) -> Session:
     """
     environment.require_gpu()
     return Session(
-        stopwatch=HostStopwatch(),
+        stopwatch=CudaHostStopwatch(),
         machine=environment.machine(),
         clocks=environment.clocks,
         samples_s=profile.samples_s,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slidesparse.tuning.checking import WrongResult
-from slidesparse.tuning.timing import Stopwatch
+from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse_bench import problems, runner
 from slidesparse_bench.records import read_records
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def stopwatch() -> Stopwatch:
-    made = Stopwatch()
+def stopwatch() -> CudaStopwatch:
+    made = CudaStopwatch()
     made.begin()
     return made
 
@@ -30,7 +30,7 @@ def accept(result: object) -> None:
     """A check that takes anything."""
 
 
-def test_a_graph_where_possible_and_events_where_the_call_waits(stopwatch: Stopwatch) -> None:
+def test_a_graph_where_possible_and_events_where_the_call_waits(stopwatch: CudaStopwatch) -> None:
     x = torch.randn(256, 256, device="cuda")
     made = stopwatch.prepare([lambda: x + 1] * 3, True, accept)
     assert (made.method, made.copies) == ("graph", 3)
@@ -44,7 +44,7 @@ def test_a_graph_where_possible_and_events_where_the_call_waits(stopwatch: Stopw
     assert stopwatch.prepare([lambda: x + 1], False, accept).method == "events"
 
 
-def test_a_graph_keeps_its_operands_alive(stopwatch: Stopwatch) -> None:
+def test_a_graph_keeps_its_operands_alive(stopwatch: CudaStopwatch) -> None:
     operands = [torch.full((1 << 20,), float(i), device="cuda") for i in range(3)]
     watched = [weakref.ref(operand) for operand in operands]
     made = stopwatch.prepare([partial(torch.add, operand, 1) for operand in operands], True, accept)
@@ -54,7 +54,7 @@ def test_a_graph_keeps_its_operands_alive(stopwatch: Stopwatch) -> None:
     assert made.launch()() > 0
 
 
-def test_a_graph_that_writes_nothing_is_found_out(stopwatch: Stopwatch) -> None:
+def test_a_graph_that_writes_nothing_is_found_out(stopwatch: CudaStopwatch) -> None:
     once = torch.ones(8, device="cuda")
 
     def check(result: torch.Tensor) -> None:

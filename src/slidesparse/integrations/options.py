@@ -30,7 +30,11 @@ class ServerOptions:
 
     @classmethod
     def read(cls: type[Options], given: object, option: str) -> Options:
-        """Read the value of our key; None gives the defaults. ``option`` is the server's that holds the key.
+        """Read the value of our key; None gives the defaults.
+
+        Args:
+            given: The value.
+            option: The server's option that holds the key, for error messages.
 
         Raises:
             InputError: An unknown key or value.

@@ -11,9 +11,12 @@ SAVED = "tensors as another engine held them, which sparse layers do not have"
 
 
 def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_dense: str) -> None:
-    """Refuse a ``--load-format`` from which sparse layers cannot be made: format -> what it brings instead of weights.
+    """Refuse a ``--load-format`` from which sparse layers cannot be made.
 
-    ``serve_dense`` says how the user goes on without sparse layers.
+    Args:
+        load_format: The user's.
+        brought: Refused format -> what it brings instead of a checkpoint's weights.
+        serve_dense: How the user goes on without sparse layers.
     """
     if str(load_format) in brought:
         raise UnsupportedError(

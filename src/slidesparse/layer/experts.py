@@ -14,7 +14,7 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile, TorchExperts
 from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.routed.expert_lift import lift_routed
@@ -26,7 +26,12 @@ from slidesparse.weights.quant import FLOATS
 
 
 class ExpertLinear(nn.Module):
-    """One linear of all experts, packed weights of one size, type and pattern, as a product reads it."""
+    """One linear of all experts, as a product reads it.
+
+    Args:
+        experts: Their packed weights, of one size, type and pattern.
+        product: What multiplies.
+    """
 
     operand: torch.Tensor
     scale: torch.Tensor
@@ -82,7 +87,7 @@ class SlideExperts(nn.Module):
         everywhere: int | None = None,
     ) -> None:
         super().__init__()
-        self.product = GroupedProduct() if product is None else product
+        self.product = TorchExperts() if product is None else product
         for name, experts in (("gate and up", gate_up), ("down", down)):
             _check_alike(name, experts)
         (width, hidden), inner = gate_up[0].shape, down[0].shape[1]

@@ -13,7 +13,12 @@ from slidesparse.weights.packed import PackedWeight
 
 
 class WeightForm(nn.Module):
-    """A packed weight as one backend, by its name, keeps it: operand, column map and column pairs, as buffers."""
+    """A packed weight as one backend keeps it: operand, column map and column pairs, as buffers.
+
+    Args:
+        packed: The weight.
+        backend: The backend's name.
+    """
 
     column_map: torch.Tensor
     pairs: torch.Tensor

@@ -10,9 +10,15 @@ from slidesparse.base.triton_launcher import ALIGNMENT, LARGEST
 
 
 class LiftInputs(NamedTuple):
-    """The addresses and strides that a launch reads; None where the kernel reads no such tensor.
+    """The addresses and strides that a launch reads.
 
-    ``pairs`` is that of the index of pairs. A stride is the number of elements from one row to the next; 0 without one.
+    Attributes:
+        x: Address of the activations.
+        residual: Address of the residual; None where the kernel reads none, as below.
+        gain: Address of the norm's gain.
+        pairs: Address of the index of pairs.
+        x_stride: Elements from one row of the activations to the next.
+        residual_stride: Elements from one row of the residual to the next; 0 without one.
     """
 
     x: int

@@ -1,15 +1,21 @@
 """The contract between lifting and multiplying: the order of activations in memory.
 
 A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
-:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector, of eight bytes for every
-byte that is written; the few numbers of a :class:`ColumnOrder` are equivalent.
+
+:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
+would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
+equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
+
+A layout may ask for *bundles* of 32 groups, whose windows are interleaved: one slab has window 0 of all of them, the
+next slab their window 1 (:func:`in_bundles`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -61,7 +67,13 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
-        """Return the order of ``column_map(packed, multiple, bundle)``; ``multiple`` is 1 or an even number."""
+        """Return the order of ``column_map(packed, multiple, bundle)``.
+
+        Args:
+            packed: The weight that will multiply.
+            multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
+            bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+        """
         _check_multiple(multiple)
         pattern = packed.pattern
         count = {segment.kind: len(segment.groups) for segment in packed.segments}
@@ -93,10 +105,24 @@ class ColumnOrder:
         """Whether the groups are in another order than the input's, which ``pairs`` gives."""
         return self.dense_groups > 0 and self.slid_groups > 0
 
+    @cached_property
+    def without_pairs(self) -> ColumnOrder:
+        """The order without its tensor: a key for caches."""
+        return self if self.pairs is None else replace(self, pairs=None)
+
     @property
     def numbers(self) -> list[int]:
         """All fields except ``pairs``, in order: an operator can take them as one argument."""
-        return [getattr(self, each.name) for each in fields(ColumnOrder) if each.name != "pairs"]
+        return [
+            self.in_features,
+            self.group,
+            self.k_offset,
+            self.dense_groups,
+            self.slid_groups,
+            self.dense_columns,
+            self.slid_columns,
+            self.bundle,
+        ]
 
     @property
     def index_dtype(self) -> torch.dtype:
@@ -163,14 +189,18 @@ def one_group(packed: PackedWeight) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout in which a backend reads activations: always a contiguous [M, K'], whatever the order of its bytes.
+    """The layout in which a backend reads activations.
+
+    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it, so
+    that code which reasons about shapes needs to know no layout.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns of each segment are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads: memory for that many is allocated, with any contents past M, which
-            spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, each segment padded to whole slabs. None: they are row-major.
+        rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
+            rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
+            None: they are row-major.
         bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
     """
 
@@ -202,12 +232,15 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return the packed weight's ``column_map`` with its slid windows in bundles, int64 [K'].
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its slid windows in bundles.
 
     Args:
         packed: The weight that will multiply.
         multiple: Each segment is padded to a multiple of this many columns.
         bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+
+    Returns:
+        int64 [K'], the input column that feeds every packed column, -1 where none does.
     """
     if bundle == 1:
         return packed.column_map(multiple)
@@ -227,8 +260,12 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
 
         one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
 
-    [..., groups, windows of a group, items] -> [..., bundles, windows of a group, 32, items]; ``value`` fills the
-    groups that the last bundle lacks.
+    Args:
+        windows: [..., groups, windows of a group, items].
+        value: Fills the groups that the last bundle lacks.
+
+    Returns:
+        [..., bundles, windows of a group, 32, items].
     """
     windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
     bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
@@ -273,7 +310,8 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
     """Make sure that the memory of activations [M, K'], made for a layout in slabs, holds this many bytes.
 
     Raises:
-        InputError: Their memory ends too early: they were made for another layout, or copied since.
+        InputError: When their memory ends too early: they were made for another layout, or copied since. Where there is
+            enough memory, bytes of another layout cannot be recognised.
     """
     held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if not x.is_contiguous() or held < needed:
@@ -283,6 +321,18 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """Return the slabs of activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: See :func:`check_slabs`.
+    """
+    tokens, k_packed = x.shape
+    shape = slabs.shape(tokens, k_packed, x.element_size())
+    check_slabs(x, math.prod(shape) * x.element_size())
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -318,8 +368,10 @@ def index_dtype(columns: int) -> torch.dtype:
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
 
-    ``chunks`` is [..., rows, chunks, elements], ``key`` int64 [rows]: by the PTX ISA ("Matrix descriptor") ``row % 8``
-    for rows of 128 bytes, ``row / 2 % 4`` for rows of 64.
+    Args:
+        chunks: [..., rows, chunks, elements].
+        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
+            rows of 64.
     """
     chunk = torch.arange(chunks.shape[-2], device=chunks.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.

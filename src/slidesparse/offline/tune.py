@@ -33,7 +33,7 @@ from slidesparse.prune import prune_mask
 from slidesparse.tuning.at_load import usable_times
 from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.measure import THOROUGH, LayerMeasurement, gaussian
-from slidesparse.tuning.timing import Stopwatch
+from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES, QUANTISED, parse_dtype, rounded_bits
@@ -72,7 +72,7 @@ def measure_layers(
     """
     kinds = job.kinds()
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-    stopwatch = Stopwatch() if stopwatch is None else stopwatch
+    stopwatch = CudaStopwatch() if stopwatch is None else stopwatch
     with torch.no_grad(), progress_bar("layers", len(kinds), unit="layers") as advance:
         for kind in kinds:
             yield _measure(kind, job.backends_of(kind), job.tokens, device, stopwatch)

@@ -36,7 +36,7 @@ from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
-from slidesparse.tuning.timing import Stopwatch
+from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 
@@ -44,9 +44,6 @@ Tune = Literal["auto", "off"]
 
 Keep = Callable[[LayerSpeed | None, frozenset[str]], Path | None]
 """(times, or None where there are none; backends that were wrong) -> the file, or None where it cannot be written."""
-
-Take = Callable[[Callable[[], bool]], TakenTimes]
-"""(whether the time is spent) -> the times taken before."""
 
 BUDGET_S = 12.0
 """Seconds by which measuring, and waiting for another process that measures, may make one start longer."""
@@ -73,7 +70,9 @@ class LoadTuner:
         source: Type of its activations.
         log: Where its lines go.
         budget_s: See :data:`BUDGET_S`.
-        stopwatch: Makes what times passes; ``clock`` returns seconds, ``sleep`` waits for some.
+        stopwatch: Makes what times passes.
+        clock: Returns seconds.
+        sleep: Waits for some seconds.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class LoadTuner:
         log: logging.Logger,
         *,
         budget_s: float = BUDGET_S,
-        stopwatch: Callable[[], Stopwatch] = Stopwatch,
+        stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -93,56 +92,53 @@ class LoadTuner:
         self._seen: set[object] = set()
         self._told = False
 
+    def wants(self, problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> bool:
+        """Return whether a layer is the first one of a kind that is to be measured now."""
+        kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern), problem.bits
+        if kind in self._seen:
+            return False
+        backends = backends_to_compare(problem, backend, fallback)
+        if not backends or torch.cuda.is_current_stream_capturing():
+            return False
+        self._seen.add(kind)
+        return bool(self._lacking(problem, backends)) and self._has_time()
+
+    def _has_time(self) -> bool:
+        if self.spent_s >= self.budget_s:
+            self._tell_spent()
+            return False
+        return True
+
     @property
     def expert_sizes(self) -> list[int]:
         """The numbers of tokens at which experts are measured: one token reads few of them, and launches decide."""
         return [1, *self.sizes]
 
-    def wants(self, problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> bool:
-        """Return whether a layer is the first one of a kind that is to be measured now."""
-        kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern), problem.bits
-        backends = [] if kind in self._seen else backends_to_compare(problem, backend, fallback)
-        return bool(backends) and self._is_due(kind, lambda: self._lacking(problem, backends))
+    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
+        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line.
+
+        Args:
+            problem: The layer.
+            packed: Its weight.
+            fallback: As for :func:`slidesparse.gemm.select.choose`.
+        """
+        self._alone(problem.device, layer_name(problem), lambda end: self._measure(problem, packed, fallback, end))
 
     def wants_experts(self, kind: ExpertKind) -> bool:
         """Return whether a layer's experts are the first ones of a kind that is to be measured now."""
-        return can_be_timed(kind.device) and self._is_due(kind, lambda: self._lacking_experts(kind))
-
-    def _is_due(self, kind: object, lacking_sizes: Callable[[], list[int]]) -> bool:
-        if kind in self._seen or torch.cuda.is_current_stream_capturing():
+        if kind in self._seen or not can_be_timed(kind.device) or torch.cuda.is_current_stream_capturing():
             return False
         self._seen.add(kind)
-        due = bool(lacking_sizes())
-        if due and self.spent_s >= self.budget_s:
-            self._tell_spent()
-            return False
-        return due
-
-    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
-        """Measure the weight of a layer that :meth:`wants` named, or wait for who does; a failure is one line."""
-
-        def measure(end: float) -> None:
-            backends = backends_to_compare(problem, "auto", fallback)
-            tokens = self._lacking(problem, backends)
-            if backends and tokens:  # else the process that was waited for has measured it
-                made = LayerMeasurement(packed, backends, self.source, self._stopwatch())
-                take = partial(made.measure, tokens, self._known(problem, backends))
-                forms = ", ".join(backends)
-                self._take(layer_name(problem), forms, tokens, take, partial(_keep_layer, problem), end)
-
-        self._alone(problem.device, layer_name(problem), measure)
+        return bool(self._lacking_experts(kind)) and self._has_time()
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
-        """Measure experts that :meth:`wants_experts` named by ``dense`` and ``hopper``, as :meth:`measure` does."""
+        """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
 
-        def measure(end: float) -> None:
-            tokens = self._lacking_experts(kind)
-            if tokens:
-                made = ExpertMeasurement(kind, forms, self.source, self._stopwatch())
-                take = partial(made.measure, tokens, measured_here(kind))
-                self._take(str(kind), "packed and as they are,", tokens, take, partial(keep_expert_times, kind), end)
-
-        self._alone(kind.device, str(kind), measure)
+        Args:
+            kind: The experts.
+            forms: See :class:`slidesparse.tuning.measure_experts.ExpertMeasurement`.
+        """
+        self._alone(kind.device, str(kind), lambda end: self._measure_experts(kind, forms, end))
 
     def _alone(self, device: torch.device, name: str, measure: Callable[[float], None]) -> None:
         """Measure by the end of the budget, while no other process does; a failure is one line."""
@@ -168,19 +164,38 @@ class LoadTuner:
         self._tell_spent()
         return False
 
-    def _take(self, name: str, forms: str, tokens: list[int], take: Take, keep: Keep, end: float) -> None:
+    def _measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback, end: float) -> None:
+        backends = backends_to_compare(problem, "auto", fallback)
+        tokens = self._lacking(problem, backends)
+        if not backends or not tokens:
+            return  # the process that was waited for has measured it
+        name, start = layer_name(problem), self._clock()
+        self.log.info(
+            "slidesparse: measuring %s on this GPU: %s at %d to %d tokens", name, ", ".join(backends), *_ends(tokens)
+        )
+        measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
+        found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
+        self._keep(name, found, self._clock() - start, partial(_keep_layer, problem))
+        self._tell_left(tokens, found.layer, end)
+
+    def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
+        known, tokens = measured_here(kind), self._lacking_experts(kind)
+        if not tokens:
+            return  # the process that was waited for has measured it
         start = self._clock()
-        line = "slidesparse: measuring %s on this GPU: %s at %d to %d tokens"
-        self.log.info(line, name, forms, tokens[0], tokens[-1])
-        found = take(lambda: self._clock() >= end)
-        seconds = self._clock() - start
+        line = "slidesparse: measuring %s on this GPU: packed and as they are, at %d to %d tokens"
+        self.log.info(line, kind, *_ends(tokens))
+        measurement = ExpertMeasurement(kind, forms, self.source, self._stopwatch())
+        found = measurement.measure(tokens, known, lambda: self._clock() >= end)
+        self._keep(str(kind), found, self._clock() - start, partial(keep_expert_times, kind))
+        self._tell_left(tokens, found.layer, end)
+
+    def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Keep) -> None:
         layer = usable_times(found, name, self.log)
         path = keep(layer, found.wrong) if layer is not None or found.wrong else None
         if layer is not None:
             line = "slidesparse: measured %s in %.1f s (%s): %s"
             self.log.info(line, name, seconds, path or "not kept", describe(layer))
-        if self._clock() >= end and (found.layer is None or lacking(tokens, found.layer.tokens)):
-            self._tell_spent()  # before the last number of tokens
 
     def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
         measured = find_measured(problem, backends)
@@ -191,6 +206,11 @@ class LoadTuner:
 
     def _lacking_experts(self, kind: ExpertKind) -> list[int]:
         return [] if was_wrong(kind) else lacking(self.expert_sizes, measured_here(kind))
+
+    def _tell_left(self, tokens: list[int], layer: LayerSpeed | None, end: float) -> None:
+        """Say that measuring ends, where it ended before a kind's last number of tokens."""
+        if self._clock() >= end and (layer is None or lacking(tokens, layer.tokens)):
+            self._tell_spent()
 
     def _tell_spent(self) -> None:
         if not self._told:
@@ -236,6 +256,10 @@ def describe(layer: LayerSpeed) -> str:
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _ends(tokens: list[int]) -> tuple[int, int]:
+    return tokens[0], tokens[-1]
 
 
 def layer_name(problem: Problem) -> str:

@@ -10,7 +10,7 @@ memory is short the calls are launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -19,18 +19,15 @@ from typing import Any
 import torch
 
 from slidesparse import ops
-from slidesparse.errors import SlideSparseError, first_line
+from slidesparse.errors import SlideSparseError
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
 from slidesparse.layer.weight_form import WeightForm
-from slidesparse.tuning.checking import TOLERANCE, WrongResult, ends, relative_error, require_right
+from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_stretches
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
-
-Calls = Sequence[Callable[[], Any]]
-"""The calls of one pass, on other copies of the operands each."""
 
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 """The numbers of tokens to measure, as far as an engine makes such batches."""
@@ -57,7 +54,8 @@ class Effort:
     """What a measurement may take.
 
     Attributes:
-        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`; ``long_s`` at more.
+        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
+        long_s: Seconds of a stretch at more.
         stretches: Stretches of each form.
         saves: Where a stretch is long, dense is timed once, and no form that was much slower than another.
         n_bytes: Most memory; half of what is free in any case.
@@ -115,6 +113,13 @@ class TakenTimes:
     wrong: frozenset[str] = frozenset()
 
 
+def taken_times(
+    layer: LayerSpeed | None, noises: Sequence[float], faults: dict[str, str], wrong: Iterable[str]
+) -> TakenTimes:
+    """Return what a measurement found. Dense that differs from itself is a fault of no packed form, and always runs."""
+    return TakenTimes(layer, median(noises) if noises else 0.0, faults, frozenset(wrong) - {DENSE})
+
+
 def time_forms(
     passes: Mapping[str, Pass], tokens: int, effort: Effort = AT_START
 ) -> tuple[dict[str, float], float | None]:
@@ -131,76 +136,6 @@ def time_forms(
         _, *samples, again = time_stretches(thrice, stretch_s, effort.stretches)
         noise = noise_of(samples[0], again)
     return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}, noise
-
-
-@dataclass
-class Comparison:
-    """The forms of one kind of layer: each is compared with dense, whose result counts as right, and then timed."""
-
-    stopwatch: Stopwatch
-    tolerance: float = TOLERANCE
-    effort: Effort = AT_START
-    faults: dict[str, str] = field(default_factory=dict)
-    noises: list[float] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)
-
-    def time(self, forms: Mapping[str, Callable[[], Calls]], tokens: int, capture: bool) -> dict[str, float]:
-        """Return the microseconds of each form that runs and is right; none where dense does not run.
-
-        Args:
-            forms: Name -> makes the calls of a pass; dense first.
-            tokens: M.
-            capture: Whether there is memory for CUDA graphs.
-        """
-        passes: dict[str, Pass] = {}
-        reference: torch.Tensor | None = None
-        self.stopwatch.begin()
-        for name, make_calls in forms.items():
-            try:
-                calls = make_calls()
-                result = ends(calls[-1]()).clone()
-                reference = result if reference is None else reference
-                check = partial(_require_alike, reference=reference, tolerance=self.tolerance)
-                check(result)
-                passes[name] = self.stopwatch.prepare(calls, capture, check)
-            except torch.OutOfMemoryError:
-                raise
-            except SlideSparseError as error:
-                self.faults[name] = str(error)
-                self.wrong |= {name} if isinstance(error, WrongResult) else set()
-            except Exception as error:  # torch and vLLM refuse a shape in any way, and vLLM is called before it serves
-                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
-                self.faults[name] = first_line(error)
-            if DENSE not in passes:
-                return {}  # nothing to compare with
-        times, noise = time_forms(passes, tokens, self.effort)
-        self.noises += [] if noise is None else [noise]
-        return times
-
-    def taken(
-        self,
-        kind: tuple[str, int, int],
-        columns: Mapping[int, Mapping[str, float]],
-        names: Mapping[str, str],
-        gone: Collection[str],
-    ) -> TakenTimes:
-        """Return what was found. Dense that differs from itself is a fault of no packed form, and always runs.
-
-        Args:
-            kind: Type, rows and columns of the layer.
-            columns: M -> times of the forms, those that have one.
-            names: Form -> the name of its times.
-            gone: Forms that lose their times: wrong once is wrong.
-        """
-        self.stopwatch.begin()  # frees what the last graphs held
-        tokens = tuple(sorted(columns))
-        us = {
-            filed: tuple(None if name in gone else columns[m].get(name) for m in tokens)
-            for name, filed in names.items()
-        }
-        layer = LayerSpeed(*kind, tokens, us) if tokens else None
-        noise = median(self.noises) if self.noises else 0.0
-        return TakenTimes(layer, noise, self.faults, frozenset(self.wrong) - {DENSE})
 
 
 @dataclass
@@ -252,9 +187,9 @@ class LayerMeasurement:
     source: torch.dtype
     stopwatch: Stopwatch
     effort: Effort = AT_START
-
-    def __post_init__(self) -> None:
-        self.compared = Comparison(self.stopwatch, effort=self.effort)
+    _faults: dict[str, str] = field(default_factory=dict)
+    _noises: list[float] = field(default_factory=list)
+    _wrong: set[str] = field(default_factory=set)
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time every form at some numbers of tokens.
@@ -267,20 +202,19 @@ class LayerMeasurement:
         """
         columns: dict[int, dict[str, float]] = {}
         forms = self._make_forms()
-        for wanted in tokens if DENSE not in self.compared.faults else ():
+        for wanted in tokens if DENSE not in self._faults else ():
             m = self._fitting(wanted, forms)
             done = m < wanted and not lacking([m], [*known, *columns])
             if m == 0 or done or is_over():
                 break
-            right = [form for form in forms if form.backend not in self.compared.wrong]
+            right = [form for form in forms if form.backend not in self._wrong]
             times = self._time(_rivals(right, columns, m) if self.effort.saves else right, m)
             if times:
                 columns[m] = times
             if m < wanted or not times:
                 break
-        names = {name: times_key(name, str(self.packed.pattern)) for name in self.backends}
-        kind = dtype_name(self.packed.dtype), *self.packed.shape
-        return self.compared.taken(kind, columns, names, self.compared.wrong)
+        self.stopwatch.begin()  # frees what the last graphs held
+        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
 
     def _make_forms(self) -> list[_Form]:
         forms = []
@@ -290,7 +224,7 @@ class LayerMeasurement:
                 get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device)
                 forms.append(form)
             except SlideSparseError as error:
-                self.compared.faults[name] = str(error)
+                self._faults[name] = str(error)
         return forms
 
     def _fitting(self, tokens: int, forms: Sequence[_Form]) -> int:
@@ -310,24 +244,65 @@ class LayerMeasurement:
 
     def _time(self, forms: Sequence[_Form], tokens: int) -> dict[str, float]:
         """Return the microseconds of each form that can run this many tokens; none where memory ends all the same."""
+        self.stopwatch.begin()
         try:
             x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device, seed=SEED)
-            capture = self._fits(tokens, forms, 2)
-            spare = self._spare(tokens, forms, 2 if capture else 1) // len(forms)
-            calls = {form.backend: partial(self._calls, form, x, spare) for form in forms}
-            return self.compared.time(calls, tokens, capture)
+            passes = self._prepare(forms, x)
         except torch.OutOfMemoryError:
-            self.compared.faults[DENSE] = f"out of memory at {tokens} tokens"
+            self._faults[DENSE] = f"out of memory at {tokens} tokens"
             return {}
+        if not passes:
+            return {}
+        times, noise = time_forms(passes, tokens, self.effort)
+        self._noises += [] if noise is None else [noise]
+        return times
 
-    def _calls(self, form: _Form, x: torch.Tensor, spare: int) -> Calls:
+    def _prepare(self, forms: Sequence[_Form], x: torch.Tensor) -> dict[str, Pass]:
+        passes: dict[str, Pass] = {}
+        reference: torch.Tensor | None = None
+        capture = self._fits(len(x), forms, 2)
+        spare = self._spare(len(x), forms, 2 if capture else 1) // len(forms)
+        for form in forms:
+            try:
+                result = ends(form.run(form.module, x)).clone()
+                reference = result if reference is None else reference
+                check = partial(_require_equal, reference=reference)
+                check(result)
+                passes[form.backend] = self.stopwatch.prepare(self._calls(form, x, spare), capture, check)
+            except torch.OutOfMemoryError:
+                raise
+            except SlideSparseError as error:
+                self._faults[form.backend] = str(error)
+                self._wrong |= {form.backend} if isinstance(error, WrongResult) else set()
+            except (RuntimeError, ValueError) as error:  # torch and vLLM refuse a shape so, and torch scales
+                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
+                self._faults[form.backend] = str(error).partition("\n")[0]
+            if form.backend == DENSE and DENSE not in passes:
+                return {}  # nothing to compare with
+        return passes
+
+    def _calls(self, form: _Form, x: torch.Tensor, spare: int) -> list[Callable[[], Any]]:
         n_bytes = form.n_bytes + x.nbytes
         count = copies_needed(n_bytes, self.stopwatch.l2_bytes, n_bytes + max(0, spare))
         return [partial(form.run, *operands) for operands in copies_of((form.module, x), count)]
 
+    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
+        tokens = sorted(columns)
+        if not tokens:
+            return None
+        out, k = self.packed.shape
+        us = {
+            times_key(name, str(self.packed.pattern)): tuple(
+                None if name in self._wrong else columns[m].get(name)
+                for m in tokens  # wrong once is wrong
+            )
+            for name in self.backends
+        }
+        return LayerSpeed(dtype_name(self.packed.dtype), out, k, tuple(tokens), us)
 
-def _require_alike(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> None:
-    require_right(relative_error(ends(result), reference), tolerance)
+
+def _require_equal(result: torch.Tensor, reference: torch.Tensor) -> None:
+    require_right(relative_error(ends(result), reference))
 
 
 def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:

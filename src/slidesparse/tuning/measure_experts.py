@@ -8,21 +8,21 @@ as they do in a model of many layers, and no cache holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
-from slidesparse.gemm.speed import lacking
-from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, Calls, Comparison, TakenTimes, gaussian
-from slidesparse.tuning.timing import Stopwatch, copies_needed
+from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
+from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, taken_times, time_forms
+from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed
 from slidesparse.weights.quant import dtype_name
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [M, H], weights float32 [M, k], chosen int32 [M, k], of all experts everywhere) -> [M, H]."""
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 TOLERANCE = 5e-2
 """Relative difference of two right layers. Both round the inner activations to 8 bits: where they differ in the last
@@ -51,9 +51,9 @@ class ExpertMeasurement:
     forms: Mapping[str, RunExperts]
     source: torch.dtype
     stopwatch: Stopwatch
-
-    def __post_init__(self) -> None:
-        self.compared = Comparison(self.stopwatch, TOLERANCE)
+    _faults: dict[str, str] = field(default_factory=dict)
+    _noises: list[float] = field(default_factory=list)
+    _wrong: set[str] = field(default_factory=set)
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time both forms at some numbers of tokens.
@@ -74,19 +74,20 @@ class ExpertMeasurement:
             if m < wanted and not lacking([m], [*known, *columns]):
                 continue
             try:
-                times = self._time(m)
+                passes = self._prepare(m)
             except torch.OutOfMemoryError:
-                self.compared.faults[GROUPED] = f"out of memory at {m} tokens"
+                self._faults[GROUPED] = f"out of memory at {m} tokens"
                 break
-            if times:
-                columns[m] = times
-            if GROUPED not in times:
+            if DENSE not in passes:
                 break
-        kind = dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden
-        gone = {GROUPED} if self.compared.wrong else set()  # what was compared with wrong dense ones is not trusted
-        return self.compared.taken(kind, columns, {name: name for name in self.forms}, gone)
+            columns[m], noise = time_forms(passes, m)
+            self._noises += [] if noise is None else [noise]
+            if GROUPED not in passes:
+                break
+        self.stopwatch.begin()  # frees what the last graphs held
+        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
 
-    def inputs(self, tokens: int) -> list[Inputs]:
+    def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return the operands of the calls of a pass: one x, and other choices each."""
         kind, shape = self.kind, (tokens, self.kind.top_k)
         x = gaussian(tokens, kind.hidden, dtype=self.source, device=kind.device, seed=SEED)
@@ -111,15 +112,45 @@ class ExpertMeasurement:
         needed = rows * (lifted + (2 * kind.inner + kind.hidden) * self.source.itemsize)
         return times * needed <= min(TRANSIENT_BYTES, self.stopwatch.free_bytes())
 
-    def _time(self, tokens: int) -> dict[str, float]:
+    def _prepare(self, tokens: int) -> dict[str, Pass]:
+        passes: dict[str, Pass] = {}
         inputs = self.inputs(tokens)
-        calls = {name: partial(_calls, run, inputs) for name, run in self.forms.items()}
-        return self.compared.time(calls, tokens, self._fits(tokens, 2))
+        reference: torch.Tensor | None = None
+        self.stopwatch.begin()
+        for name, run in self.forms.items():
+            try:
+                result = ends(run(*inputs[-1])).clone()
+                reference = result if reference is None else reference
+                check = partial(_require_alike, reference=reference)
+                check(result)
+                calls = [partial(run, *given) for given in inputs]
+                passes[name] = self.stopwatch.prepare(calls, self._fits(tokens, 2), check)
+            except torch.OutOfMemoryError:
+                raise
+            except SlideSparseError as error:
+                self._faults[name] = str(error)
+                self._wrong |= {name} if isinstance(error, WrongResult) else set()
+            except Exception as error:  # vLLM is called before it serves, and may refuse in any way
+                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
+                self._faults[name] = first_line(error)
+            if name not in passes and name == DENSE:
+                return {}  # nothing to compare with
+        return passes
 
-
-def _calls(run: RunExperts, inputs: Sequence[Inputs]) -> Calls:
-    return [partial(run, *given) for given in inputs]
+    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
+        if not columns:
+            return None
+        tokens = sorted(columns)
+        us = {
+            name: tuple(None if self._wrong and name == GROUPED else columns[m].get(name) for m in tokens)
+            for name in self.forms
+        }  # wrong once is wrong
+        return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(tokens), us)
 
 
 def _importance(tokens: int) -> tuple[int, int]:
     return IMPORTANT.index(tokens) if tokens in IMPORTANT else len(IMPORTANT), tokens
+
+
+def _require_alike(result: torch.Tensor, reference: torch.Tensor) -> None:
+    require_right(relative_error(ends(result), reference), TOLERANCE)

@@ -3,10 +3,13 @@
 1. The result of every form is checked before anything is timed (by the caller), and once more on the captured graph.
 2. A *pass* calls one form on each of several copies of its operands, enough to exceed three times the L2 cache, so
    every call finds a cold cache. Where the calls can be captured, a pass is one CUDA graph: no launch gaps.
-3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts: a model runs one
-   form all the time, and forms in turns would share the clock rate of the one that draws most power.
+3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts. Forms that take
+   turns pass by pass would share one clock rate, which under a power limit is set by the form that draws most power;
+   a model runs one form all the time.
 4. Dense takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
-5. Clocks and power are never set. Data are Gaussian: zeros and constants draw less power, so the clocks rise.
+5. Clocks and power are never set.
+
+Data are Gaussian: zeros and constants draw less power, so the clocks rise and all times come out too short.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,37 +31,44 @@ Reading = Callable[[], float]
 """Waits for a pass that was queued; gives microseconds per call."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One variant on all copies of its operands, ready to be queued again and again.
+class Pass(Protocol):
+    """One variant on all copies of its operands, ready to be queued again and again."""
 
-    Attributes:
-        method: ``graph`` or ``events``.
-        calls: The calls that it makes; a graph knows addresses only, and what it reads must stay alive.
-        run: Queues them.
-    """
-
-    method: str
-    calls: Sequence[Callable[[], Any]]
-    run: Callable[[], Any]
+    @property
+    def method(self) -> str:
+        """``graph`` or ``events``."""
+        ...
 
     @property
     def copies(self) -> int:
         """Number of calls that the pass makes."""
-        return len(self.calls)
+        ...
 
     def launch(self) -> Reading:
         """Queue one pass, without waiting for it."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self.run()
-        end.record()
+        ...
 
-        def read() -> float:
-            end.synchronize()
-            return float(start.elapsed_time(end)) * 1e3 / self.copies
 
-        return read
+class Stopwatch(Protocol):
+    """Times passes: with a GPU's events, or in a test with a clock of its own."""
+
+    l2_bytes: int
+
+    def free_bytes(self) -> int:
+        """Return the bytes of memory that operand copies may take."""
+        ...
+
+    def begin(self) -> None:
+        """Start a comparison; passes of earlier ones are no longer used."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the device; raises when it no longer works."""
+        ...
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
+        """Make a pass of ``calls``; ``check`` raises when the result of the last of them is wrong."""
+        ...
 
 
 def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
@@ -72,10 +82,17 @@ def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
 
 
 def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1) -> list[list[float]]:
-    """Time passes as a model runs them: each alone for ``stretch_s`` seconds before the next one has its turn.
+    """Time passes as a model runs them: each alone for a while before the next one has its turn.
 
-    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work. Every
-    round of ``stretches`` begins with another pass. Returns for each pass its samples, microseconds per call.
+    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work.
+
+    Args:
+        passes: The passes.
+        stretch_s: Seconds of a stretch.
+        stretches: Stretches of each pass. Every round of them begins with another pass.
+
+    Returns:
+        For each pass its samples, microseconds per call.
     """
     samples: list[list[float]] = [[] for _ in passes]
     lengths = []
@@ -117,8 +134,31 @@ def poison(result: Any) -> None:
         sized.view(torch.uint8).fill_(0x7F)
 
 
-class Stopwatch:
-    """Times passes on the current CUDA device; tests have one with a clock of its own."""
+@dataclass(frozen=True)
+class _CudaPass:
+    method: str
+    calls: Sequence[Callable[[], Any]]  # a graph knows addresses only: what it reads must stay alive
+    run: Callable[[], Any]
+
+    @property
+    def copies(self) -> int:
+        return len(self.calls)
+
+    def launch(self) -> Reading:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.run()
+        end.record()
+
+        def read() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end)) * 1e3 / self.copies
+
+        return read
+
+
+class CudaStopwatch:
+    """Times on the current CUDA device."""
 
     def __init__(self) -> None:
         self.l2_bytes = l2_bytes()
@@ -130,16 +170,16 @@ class Stopwatch:
         return (torch.cuda.mem_get_info()[0] + cached) // 2
 
     def begin(self) -> None:
-        """Start a comparison, after which passes of earlier ones are no longer used; its graphs share a memory pool."""
+        """Start a comparison: its graphs share one memory pool, because they run one after another."""
         torch.cuda.empty_cache()  # else the pools of earlier graphs keep their memory
         self._pool = torch.cuda.graph_pool_handle()
 
     def wait(self) -> None:
-        """Wait for the device; raises when it no longer works."""
+        """See :class:`Stopwatch`."""
         torch.cuda.synchronize()
 
     def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
-        """Make a pass of ``calls``, captured where possible; ``check`` raises when the result of the last is wrong."""
+        """Warm up, then capture where possible; see :class:`Stopwatch`."""
         for call in calls:
             call()
         self.wait()
@@ -157,13 +197,13 @@ class Stopwatch:
                 poison(result)
                 graph.replay()
                 check(result)
-                return Pass("graph", calls, graph.replay)
+                return _CudaPass("graph", calls, graph.replay)
 
         def eager() -> None:
             for call in calls:
                 call()
 
-        return Pass("events", calls, eager)
+        return _CudaPass("events", calls, eager)
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[], Any]]) -> Any:

@@ -37,7 +37,7 @@ from slidesparse.gemm.cusparselt.plan import (
     handle_of,
     plan_for,
 )
-from slidesparse.gemm.cusparselt.table import Algorithm, Trial, known_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import known_algorithms, nearest_record, table_path
 from slidesparse.lifting.layout import Layout, with_rows
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE
@@ -76,12 +76,14 @@ Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
 
 class CuSparseLt(Backend):
-    """Multiplies 2:4 weights by lifted activations through cuSPARSELt; a 16-bit layer's bias is rounded to its type.
+    """The backend that multiplies 2:4 weights by lifted activations through cuSPARSELt.
 
     Args:
         intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
             ``"bf16"``: it writes bfloat16, which halves the bytes between the two kernels and rounds twice: an output
             may have one more bf16 rounding error (2^-9 of its value, before the bias). ``auto`` never takes it.
+
+    A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
 
     layout = Layout(lifted=True, multiple=MULTIPLE, rows=token_bucket)
@@ -169,14 +171,20 @@ class CuSparseLt(Backend):
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
-        best, trials = _searched(self._shape(problem, tokens))
-        first = sorted(trials, key=lambda trial: trial.algorithm != best)
+        shape = self._shape(problem, tokens)
+        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
+        if record is None:
+            return []
+        first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
         """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
-        timed = [(trial.time_us, trial.algorithm) for trial in _searched(shape)[1] if trial.time_us]
+        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
+        timed = [
+            (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
+        ]
         fastest = sorted(timed, key=lambda pair: pair[0])[:count]
         return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
 
@@ -203,9 +211,21 @@ class CuSparseLt(Backend):
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        if not is_current(device):
-            with torch.cuda.device(device):
-                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+        if is_current(device):
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+        with torch.cuda.device(device):
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+
+    def _matmul(
+        self,
+        x: torch.Tensor,
+        scale_x: torch.Tensor | None,
+        operand: Operand,
+        scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
         tokens = len(x)
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if accumulator == x.dtype and out_dtype != x.dtype:
@@ -253,12 +273,6 @@ class CuSparseLt(Backend):
             acc[:, :out_features] = bias
         plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)
         return acc
-
-
-def _searched(shape: Shape) -> tuple[Algorithm | None, tuple[Trial, ...]]:
-    """Return the algorithm that a search chose for a shape, and all that it tried."""
-    record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-    return (None, ()) if record is None else (record.best, record.trials)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

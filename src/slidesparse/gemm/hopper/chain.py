@@ -35,9 +35,14 @@ from slidesparse.lifting.layout import SLAB_BYTES
 
 
 class ChainedLinear(NamedTuple):
-    """One linear of a chain, with the slots of its tensors; whether it ends the chain; and its place in the workspace.
+    """One linear of a chain, with its places in the workspace.
 
-    ``residual_start`` is the offset of its new residual; None without one, and where the chain returns it.
+    Attributes:
+        linear: The runner that launches it.
+        slots: The slots of its tensors.
+        ends: Whether its product is the chain's result.
+        residual_start: Offset of its new residual in the workspace; None without one, and where the chain
+            returns it.
     """
 
     linear: HopperLinear
@@ -47,7 +52,13 @@ class ChainedLinear(NamedTuple):
 
 
 class CheckedWeight(NamedTuple):
-    """The checked addresses of a chain's weight: what the GEMM reads, its norm's gain, its index of pairs."""
+    """The addresses of a weight of a chain, after its checks.
+
+    Attributes:
+        weight: Addresses that the GEMM reads.
+        gain: Address of the gain of its norm; None without one.
+        pairs: Address of its index of pairs; None without one.
+    """
 
     weight: WeightAddresses
     gain: int | None
@@ -55,7 +66,7 @@ class CheckedWeight(NamedTuple):
 
 
 class HopperChain:
-    """Runs several linears for one number of tokens; see :data:`slidesparse.gemm.backend.ChainRunner`.
+    """Runs several linears for one number of tokens; see :class:`slidesparse.gemm.backend.ChainRunner`.
 
     Args:
         linears: Two or more linears, each on the product of the one before it, with the slots of their tensors.
@@ -84,7 +95,7 @@ class HopperChain:
         self._ready = False
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """See :data:`slidesparse.gemm.backend.ChainRunner`."""
+        """See :class:`slidesparse.gemm.backend.ChainRunner`."""
         weights = self._weights(tensors) if self._ready or self._can_launch() else None
         if weights is None or not self._takes(x, residual):
             self._log_one_by_one(weights)

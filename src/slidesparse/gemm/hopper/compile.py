@@ -44,8 +44,9 @@ OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 def sources(count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
     """Return the sources of a mainloop by the names that ``#include`` uses, first the one to compile, then all headers.
 
-    ``count_bits`` are those of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`), 0 for all
-    others; ``value_bits`` those of a kept value in memory: 6, or 8 for all others.
+    Args:
+        count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
     """
     compiled = MAINLOOPS[count_bits > 0, value_bits]
     paths = FOLDER / compiled, *sorted(FOLDER.glob("*.cuh"))
@@ -67,8 +68,8 @@ def options(
         dtype: Type of weights and activations.
         out_dtype: Type of the product.
         grouped: For the weights of many experts.
-        count_bits: See :func:`sources`, as for ``value_bits``.
-        value_bits: See above.
+        count_bits: See :func:`sources`.
+        value_bits: See :func:`sources`.
     """
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
@@ -98,13 +99,20 @@ def options(
     ]
 
 
-def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, *bits: int) -> bytes:
+def cubin(
+    tile: Tile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    grouped: bool = False,
+    count_bits: int = 0,
+    value_bits: int = 8,
+) -> bytes:
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    files, opts = sources(*bits), options(tile, dtype, out_dtype, grouped, *bits)
+    files, opts = sources(count_bits, value_bits), options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     major, minor = nvrtc_version()
     key = hashlib.sha256("\0".join([*chain(*files.items()), *opts, f"{major}.{minor}"]).encode())
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
@@ -161,7 +169,11 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def compile_sources(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, str]:
-    """Return machine code of :func:`sources` by :func:`options`, and the compiler's log.
+    """Return machine code and the compiler's log.
+
+    Args:
+        files: As :func:`sources` returns them.
+        opts: From :func:`options`.
 
     Raises:
         UnsupportedError: With the first line of the log when the compiler refuses.

@@ -13,7 +13,7 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
-from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct
+from slidesparse.gemm.grouped import GroupedOperand
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_grouped, load_kernels, multiprocessors
@@ -25,8 +25,8 @@ from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.support import check_vector
 
 
-class HopperExperts(GroupedProduct):
-    """Multiplies by the weights of many experts."""
+class HopperExperts:
+    """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
     layout = COUNTS
     """Each expert gets few tokens, so the bytes of its weight decide."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
@@ -44,7 +44,15 @@ class Arguments(ctypes.Structure):
 
 
 class Kernel:
-    """A variant that is loaded on a device: its ``CUfunction``, the device's ``CUcontext``, and what a launch needs."""
+    """A variant that is loaded on a device.
+
+    Args:
+        function: ``CUfunction``.
+        context: ``CUcontext`` of the device.
+        tile: The variant's geometry.
+        shared_bytes: Shared memory of a block.
+        multiprocessors: Multiprocessors of the device.
+    """
 
     def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
         self.function, self.context, self.tile = function, context, tile
@@ -99,25 +107,36 @@ def multiprocessors(device: int) -> int:
 
 
 @cache
-def load_kernel(*variant: Any) -> Kernel:
-    """Return the variant for one weight, kept for the life of the process; as :func:`_load`, without ``grouped``."""
-    return _load(*variant, grouped=False)  # type: ignore[misc] # mypy does not count them
+def load_kernel(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+) -> Kernel:
+    """Return the variant, loaded on a device for the life of the process.
+
+    Args:
+        tile: The geometry.
+        dtype: Type of weights and activations.
+        out_dtype: Type of the product.
+        device: Index of the CUDA device.
+        count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        value_bits: Bits of a kept value in memory.
+
+    Raises:
+        UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
+    """
+    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, False)
 
 
 @cache
-def load_grouped(*variant: Any) -> Kernel:
+def load_grouped(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+) -> Kernel:
     """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(*variant, grouped=True)  # type: ignore[misc]
+    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, True)
 
 
 def _load(
     tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
 ) -> Kernel:
-    """Load a variant of :func:`slidesparse.gemm.hopper.compile.options` on a device, by its index.
-
-    Raises:
-        UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
-    """
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
@@ -140,18 +159,25 @@ def _load(
 
 
 def load_kernels(
-    tiles: Collection[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int, *bits: int, grouped: bool = False
+    tiles: Iterable[Tile],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: int,
+    count_bits: int,
+    value_bits: int,
+    grouped: bool = False,
 ) -> None:
-    """Load the variants of many tiles, for ``bits`` of a count and of a value; compile in parallel what no cache holds.
+    """Load the variants of many tiles; those that no cache holds are compiled in parallel. See :func:`load_kernel`.
 
     Raises:
         UnsupportedError: As :func:`load_kernel`.
     """
+    tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, *bits), tiles))
-    load = load_grouped if grouped else load_kernel
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits), tiles))
+    load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
     for tile in tiles:
-        load(tile, dtype, out_dtype, device, *bits)
+        load(tile, dtype, out_dtype, device, count_bits, value_bits)
 
 
 @lru_cache(maxsize=1)

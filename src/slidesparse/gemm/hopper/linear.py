@@ -1,8 +1,8 @@
 """Run a whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
 
-As separate calls, the two steps cost the host more than their launches do, and in a model of small layers more than the
-GPU takes. Here everything that does not depend on the tensors is computed once, and one workspace holds lifted values
-and scales.
+As separate calls, the two steps cost the host more than their launches do: each allocates its own tensors and checks
+everything that its kernel reads by address. In a model of small layers the host then takes longer than the GPU. Here
+everything that does not depend on the tensors is computed once, and one workspace holds lifted values and scales.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLOAT32 = (torch.float32,)
 
 
 class HopperLinear:
-    """Runs a linear for one number of tokens and weights of one size; see :data:`slidesparse.gemm.backend.Runner`.
+    """Runs a linear for one number of tokens and weights of one size; see :class:`slidesparse.gemm.backend.Runner`.
 
     Args:
         lift: Quantises and lifts the tokens.
@@ -36,9 +36,10 @@ class HopperLinear:
         tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
-        UnsupportedError: A kernel cannot be loaded.
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
 
     Attributes:
+        lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
         kind: Everything that determines which weights, gains and indices of pairs it can read.
@@ -75,7 +76,7 @@ class HopperLinear:
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :data:`slidesparse.gemm.backend.Runner`."""
+        """See :class:`slidesparse.gemm.backend.Runner`."""
         lift, weight = self.lift, self.weight_addresses(tensors)
         inputs = lift.inputs(x, residual, tensors.pairs, tensors.gain)
         if inputs is None or weight is None:

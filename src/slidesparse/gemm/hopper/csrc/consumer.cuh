@@ -22,6 +22,9 @@ struct Consumer {
 
     __device__ __forceinline__ void await_stage() const { barrier_wait(ring.full_of(place), place.phase); }
 
+    // Wait for what the first 2:4 step of a range needs before its own stage is waited for.
+    __device__ __forceinline__ void await_first() const {}
+
     __device__ __forceinline__ void release() {
         if (lane_zero) barrier_arrive(ring.empty_of(oldest));
         oldest.next();
@@ -82,6 +85,7 @@ __device__ __forceinline__ void multiply(Mainloop& loop, const Range& range, acc
     }
     // There are two sets of registers: a group in flight still reads its own.
     typename Mainloop::Held even, odd;
+    loop.await_first();
     int slab = 0;
     for (; slab + 1 < sparse; slab += 2) {
         first_sparse_step(loop, d, even, dense, slab);

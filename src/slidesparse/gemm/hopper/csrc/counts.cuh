@@ -11,14 +11,14 @@
 #include "producer.cuh"
 
 static_assert(META_WORDS == 2 && (COUNT_BITS == 3 || COUNT_BITS == 4), "counts of groups of 6 to 16 columns, 8-bit types");
-static_assert(SPLIT == 1, "the blocks of a cluster would begin within bundles; weights with counts are experts', never split");
 
 // ---- bundles ---------------------------------------------------------------------------------------------------------
 
 // A place among the bundles: a slot, and the window of its groups that the next step has.
 struct Bundle {
-    int window = 0;
+    int window;
     u32 slot = 0;
+    __device__ __forceinline__ explicit Bundle(int first_step, int windows) : window(SPLIT > 1 ? first_step % windows : 0) {}
     // Go to the next step; whether it is in another bundle.
     __device__ __forceinline__ bool next(int windows) {
         if (++window < windows) return false;
@@ -35,15 +35,17 @@ __device__ __forceinline__ const u8* values_at(const Arguments& p, int block, in
     return weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES) + words * (W_TILE * COUNT_BYTES);
 }
 
-// The address of the words of a row block, from that of its bundle's first step.
-__device__ __forceinline__ const u8* words_before(const u8* values, int block) {
-    return values - (W_TILE - block % W_TILE) * COUNT_BYTES - block % W_TILE * SPARSE_BYTES;
+// The address of the words of a row block, from that of its step with this window.
+__device__ __forceinline__ const u8* words_before(const u8* values, int block, int window) {
+    return values - (W_TILE - block % W_TILE) * COUNT_BYTES - (window * W_TILE + block % W_TILE) * SPARSE_BYTES;
 }
 
 struct StepsWithCounts {
+    const Range& range;
     Bundle bundle;
 
-    __device__ __forceinline__ StepsWithCounts(const Range&, const Arguments&) {}
+    __device__ __forceinline__ StepsWithCounts(const Range& range, const Arguments& p)
+        : range(range), bundle(range.sparse, p.windows) {}
 
     // Load the 2:4 steps [step, end) of a tile.
     template <int OPERANDS>
@@ -51,7 +53,7 @@ struct StepsWithCounts {
         const Arguments& p = source.p;
         const Ring& ring = source.ring;
         const u8* values = values_at(p, source.block, step);
-        bool words = bundle.window == 0;  // those of a bundle come with its first step
+        bool words = step == range.sparse || bundle.window == 0;  // those of a bundle come with its first step here
 #pragma unroll 1
         for (; step < end; step++, place.next()) {
             if (OPERANDS & WEIGHTS) {
@@ -59,7 +61,8 @@ struct StepsWithCounts {
                 barrier_expect(ring.full_of(place),
                                source.x_bytes + TILE_BLOCKS * SPARSE_BYTES + (words ? SLOT_BYTES : 0));
                 if (words)
-                    copy(bundle.words(ring), words_before(values, source.block), SLOT_BYTES, ring.full_of(place));
+                    copy(bundle.words(ring), words_before(values, source.block, bundle.window), SLOT_BYTES,
+                         ring.full_of(place));
             }
             if (OPERANDS & ACTIVATIONS) source.copy_x(place, p.dense_slabs + step);
             if (OPERANDS & WEIGHTS)
@@ -118,11 +121,17 @@ struct CountsState {
     const int windows;
     Bundle bundle;  // of the next step to multiply
 
-    __device__ __forceinline__ CountsState(const Range&, const Arguments& p) : windows(p.windows) {}
+    __device__ __forceinline__ CountsState(const Range& range, const Arguments& p)
+        : windows(p.windows), bundle(range.sparse, p.windows) {}
 };
 
 // A consumer that makes its metadata of counts.
 struct CountsConsumer : Consumer<CountsState> {
+
+    // The words of a bundle that began before the range came with the range's first step.
+    __device__ __forceinline__ void await_first() const {
+        if (state.bundle.window > 0) await_stage();
+    }
 
     // Make the metadata registers of the next step from the words of its bundle. They came with the bundle's first step, so
     // only that one has to be waited for.
