@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -36,11 +37,14 @@ from slidesparse_bench.serve.serve_plan import PLAN
 from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
 from slidesparse_bench.step_time import GPUS
 
+sys.path.insert(0, str(Path(__file__).parent / "accuracy/published"))
+import compare
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
-DRAWN = ("cards", "fp4", "measured", "quickstart")
+DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart")
 LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "six-bits")
 PAGES = (
     ROOT / "README.md",
@@ -189,8 +193,9 @@ IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UN
 BY_AUTO = {CONTROL: CONTROL, PLAN: NAME_6OF8, **dict(SPARSER)}
 EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
 OURS = (CONTROL, *UNIFORM)
-PUBLISHED = RESULTS / "accuracy/published.json"
-"""Pattern -> column -> what it says: not recorded yet."""
+PUBLISHED = RESULTS / "accuracy/published/qwen2.5-coder-0.5b.jsonl"
+RECOVERED = "recover 8M"
+"""What ends the tag of a model that was trained on, by 8 million tokens."""
 
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
@@ -560,13 +565,39 @@ def forms_of_experts() -> str:
     return markdown(header, rows)
 
 
+def published_records() -> dict[str, dict[str, Any]]:
+    """Tag -> record of a judged model; the last of a tag counts."""
+    return {one["tag"]: one for one in map(json.loads, PUBLISHED.read_text().splitlines())}
+
+
+def rise(one: dict[str, Any], dense: dict[str, Any]) -> str:
+    """How much larger the perplexity of held-out code is than the dense model's, with its paired standard error."""
+    mean, error = compare.paired(one["code"]["loss"], dense["code"]["loss"])
+    return f"{100 * math.expm1(mean):+.1f} ± {100 * math.exp(mean) * error:.1f} %"
+
+
 def published_loss() -> str:
-    """README, accuracy: what patterns cost a published model, in one shot and recovered."""
-    measured = json.loads(PUBLISHED.read_text()) if PUBLISHED.exists() else {}
-    columns = ("one_shot", "recovered", "humaneval_one_shot", "humaneval_recovered")
-    rows = [[pattern, *(measured.get(pattern, {}).get(one, "-") for one in columns)] for pattern in ("dense", *UNIFORM)]
-    heads = ("perplexity, one shot", "recovered", "HumanEval, one shot", "recovered")
+    """README: what patterns cost a published model, in one shot and recovered."""
+    found = published_records()
+    dense, rows = found["dense"], []
+    for pattern in UNIFORM:
+        both = [found[f"{pattern} match"], found[f"{pattern} {RECOVERED}"]]
+        solved = [sum(one["humaneval"]["greedy"]) for one in both]
+        rows.append([pattern, *(rise(one, dense) for one in both), *map(str, solved)])
+    base = sum(dense["humaneval"]["greedy"])
+    heads = ("perplexity, one shot", "recovered", f"HumanEval (dense {base}), one shot", "recovered")
     return markdown(("pattern", *heads), rows)
+
+
+def published_models() -> str:
+    """The page on accuracy: all models that were judged, beside the dense one, on the same problems."""
+    found = published_records()
+    dense, rows = found["dense"], []
+    for tag, one in sorted(found.items(), key=lambda item: sum(item[1]["code"]["kl"])):
+        kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
+        cells = compare.cells(one, dense)[4:]
+        rows.append([tag, "-" if one is dense else rise(one, dense), kl, *cells])
+    return markdown(("model", "perplexity of code", "KL", "HumanEval, greedy", "of ten samples", "exact answers"), rows)
 
 
 def six_bits_encoder() -> str:
@@ -813,6 +844,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "six-bits-experts": forms_of_experts,
     "six-bits-encoder": six_bits_encoder,
     "published-loss": published_loss,
+    "published-models": published_models,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

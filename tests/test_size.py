@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import slidesparse
+from slidesparse.cli import build_parser
 
 ROOT = Path(slidesparse.__file__).parent
 
@@ -45,3 +47,21 @@ def test_the_wheel_is_small() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_file_is_short(path: Path) -> None:
     assert _lines(path) <= MOST_LINES_OF_A_FILE
+
+
+WITHOUT_A_GAIN = {
+    *("--help", "--json", "--verbose", "--quiet", "--dry-run", "--join-timeout"),  # how it is told
+    *("--revision", "--links", "--device", "--dtype"),  # what is read, where, and what is written
+    *("--part", "--ignore", "--layer"),  # what is treated
+    *("--calibration", "--self", "--prompts", "--no-bos", "--samples", "--length", "--seed"),  # the text of a method
+}
+
+
+def test_an_option_of_prune_has_a_measured_gain() -> None:
+    """An option that changes the result has its row in the table of the page, or is left out."""
+    (commands,) = (action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
+    options = {one.option_strings[-1] for one in commands.choices["prune"]._actions if one.option_strings}
+    page = (ROOT.parents[1] / "docs/pruning.md").read_text(encoding="utf-8")
+    table = page.partition("## What each option gains")[2].partition("\n## ")[0]
+    gains = set(re.findall(r"^\| `(--[\w-]+)` \| .*\d", table, re.MULTILINE))
+    assert {one.replace("--no-smooth", "--smooth") for one in options} - WITHOUT_A_GAIN <= gains

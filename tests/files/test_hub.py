@@ -80,7 +80,7 @@ def test_prune_inspect_and_load_by_name(hub: SmallHub, model: Path, capsys: pyte
     capsys.readouterr()
     assert main(["pack", "q"]) == 0
     loaded = ss.load("maker/pruned", revision="main")
-    assert "slidesparse.weights.packed" in hub.fetched()
+    assert "slidesparse.packed" in hub.fetched()
     assert bool((loaded(tokens()).logits == ss.load("q")(tokens()).logits).all())
 
 

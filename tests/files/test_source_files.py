@@ -233,7 +233,7 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
         "checkpoint-500/optimizer.pt",
         "tf_model.h5",
         "model.ckpt.data-00000-of-00001",
-        "slidesparse.weights.packed",
+        "slidesparse.packed",
     ],
 )
 def test_other_copies_of_the_weights_are_named_and_not_copied(source: Path, name: str) -> None:

@@ -48,7 +48,7 @@ def _add_recover(commands: Commands) -> None:
     for name, what in (("text", "a text to train on"), ("chats", "chats to train on, one a line as JSON")):
         add_texts(recover, name, f"{what}, with its share among several; may be given again")
     add_own_chats(recover, "the dense model")
-    add("--rate", type=float, help="highest rate (default: 2e-5 x 2048 / the model's width)")
+    add("--rate", type=float, help="highest rate (default: 9e-6 x 2048 / the model's width)")
     add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (%(default)s)")
     add("--window", type=int, default=1024, help="tokens of a window (%(default)s)")
     add("--micro", type=int, default=32, help="most windows that a GPU takes at once (%(default)s)")

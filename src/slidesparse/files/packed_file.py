@@ -37,12 +37,12 @@ from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import check_pattern
 
-FILE_NAME = "slidesparse.weights.packed"
+FILE_NAME = "slidesparse.packed"
 PACKED_VERSION = "2"
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
-    """Pack every treated layer of a pruned checkpoint into ``slidesparse.weights.packed`` in its folder.
+    """Pack every treated layer of a pruned checkpoint into ``slidesparse.packed`` in its folder.
 
     Returns:
         The file.

@@ -35,15 +35,8 @@ def l2_bytes(device: int | None = None) -> int:
 def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
     """Return how many copies of operands of ``n_bytes`` take turns so that each call finds a cold L2 cache.
 
-    Both the search for the fastest kernel and the benchmarks ask here.
-
-    Args:
-        n_bytes: Bytes that one call reads.
-        l2_bytes: Size of the L2 cache.
-        at_most: Limit, by memory or by launches. Operands smaller than ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
-
-    Returns:
-        The number that fills :data:`COLD_FACTOR` caches, at most ``at_most`` and at least 1.
+    At most ``at_most``, by memory or by launches, and at least 1: operands smaller than ``COLD_FACTOR * l2_bytes /
+    at_most`` stay warm.
     """
     return max(1, min(-(-COLD_FACTOR * l2_bytes // max(1, n_bytes)), at_most))
 
@@ -55,16 +48,10 @@ def copies_to_rotate(n_bytes: int, device: int) -> int:
 
 
 def time_ways(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
-    """Time every way to do one thing; memory for graphs must suffice.
+    """Time every way to do one thing, microseconds a call by its name; memory for graphs must suffice.
 
-    Args:
-        ways: (name, run), taken one by one; ``run(i)`` launches one call on copy ``i`` of its operands. The first one
-            is always a finalist, however slow it is.
-        copies: Number of operand copies.
-
-    Returns:
-        Name -> microseconds a call, in the order of ``ways``: the median of the last rounds for finalists, the one
-        timing for the others.
+    ``run(i)`` of a way launches one call on copy ``i`` of its operands. The first way is always a finalist, however
+    slow it is: the median of the last rounds counts for finalists, the one timing for the others.
     """
     graphs: dict[Way, torch.cuda.CUDAGraph] = {}
     times: dict[Way, float] = {}

@@ -1,22 +1,17 @@
 """Measured times of the experts of a mixture, and the rule by which ``auto`` packs them.
 
-Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up.
-Their names begin with the numbers of experts, which tells them from a linear's.
-
-All experts of a layer run in one form for every number of tokens: they are most of a model, and a dense copy would
-double it. So one choice weighs what a server does. It spends its time in two ways, in decoding steps of up to
-:data:`DECODING` sequences and in prompts, and a user who notices one of them slower than stock has lost, whatever the
-other gains. Experts are packed where
+Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up,
+under names that begin with the numbers of experts. All experts of a layer run in one form for every number of tokens: a
+dense copy would double most of a model. So one choice weighs decoding steps of up to :data:`DECODING` sequences and
+prompts; a user who notices one of them slower than stock has lost, whatever the other gains. Experts are packed where
 
 * neither the decoding steps nor the prompts take longer than stock on average (the geometric mean over the M's
   measured, a factor :data:`slidesparse.gemm.time_model.MARGIN` aside, which noise could make), and
 * no M takes more than :data:`SLOWER` of stock's time. Short measurements of one M differ by some percent from start
   to start, so a rule of "nowhere slower" would differ from start to start too.
 
-Experts whose packed form was wrong when it was measured here stay dense, whatever any times say.
-
-A start that had no time for every M goes by those that it measured, as long as both ways are among them. Where one of
-the two was not measured, experts stay dense: a guess could be wrong, and is paid in every step.
+Experts whose packed form was wrong when it was measured here stay dense, whatever any times say. A start that had no
+time for every M goes by those that it measured; where a whole one of the two ways was not measured, experts stay dense.
 """
 
 from __future__ import annotations
@@ -69,8 +64,7 @@ class ExpertKind:
         down: The pattern of down.
         hidden: Columns of gate and up.
         inner: Columns of down, on this GPU.
-        experts: Experts on this GPU.
-        everywhere: Experts on all GPUs.
+        experts: Experts on this GPU; ``everywhere``: on all GPUs.
         top_k: Experts of a token.
         device: The GPU.
         bits: Bits of a kept value in memory, 6 where all values fit them.
@@ -124,12 +118,7 @@ class ExpertChoice:
 
 
 def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
-    """Choose by the rule at the top of this file.
-
-    Args:
-        kind: The experts.
-        tokens: Numbers of tokens M that represent all that the engine may run.
-    """
+    """Choose by the rule at the top of this file; ``tokens`` represent all numbers M that the engine may run."""
     if was_wrong(kind):
         return ExpertChoice(False, f"{GROUPED}: {WRONG_HERE}")
     measured = find_expert_times(kind)
@@ -190,13 +179,7 @@ def was_wrong(kind: ExpertKind) -> bool:
 
 
 def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterable[str] = ()) -> Path | None:
-    """Keep times of experts, as :func:`slidesparse.gemm.speed_files.add_layers` does.
-
-    Args:
-        kind: The experts.
-        layer: Their times, by ``dense`` and :data:`GROUPED`; None for none.
-        wrong: The forms that were wrong.
-    """
+    """Keep times of experts, by ``dense`` and :data:`GROUPED`, and the forms that were wrong: see ``add_layers``."""
     layers = []
     if layer is not None:
         layers = [replace(layer, us={kind.times_key(name): times for name, times in layer.us.items()})]

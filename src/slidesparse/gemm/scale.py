@@ -2,13 +2,9 @@
 
     y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
 
-in float32, with one fused multiply-add where there are both ``scale_x`` and a bias: the torch definition is
-:func:`slidesparse.gemm.reference.apply_scales`, and on a GPU the results agree bit for bit. A GEMM that runs as two
-(the dense and the 2:4 segment of a partial pattern) has two accumulators, which are added first: exactly, when they are
-int32. Padded rows and columns of the accumulators are never read.
-
-Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A program computes ``ROWS`` rows of
-``COLUMNS`` columns and loads the columns' scales and biases once.
+in float32, with one fused multiply-add where there are both ``scale_x`` and a bias, bit for bit as
+:func:`slidesparse.gemm.reference.apply_scales`. A GEMM that runs as two (the dense and the 2:4 segment of a partial
+pattern) has two accumulators, which are added first. A program computes ``ROWS`` rows of ``COLUMNS`` columns.
 """
 
 from __future__ import annotations
@@ -70,24 +66,20 @@ def scale_rows(
     out_features: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Apply scales and bias to accumulators.
+    """Apply scales and bias to accumulators: [M, out] in ``out_dtype``, bfloat16, float16 or float32.
 
     Args:
-        acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding.
+        acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding, and never read.
         more: A second accumulator of the same type, shape and strides, or None.
         scale_x: float32 [M, 1] or None.
         scale_w: float32 [out] or None.
         bias: [out], float, or None.
         tokens: M.
         out_features: out.
-        out_dtype: bfloat16, float16 or float32.
-
-    Returns:
-        [M, out] in ``out_dtype``.
+        out_dtype: Type of the result.
 
     Raises:
-        InputError: When the second accumulator does not match the first, or a vector is not as long as it should be,
-            strided, or elsewhere.
+        InputError: The second accumulator does not match the first, or a vector has another length, strides or device.
     """
     if more is not None and (more.dtype, more.stride()) != (acc.dtype, acc.stride()):
         raise InputError(

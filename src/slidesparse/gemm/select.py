@@ -1,21 +1,19 @@
 """Choose the backends that run a problem, and the numbers of tokens for each.
 
 The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight without slid groups
-(a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Otherwise it asks which
-accelerated backends can run the problem, and gave no wrong result when such a layer was measured here. Then it looks
-for the times of a layer of the same type (gemm/speed.py): of the same size and measured here, else a prior, of nearly
-the same size, another driver, other libraries or another GPU of this compute capability. The reason says which of the
-two, and names what differs:
+(a shard of a partial pattern may be one) dense. Otherwise it asks which accelerated backends can run the problem, and
+gave no wrong result when such a layer was measured here. Then it looks for the times of a layer of the same type
+(gemm/speed.py): of the same size and measured here, else a prior, of nearly the same size, another driver, other
+libraries or another GPU of this compute capability. The reason, which ``slidesparse inspect`` prints, names what
+differs:
 
 * ``fallback="fastest"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
   layer the dense weight runs alone.
-* ``fallback="dense"``, the default: the same, but a dense copy of packed weights is kept only where they need it:
-  where they take much longer than dense. It would double the layer's memory, and gained nothing as served.
+* ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which would double the layer's
+  memory, is kept only where they take much longer than dense.
 * ``fallback="none"``: the packed form alone runs that is the fastest over all numbers of tokens, else that of the first
   backend that can run, else of the reference.
-
-A choice has a reason; ``slidesparse inspect`` prints both.
 """
 
 from __future__ import annotations

@@ -123,12 +123,7 @@ class WeightSpec:
 class LinearSpec:
     """One linear of a chain. Its tensors are those of its weight, then scale, bias and gain if it has them.
 
-    Attributes:
-        prologue: Applied to its activations before they are quantised.
-        eps: The norm's epsilon.
-        scaled: Its weight has a scale.
-        biased: It has a bias.
-        weight: The weight.
+    ``prologue`` is applied to its activations before they are quantised; ``eps`` is the norm's epsilon.
     """
 
     prologue: Prologue
@@ -183,13 +178,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
-    """Return the slots of a linear for M tokens.
-
-    Args:
-        linear: The linear.
-        start: Index of its first tensor among the chain's.
-        tokens: M.
-    """
+    """Return the slots of a linear for M ``tokens``, whose first tensor is number ``start`` among the chain's."""
     form, offset = linear.weight.pick(tokens)
     rest = iter(range(start + linear.weight.tensors, start + linear.tensors))
     there = linear.scaled, linear.biased, linear.prologue in NORMS

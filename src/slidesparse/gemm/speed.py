@@ -125,13 +125,9 @@ class Installation:
 
 @dataclass(frozen=True)
 class WrongForm:
-    """A packed form of a kind of layer that gave a wrong result when it was measured.
+    """A packed form of a kind of layer, as :class:`LayerSpeed` has it, that gave a wrong result when it was measured.
 
-    Attributes:
-        dtype: As of :class:`LayerSpeed`.
-        out: Rows of the weight.
-        columns: Columns of the weight, before lifting.
-        name: The name of the form's times: ``cusparselt 6:8``.
+    ``name`` is that of the form's times: ``cusparselt 6:8``.
     """
 
     dtype: str
@@ -173,13 +169,12 @@ class SpeedTable:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A measured layer, and where it was measured.
+    """A measured layer, and the GPU on which it was measured.
 
     Attributes:
         layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
         here: The M's of its times that are of this installation and of the size asked for.
         others: What differs between here and the installations of its other times: pairs (there, here), each once.
-        gpu: The GPU on which it was measured.
     """
 
     layer: LayerSpeed
@@ -231,14 +226,7 @@ def times_key(backend: str, pattern: str) -> str:
 
 
 def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, form: WrongForm) -> bool:
-    """Return whether a form was wrong on the installation here.
-
-    Args:
-        tables: Tables.
-        here: The installation here.
-        backend: The form's backend. Dense has to be the same, too: the form was compared with it.
-        form: The form.
-    """
+    """Return whether a backend's form was wrong here, with the same library of dense: the form was compared with it."""
     return any(form in table.wrong and table.is_of(here, (DENSE, backend)) for table in tables)
 
 
@@ -248,21 +236,18 @@ def find_nearest(
     """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
     A layer measured here goes before all others; then those of which less differs from the installation here, and in
-    size (:meth:`MeasuredLayer.rank`).
+    size (:meth:`MeasuredLayer.rank`); then those of the first table. Where another table has times of these backends at
+    the same size, they are added below the fewest tokens of the layer found and above the most: a user who measured a
+    few numbers of tokens keeps the packaged times of the others. None when no layer has a packed time.
 
     Args:
-        tables: Tables; the first one is taken on a tie.
+        tables: Tables.
         here: The installation here, with the libraries of the backends to compare. If dense is one of them, a layer
             without a dense time is left out.
         dtype: Type of the weight.
         pattern: Its pattern.
         out: Its rows.
         columns: Its columns.
-
-    Returns:
-        None when no layer has a packed time. Where another table has times of these backends at the same size, they are
-        added below the fewest tokens of the layer found and above the most: a user who measured a few numbers of
-        tokens keeps the packaged times of the others.
     """
     found = (
         _seen_from(here, table, layer, (out, columns))

@@ -161,12 +161,8 @@ def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
 def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
     """Add layers to the times that are measured here; a newer time of the same M counts.
 
-    Whoever calls this holds the lock at :func:`lock_path`. A damaged file is written anew.
-
-    Args:
-        here: The installation here.
-        layers: The layers.
-        wrong: Forms that were wrong. They and those of before lose their times, older and newer ones.
+    Whoever calls this holds the lock at :func:`lock_path`. A damaged file is written anew. Forms that were wrong, now
+    or before, lose their times, older and newer ones.
 
     Returns:
         The path; None where it cannot be written: this process keeps the times, and the log says why they will be

@@ -40,13 +40,7 @@ NARROW = 1.5
 
 
 def time_at(layer: LayerSpeed, name: str, tokens: float) -> float | None:
-    """Return the microseconds of a backend at any number of tokens; None next to an M at which it has no time.
-
-    Args:
-        layer: Measured times.
-        name: One of its backends.
-        tokens: M.
-    """
+    """Return the microseconds of a backend at M ``tokens``; None next to an M at which it has no time."""
     points = list(zip(layer.tokens, layer.us[name], strict=True))
     if tokens <= layer.tokens[0]:
         return points[0][1]
@@ -68,12 +62,7 @@ def fastest(layer: LayerSpeed) -> str | None:
 
 
 def decide(layer: LayerSpeed, tokens: float) -> str:
-    """Return the backend for a number of tokens: the main packed form, or another one that is faster by the margin.
-
-    Args:
-        layer: Measured times; its dense ones may be missing.
-        tokens: M.
-    """
+    """Return the backend for M ``tokens``: the main packed form, or another form that is faster by the margin."""
     main = fastest(layer)
     times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
     best = min(times, key=lambda name: times[name], default=DENSE)

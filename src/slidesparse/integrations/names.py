@@ -27,14 +27,9 @@ READ_AS_MATRIX = "latent attention reads its weight as a matrix"
 
 
 def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
-    """Return whether a checkpoint with a ``quantization_config`` is ours.
+    """Return whether a checkpoint is ours, by its ``quantization_config``, the user's method, or None, and its marker.
 
     Ours are marked ones, unless the user names another method, and any compressed-tensors one on request.
-
-    Args:
-        quantization: Its ``quantization_config``.
-        user_choice: The value of ``--quantization``, or None.
-        marker: The value of ``slidesparse_config``, or None.
     """
     if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
         return False
@@ -61,10 +56,8 @@ def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
 class NamedLayer:
     """A layer of a server, before its weight is known.
 
-    Attributes:
-        name: The layer's name in the server.
-        pattern: The pattern that the checkpoint names; None: find the tightest that the weight satisfies.
-        is_exception: The checkpoint names the layer itself, and not only a pattern for all others.
+    ``pattern`` is the one that the checkpoint names; None: find the tightest that the weight satisfies.
+    ``is_exception``: the checkpoint names the layer itself, and not only a pattern for all others.
     """
 
     name: str
@@ -153,12 +146,7 @@ def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
 
 
 def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> Marker:
-    """Return the marker with the names that a server has; one that has no place there stays.
-
-    Args:
-        marker: The marker.
-        rename: ``apply_list`` of the server's mapper, which leaves out what has no place.
-    """
+    """Return the marker with a server's names, by its mapper's ``apply_list``; one without a place there stays."""
 
     def new(name: str) -> str:
         return next(iter(rename([name])), None) or name
@@ -169,12 +157,7 @@ def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> M
 
 
 def shard_start(shard_columns: int, columns: int, rank: int) -> int:
-    """Return the column of the whole weight at which a shard begins.
-
-    Args:
-        shard_columns: Columns of this rank's weight.
-        columns: Columns of the whole weight.
-        rank: Tensor-parallel rank.
+    """Return the column of the whole weight at which this tensor-parallel rank's shard of it begins.
 
     >>> shard_start(1792, 3584, 1), shard_start(3584, 3584, 1)
     (1792, 0)

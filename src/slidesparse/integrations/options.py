@@ -30,11 +30,7 @@ class ServerOptions:
 
     @classmethod
     def read(cls: type[Options], given: object, option: str) -> Options:
-        """Read the value of our key; None gives the defaults.
-
-        Args:
-            given: The value.
-            option: The server's option that holds the key, for error messages.
+        """Read the value of our key; None gives the defaults. ``option`` is the server's that holds the key.
 
         Raises:
             InputError: An unknown key or value.

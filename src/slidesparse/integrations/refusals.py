@@ -11,12 +11,9 @@ SAVED = "tensors as another engine held them, which sparse layers do not have"
 
 
 def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_dense: str) -> None:
-    """Refuse a ``--load-format`` from which sparse layers cannot be made.
+    """Refuse a ``--load-format`` from which sparse layers cannot be made: format -> what it brings instead of weights.
 
-    Args:
-        load_format: The user's.
-        brought: Refused format -> what it brings instead of a checkpoint's weights.
-        serve_dense: How the user goes on without sparse layers.
+    ``serve_dense`` says how the user goes on without sparse layers.
     """
     if str(load_format) in brought:
         raise UnsupportedError(

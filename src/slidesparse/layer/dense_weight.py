@@ -42,14 +42,7 @@ class DenseWeight(torch.Tensor):
     def of(
         cls, make: Callable[[], torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> DenseWeight:
-        """Return a lazy weight.
-
-        Args:
-            make: Computes the weight, in this shape, type and device.
-            shape: [out, in].
-            dtype: Its type.
-            device: Its device.
-        """
+        """Return a lazy weight [out, in] that ``make`` computes, in this shape, type and device."""
         # One element of memory, NaN: code that bypasses __torch_function__ must not compute with it unnoticed.
         lazy = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(cls)
         lazy.make = make

@@ -19,17 +19,13 @@ AT_ONCE = 1024
 def read_back(
     multiply: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a weight on the CPU, zeros in place, bit for bit except for the sign of zeros.
+    """Return a weight [out, in] on the CPU, zeros in place, bit for bit except for the sign of zeros.
 
     Multiplying by the rows of an identity matrix gives the columns of the weight: every sum has one non-zero term. A 1
     is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products are off by a few float32
-    roundings, and the nearest value of the type is the weight.
+    roundings, and the nearest value of the type is the weight. On the meta device nothing is multiplied.
 
-    Args:
-        multiply: Activations [M, in] -> products [M, out], without scales of channels and without bias.
-        shape: [out, in].
-        dtype: The weight's type.
-        device: Where to multiply; on the meta device nothing is.
+    ``multiply`` takes activations [M, in] to products [M, out], without scales of channels and without bias.
 
     Raises:
         UnsupportedError: The layer cannot multiply where it is now.

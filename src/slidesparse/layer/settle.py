@@ -42,12 +42,10 @@ class RunsSparse:
 
 @dataclass(frozen=True)
 class RunsDense:
-    """A weight that runs dense. It is not packed.
+    """A weight that runs dense, and is not packed, for a reason of one line.
 
-    Attributes:
-        reason: Why, in one line.
-        pattern: The pattern that it has; None where it satisfies none.
-        choice: The choice of backends by which it is dense; None where it has no group that could run sparse.
+    ``pattern`` is the one that it has, None where it satisfies none; ``choice`` that of backends by which it is dense,
+    None where it has no group that could run sparse.
     """
 
     reason: str

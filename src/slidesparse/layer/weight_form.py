@@ -13,12 +13,7 @@ from slidesparse.weights.packed import PackedWeight
 
 
 class WeightForm(nn.Module):
-    """A packed weight as one backend keeps it: operand, column map and column pairs, as buffers.
-
-    Args:
-        packed: The weight.
-        backend: The backend's name.
-    """
+    """A packed weight as one backend, by its name, keeps it: operand, column map and column pairs, as buffers."""
 
     column_map: torch.Tensor
     pairs: torch.Tensor

@@ -10,15 +10,9 @@ from slidesparse.base.triton_launcher import ALIGNMENT, LARGEST
 
 
 class LiftInputs(NamedTuple):
-    """The addresses and strides that a launch reads.
+    """The addresses and strides that a launch reads; None where the kernel reads no such tensor.
 
-    Attributes:
-        x: Address of the activations.
-        residual: Address of the residual; None where the kernel reads none, as below.
-        gain: Address of the norm's gain.
-        pairs: Address of the index of pairs.
-        x_stride: Elements from one row of the activations to the next.
-        residual_stride: Elements from one row of the residual to the next; 0 without one.
+    ``pairs`` is that of the index of pairs. A stride is the number of elements from one row to the next; 0 without one.
     """
 
     x: int

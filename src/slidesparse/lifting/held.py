@@ -6,12 +6,8 @@ rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting i
     6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
             packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
 
-So columns that two windows share are read, transformed and rounded once. Doing that repeatedly is the limit of the
-other kernel (:mod:`slidesparse.lifting.walking`): it issued 30 instructions a column where this one needs 14, and
-evaluated the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
-
-It needs pairs that stay pairs (an even ``k_offset``) and a row that fits
-(:attr:`slidesparse.lifting.variant.LiftVariant.held`).
+It issues 14 instructions a column where the other kernel (:mod:`slidesparse.lifting.walking`) needs 30. It needs pairs
+that stay pairs (an even ``k_offset``) and a row that fits (:attr:`slidesparse.lifting.variant.LiftVariant.held`).
 """
 
 from __future__ import annotations

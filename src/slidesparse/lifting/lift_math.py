@@ -20,9 +20,8 @@ _STRIDE = tl.constexpr(BUNDLE_STRIDE)
 def begin(P: tl.constexpr):
     """Begin a program under programmatic dependent launch (PTX ISA, "griddepcontrol").
 
-    It waits until the kernel before this one has ended, if this one was started early, and then allows the kernel after
-    it to start: a GEMM has weights to fetch before it waits for this kernel's output. In this order everything that was
-    written before this kernel is visible to the kernel after it.
+    It waits until the kernel before this one has ended, and then allows the kernel after it to start, which has weights
+    to fetch first. In this order everything that was written before this kernel is visible to the kernel after it.
     """
     if P.early:
         tl.inline_asm_elementwise(
@@ -135,8 +134,7 @@ def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
 def offset_in_row(start, step, row, rows, ITEM: tl.constexpr, P: tl.constexpr):
     """Return the offsets of the items ``start + step`` of a row, of ITEM bytes each, from the row's own start.
 
-    A slab begins at ``start``; the terms that depend on ``step`` alone are computed once for all starts of a loop. A
-    slab has ``rows`` rows.
+    A slab, of ``rows`` rows, begins at ``start``; terms that depend on ``step`` alone are computed once for all starts.
     """
     if P.slab_rows == 0:
         at = start + step

@@ -1,6 +1,4 @@
-"""The kernel that walks along its row: it quantises and lifts rows of any length, in passes over them.
-
-It runs lifts without quantisation, and rows that :mod:`slidesparse.lifting.held` cannot hold.
+"""The kernel that walks along its row, of any length: lifts without quantisation, and rows that no program can hold.
 
 There is one pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The
 first reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.lifting.launch` sees to it).
@@ -10,11 +8,8 @@ that two windows share is read and quantised twice, and nothing has to be moved 
     6:8     in    |0 1 2 3 4 5 6 7|                 loads of 4 bytes (16-bit types): a window starts at an even column
             out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes at neighbouring places
 
-The code computes the place of every column, element by element. The width of an access follows from the facts that the
-compiler proves about these indices, so odd sizes and unaligned rows need no code of their own: they are only slower.
-
-Bytes moved a row: K inputs in (2K where there is a gate; a residual is another K in and K out), K' bytes and one
-float32 out. Every byte of the output, padding included, is written once.
+The width of an access follows from the facts that the compiler proves about these indices, so odd sizes and unaligned
+rows need no code of their own: they are only slower. Every byte of the output, padding included, is written once.
 """
 
 from __future__ import annotations

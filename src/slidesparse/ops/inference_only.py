@@ -47,13 +47,7 @@ class NoBackward(torch.autograd.Function):
 
 
 def infer(compute: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return ``compute(x, *others)``, for what is not one operator.
-
-    Args:
-        compute: What runs; autocast would round its products to 16 bits.
-        x: The activations, on whose device it runs.
-        others: Its other tensors.
-    """
+    """Return ``compute(x, *others)`` on the device of x, for what is not one operator, without autocast."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):

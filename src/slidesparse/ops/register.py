@@ -99,13 +99,9 @@ def _refuse_vmap(*_: Any, **options: Any) -> Any:
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Make an operator ``torch.ops.slidesparse.NAME``.
+    """Make an operator ``torch.ops.slidesparse.NAME`` by its schema, as torch.library writes them.
 
-    Args:
-        name: Name of the operator.
-        schema: Arguments and results, as torch.library writes them.
-        kernel: Function that computes it, on every device.
-        fake: Function that returns tensors of the results' shapes and types.
+    ``kernel`` computes it on every device; ``fake`` returns tensors of the results' shapes and types.
     """
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")

@@ -56,14 +56,9 @@ class ResolvedLinear(NamedTuple):
 def resolve_linear(
     weight: str, prologue: Prologue, tokens: int, source: torch.dtype, device: torch.device
 ) -> ResolvedLinear:
-    """Return the runner of a linear.
+    """Return the runner of a linear for M ``tokens`` of type ``source`` on a device.
 
-    Args:
-        weight: :attr:`slidesparse.gemm.spec.WeightSpec.text`.
-        prologue: Applied to its activations first.
-        tokens: M.
-        source: Type of the activations.
-        device: The device of the activations.
+    ``weight`` is :attr:`slidesparse.gemm.spec.WeightSpec.text`; the prologue is applied first.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
@@ -91,13 +86,7 @@ def _made_before(
 
 @lru_cache(maxsize=1 << 12)
 def resolve_chain(linears: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[ChainRunner, ...]:
-    """Return the runners of a chain, in order: neighbouring linears on one backend share a runner.
-
-    Args:
-        linears: :func:`slidesparse.gemm.spec.chain_text`.
-        tokens: M.
-        source: Type of the activations.
-        device: The device of the activations.
+    """Return the runners of a ``chain_text`` for M ``tokens``: neighbouring linears on one backend share a runner.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.

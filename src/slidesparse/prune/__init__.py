@@ -4,7 +4,6 @@ from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, registe
 from slidesparse.prune.gram import output_error, rounding_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
-from slidesparse.prune.round_outputs import RoundedForOutputs
 from slidesparse.prune.sparsegpt import SparseGPT
 from slidesparse.prune.wanda import Wanda
 
@@ -13,7 +12,6 @@ __all__ = [
     "Linears",
     "Magnitude",
     "Pruner",
-    "RoundedForOutputs",
     "SparseGPT",
     "Wanda",
     "get_pruner",

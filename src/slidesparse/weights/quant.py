@@ -183,12 +183,9 @@ def quantize_weight(
 
 
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a weight with a scale that is given: the inverse of :func:`dequantize`, exact on values that came from it.
+    """Round a float32 weight [out, in] with a scale, [out, 1] or [out], that is given, positive where rows are.
 
-    Args:
-        weight: float32 [out, in].
-        scale: [out, 1] or [out], positive where the row is not zero.
-        dtype: torch.int8 or torch.float8_e4m3fn.
+    The inverse of :func:`dequantize`, exact on values that came from it; to torch.int8 or torch.float8_e4m3fn.
     """
     scale = scale.reshape(-1, 1).to(torch.float32)
     units = torch.where(scale == 0, 0.0, weight / scale)
@@ -205,18 +202,12 @@ def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
 def ternary_weight(
     weight: torch.Tensor, absmean: torch.Tensor, dtype: torch.dtype = torch.int8, *, name: str = "weight"
 ) -> Quantised:
-    """Round a weight to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8 {-4, 0, 4}.
+    """Round a weight [out, in] to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8 {-4, 0, 4}.
 
     ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. Products are those of q and
     absmean, bit for bit: ``4 q`` and ``absmean / 4`` are stored, since such values can be kept in six bits
-    (:func:`slidesparse.weights.support.value_bits`). The scale is that of the
-    *trained* weight (:func:`ternary_scale`): take it before pruning, which would shift the mean.
-
-    Args:
-        weight: [out, in], float, pruned or not.
-        absmean: float32 scalar.
-        dtype: torch.int8 only.
-        name: The weight's name in error messages.
+    (:func:`slidesparse.weights.support.value_bits`). The scale, a float32 scalar, is that of the *trained* weight
+    (:func:`ternary_scale`): take it before pruning, which would shift the mean.
     """
     check_weight(weight, name)
     if dtype != torch.int8:

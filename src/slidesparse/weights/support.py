@@ -128,11 +128,11 @@ def check_vector(
     device: torch.device,
     types: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Refuse a vector that a kernel cannot read by address: out of bounds, or as another type.
+    """Refuse a vector that a kernel cannot read by address; None passes.
 
     Args:
         name: The vector's name and its reader: ``token scales for accumulators``.
-        vector: A tensor of any shape; None passes.
+        vector: A tensor of any shape.
         length: How many numbers it must have.
         device: The device on which it must be.
         types: The types that it may have; None: any.

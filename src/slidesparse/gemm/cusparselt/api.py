@@ -93,12 +93,7 @@ class Structure:
 
 
 class Library:
-    """The loaded library.
-
-    Attributes:
-        functions: Its functions, typed; each returns a status.
-        version: (major, minor, patch).
-    """
+    """The loaded library: its functions, typed, each returning a status, and its version (major, minor, patch)."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():

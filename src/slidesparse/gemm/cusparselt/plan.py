@@ -71,11 +71,7 @@ class Shape(NamedTuple):
 
 
 class MatmulPlan:
-    """A GEMM that is ready to run.
-
-    Args:
-        shape: The shape of the GEMM.
-        algorithm: The kernel; None for the library's default.
+    """A GEMM of a shape that is ready to run by an algorithm, the library's default for None.
 
     Attributes:
         workspace: Bytes of device memory that a run needs.
@@ -150,15 +146,13 @@ class MatmulPlan:
         self._library.call("cusparseLtMatmulAlgSetAttribute", self._handle.address, selection, attribute, *where)
 
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
-        """Compute ``y = x @ W^T`` on the current stream, or ``y += x @ W^T`` with ``accumulate``.
-
-        The device must be the current one.
+        """Compute ``y = x @ W^T`` on the current device and stream, or ``y += x @ W^T`` in float32 with ``accumulate``.
 
         Args:
             weight: From :func:`compress_matrix`.
             x_pointer: Address of the activations, a multiple of 16.
             y: [rows, out], contiguous.
-            accumulate: Add to the contents of ``y``, in float32.
+            accumulate: Add to the contents of ``y``.
         """
         # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
@@ -208,11 +202,8 @@ def plan_for(shape: Shape) -> MatmulPlan:
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """Bring a matrix into the library's compressed form, which serves every row count and algorithm.
 
-    Args:
-        matrix: [out, K'] with at most 2 non-zeros in every 4 columns, both multiples of 32, contiguous, on a GPU.
-
-    Returns:
-        uint8 [bytes], with room for a tile of metadata at the end.
+    [out, K'], both multiples of 32, with at most 2 non-zeros in every 4 columns, contiguous, on a GPU -> uint8 [bytes],
+    with room for a tile of metadata at the end.
     """
     library, (out, columns) = api.load_library(), matrix.shape
     device = matrix.get_device()

@@ -57,13 +57,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Trial:
-    """One algorithm of a search.
-
-    Attributes:
-        algorithm: The algorithm.
-        time_us: Time of one GEMM, or None when it did not run.
-        fault: Why it was rejected, or None.
-    """
+    """One algorithm of a search: the time of one GEMM, or why it was rejected."""
 
     algorithm: Algorithm
     time_us: float | None
@@ -107,8 +101,7 @@ class AlgorithmRecord:
         key: The GPU, library, weight and types.
         rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
         best: The fastest algorithm; None when the library's default is the fastest.
-        time_us: Its time.
-        default_us: The time of the library's default.
+        time_us: Its time; ``default_us`` that of the library's default.
         trials: Every algorithm that was tried.
     """
 

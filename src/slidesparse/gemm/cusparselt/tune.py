@@ -34,15 +34,9 @@ def tune(
     *,
     device: torch.device | str = "cuda",
 ) -> AlgorithmRecord:
-    """Search for the fastest algorithm of one shape.
+    """Search for the fastest algorithm of a weight [out, K'] at the bucket of M ``tokens``.
 
-    Args:
-        out: Rows of the weight.
-        columns: Columns K' of its 2:4 segment.
-        tokens: M; the search is for its bucket.
-        dtype: Type of the operands.
-        accumulator: Type of the product; None for the exact one.
-        device: A CUDA device.
+    ``dtype`` is the type of the operands, ``accumulator`` that of the product, None for the exact one.
 
     Raises:
         InputError: For a size below 1.
@@ -73,17 +67,9 @@ def tune_shapes(
     device: torch.device | str = "cuda",
     progress: Callable[[AlgorithmRecord], None] | None = None,
 ) -> list[AlgorithmRecord]:
-    """Search for the fastest algorithms of several shapes, and store each result at once.
+    """Search for the fastest algorithms of weights (out, K') at numbers of tokens M, and store each result at once.
 
-    Args:
-        shapes: (out, K') of the weights.
-        tokens: Numbers of tokens M.
-        dtype: Type of the operands.
-        device: A CUDA device.
-        progress: Called with every record.
-
-    Returns:
-        The records, which :func:`slidesparse.gemm.cusparselt.plan.plan_for` uses from now on.
+    ``progress`` is called with every record; from now on :func:`slidesparse.gemm.cusparselt.plan.plan_for` uses them.
     """
     records, sizes = [], list(dict.fromkeys(token_bucket(count) for count in tokens))
     for out, columns in dict.fromkeys(shapes):
@@ -98,13 +84,10 @@ def tune_shapes(
 
 
 def candidates(algorithms: int, capability: tuple[int, int], out: int) -> Iterator[Algorithm]:
-    """Yield the algorithms to try: every number with every way to split K.
+    """Yield the algorithms to try: every number with every way to split K of a weight with ``out`` rows.
 
-    Args:
-        algorithms: How many numbers there are.
-        capability: Compute capability of the GPU. From 9.0 on split_k is 1 or -1 and has no modes (the library says
-            "On SM90 the splitK value must be either 1 or -1"); before, it is 1 to K, in one kernel or two.
-        out: Rows of the weight.
+    From compute capability 9.0 on split_k is 1 or -1 and has no modes (the library says "On SM90 the splitK value must
+    be either 1 or -1"); before, it is 1 to K, in one kernel or two.
     """
     splits = [(1, 0)]
     if capability >= (9, 0):

@@ -90,20 +90,12 @@ def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int
 def work(
     tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
+    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays, both [tiles, n].
 
+    ``blocks`` are those of n products in each of some tiles, from :func:`blocks_of`; ``steps`` are those of a tile.
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
     blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
     their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
-
-    Args:
-        tiles: The tiles.
-        blocks: float64 [tiles, n], the blocks of n products in each; see :func:`blocks_of`.
-        steps: The steps of a tile.
-        multiprocessors: Those of the GPU.
-
-    Returns:
-        Two tensors of the shape of ``blocks``.
     """
     at = _columns(tiles, multiprocessors)
     most = (blocks / at.concurrent).ceil()
@@ -115,23 +107,13 @@ def work(
 def blocks_of(
     tiles: tuple[Tile, ...], tokens: int | torch.Tensor, channels: int | torch.Tensor, multiprocessors: int
 ) -> torch.Tensor:
-    """Return the blocks of products in each of some tiles: float64 [tiles, n].
-
-    Args:
-        tiles: The tiles.
-        tokens: M, of one product or of each, [n].
-        channels: Rows of the weight, of one product or of each.
-        multiprocessors: Those of the GPU.
-    """
+    """Return the blocks of n products in each tile, float64 [tiles, n]; tokens M and channels are one or [n]."""
     at = _columns(tiles, multiprocessors)
     return (tokens / at.tokens).ceil() * (channels / at.channels).ceil() * at.split
 
 
 def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int) -> torch.Tensor:
-    """Return the clock cycles that products are estimated to take in each of some tiles.
-
-    The arguments are those of :func:`work`, and so is the shape of the result.
-    """
+    """Return the clock cycles that products are estimated to take; arguments and shape as of :func:`work`."""
     at, (in_sequence, paid) = _columns(tiles, multiprocessors), work(tiles, blocks, steps, multiprocessors)
     return at.step_cycles * in_sequence + at.tile_cycles * paid
 
@@ -152,14 +134,8 @@ def choose_bands(
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
     The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
-    it, and smaller ones compute the channels that are left in less time than that wave takes.
-
-    Args:
-        tokens: M.
-        channels: Rows of the weight.
-        sparse_slabs: Slabs of its 2:4 segment.
-        dense_slabs: Slabs of its dense segment, two steps each.
-        multiprocessors: Those of the GPU.
+    it, and smaller ones compute the channels that are left in less time than that wave takes. A weight has ``channels``
+    rows, and slabs of its 2:4 and of its dense segment, which are two steps each.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
@@ -182,10 +158,8 @@ def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULT
 def plan(channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[list[int], list[tuple[Band, ...]]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
 
-    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
-
-    Returns:
-        The largest number of tokens of each range, in order, and the range's launches.
+    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise. Of each range of tokens come
+    the largest number, in order, and the launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
     cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
@@ -249,15 +223,10 @@ def choose_grouped(
 ) -> tuple[Tile, ...]:
     """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
 
-    The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
-    expert one half is empty on average. Padding rows count as if they were lifted, although the kernel skips them: all
-    measured times of layers belong to this choice.
-
-    Args:
-        pairs: Tokens times the experts of each.
-        experts: Experts here.
-        sizes: Of each linear the rows of its weight, and its steps.
-        multiprocessors: Those of the GPU.
+    The router is taken to spread ``pairs``, tokens times the experts of each, by chance: some experts then have no
+    token, and of the last tile of each other expert one half is empty on average. Padding rows count as if they were
+    lifted, although the kernel skips them: all measured times of layers belong to this choice. ``sizes`` are of each
+    linear the rows of its weight, and its steps.
 
     >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
     ['16x64b3', '16x64b3']

@@ -44,14 +44,10 @@ WHOLE, LEADING, FOLLOWING = range(3)
 
 
 class BandLaunch(NamedTuple):
-    """A launch of a product, or of a band of it.
+    """A launch of a product, or of a band of it: a variant, its blocks, and the numbers in the arguments.
 
-    Attributes:
-        kernel: The variant.
-        grid: Its blocks.
-        sizes: The numbers in the arguments.
-        start: The first channel, a multiple of :data:`TILE_ROWS`.
-        row_bytes: Bytes of :data:`TILE_ROWS` channels in the dense and in the 2:4 segment.
+    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``row_bytes`` are those of :data:`TILE_ROWS`
+    channels in the dense and in the 2:4 segment.
     """
 
     kernel: Kernel
@@ -80,15 +76,11 @@ class GemmLaunch:
         bands: The tiles, and the channels of each; none where there is nothing to compute.
         types: What :func:`slidesparse.gemm.hopper.kernel.load_kernel` takes besides the tile.
         sizes: The numbers of the whole product.
-        slab_bytes: See below.
+        slab_bytes: Bytes of the activations.
         row_bytes: See :class:`BandLaunch`.
 
-    Attributes:
-        bands: The launches.
-        slab_bytes: Bytes of the activations.
-
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
+        UnsupportedError: A kernel cannot be loaded.
     """
 
     __slots__ = ("_row_bytes", "_sizes", "_types", "bands", "slab_bytes")
@@ -113,11 +105,7 @@ class GemmLaunch:
             start += channels
 
     def for_tokens(self, tokens: int) -> GemmLaunch:
-        """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tile for it.
-
-        Raises:
-            UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
-        """
+        """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tiles."""
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
@@ -127,11 +115,7 @@ class GemmLaunch:
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
 
-        Args:
-            x: Address of the activations, ``slab_bytes`` bytes.
-            scale_x: Address of their scales, float32 [M]; None without.
-            weight: Addresses of the weight.
-            y: Address of memory for the product [M, out], of the variant's output type.
+        By addresses: ``x`` of ``slab_bytes`` bytes, ``scale_x`` float32 [M] or None, ``y`` [M, out] of the output type.
         """
         for band in self.bands:
             own = band.weight(weight) if band.start else weight

@@ -82,12 +82,9 @@ class Tile:
         return 1 + -(-(self.stages - 1) // fewest_windows[count_bits]) if count_bits else 0
 
     def shared_bytes(self, itemsize: int, count_bits: int = 0, value_bits: int = 8) -> int:
-        """Return the bytes of shared memory of a block, as the source lays it out.
+        """Return the bytes of shared memory of a block, as the source lays it out, for weights of ``itemsize`` bytes.
 
-        Args:
-            itemsize: Bytes of a weight.
-            count_bits: Bits of a count; 0 for weights with metadata (:mod:`slidesparse.gemm.hopper.weights`).
-            value_bits: Bits of a kept value: 6, or 8 for all others.
+        ``count_bits`` and ``value_bits`` are those of :func:`slidesparse.gemm.hopper.compile.sources`.
         """
         blocks = self.warpgroups * self.row_blocks
         sparse = value_bytes(value_bits) if count_bits else step_bytes(itemsize, value_bits)
@@ -103,12 +100,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cost:
-    """Clock cycles of a multiprocessor.
-
-    Attributes:
-        step: Cycles of a step of the ring: a 2:4 slab, or half a dense one.
-        tile: Cycles of a tile besides those of its steps.
-    """
+    """Clock cycles of a multiprocessor: of a step, a 2:4 slab or half a dense one, and of a tile besides its steps."""
 
     step: int
     tile: int

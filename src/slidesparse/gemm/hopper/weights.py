@@ -1,17 +1,14 @@
 """Arrange weights as the Hopper kernel's shared memory needs them, so that every step of a tile is one bulk copy.
 
-A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a row of lifted activations. The weight has
+A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
+lifted activations. A step of a row tile is contiguous, and so is one of a half or a quarter of it. The weight has
 
 * in the 2:4 segment, one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
 * in the dense segment, two steps a slab, each 64 bytes of weights a row.
 
-Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
-
-**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
-follow from its two left-out positions, which two counts of 3 or 4 bits encode: how many kept entries precede
-each. The slabs of a bundle (:func:`lifting.layout.in_bundles`) share 32 groups, so the counts are stored once a
-bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread derives its metadata from them in some
-13 instructions.
+**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata: two counts of 3 or 4 bits say how many
+kept entries of a group precede each of its left-out positions. The slabs of a bundle (``lifting.layout.in_bundles``)
+share 32 groups, whose counts are stored once, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94.
 
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
@@ -60,12 +57,7 @@ def value_bytes(value_bits: int) -> int:
 
 
 def step_bytes(itemsize: int, value_bits: int = 8) -> int:
-    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512.
-
-    Args:
-        itemsize: Bytes of a weight.
-        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
-    """
+    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512."""
     return value_bytes(value_bits) + 1024 // itemsize
 
 
@@ -149,28 +141,16 @@ class HopperOperand(NamedTuple):
 
 
 def dense_shape(order: ColumnOrder, itemsize: int, out_features: int) -> torch.Size:
-    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs.
-
-    Args:
-        order: The packed column order.
-        itemsize: Bytes of a weight.
-        out_features: Rows of the weight.
-    """
+    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs."""
     tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
     return torch.Size((tiles, 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES))
 
 
 def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
-    """Return the 2:4 segment in steps.
+    """Return the 2:4 segment in steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
 
-    Args:
-        packed: The weight.
-        bundle: Groups of a bundle of its activations, as its layout says.
-        value_bits: Bits of a kept value in memory: 6, or 8 for all others.
-
-    Returns:
-        uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
-        [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
+    uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
+    [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")

@@ -30,15 +30,7 @@ log = logging.getLogger(LOGGER)
 
 
 class SGLangScheme(CompressedTensorsLinearScheme):
-    """A W8A8 layer's scheme: SGLang's until the layer is loaded, then a SlideLinear where that is to run.
-
-    Args:
-        inner: SGLang's scheme.
-        name: The layer's name in SGLang.
-        pattern: The pattern that the marker names.
-        chooser: Chooses the backends.
-        warmup: Runs a layer of each kind.
-    """
+    """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run."""
 
     def __init__(
         self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, chooser: Chooser, warmup: WarmUp

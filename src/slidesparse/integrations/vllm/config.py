@@ -187,9 +187,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
     """Refuse a vLLM or GPU that cannot work, and warn of a vLLM that was not tried.
 
-    Args:
-        serve_dense: How the user goes on without sparse layers.
-
     Raises:
         UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
     """

@@ -18,10 +18,6 @@ def prepare_engine(vllm_config: Any, serve_dense: str) -> ModelState:
     The changes: vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake,
     and busy loops get room on Python's stack, once a process however many models it holds.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        serve_dense: How the user goes on without sparse layers.
-
     Raises:
         InputError: An unknown option.
         UnsupportedError: An option of vLLM's that sparse layers cannot follow.

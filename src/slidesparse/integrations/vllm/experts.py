@@ -58,12 +58,7 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
 
 
 def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
-    """Return why experts are left to vLLM before they are loaded, in words; None where they need not be.
-
-    Args:
-        method: vLLM's, of :data:`METHODS`.
-        quant_config: vLLM's configuration of the model's quantisation.
-        asked: The user's option.
+    """Return why experts of a method of :data:`METHODS` are left to vLLM before they are loaded; None otherwise.
 
     Raises:
         UnsupportedError: They are to run sparse whatever was measured, and vLLM knows how to treat its own form alone.
@@ -88,13 +83,7 @@ def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | No
 
 
 def pack_experts_by(method: Any, named: NamedExperts, model: ModelState) -> QuantizeMethodBase:
-    """Return the method as one that packs experts when they are loaded.
-
-    Args:
-        method: vLLM's, of :data:`METHODS`.
-        named: The layer's name, and what the checkpoint says of its patterns.
-        model: The state of its model.
-    """
+    """Return the method, of :data:`METHODS`, as one that packs experts when they are loaded."""
     kind: Any = type(type(method).__name__, (_Packing, type(method)), {})
     made: Any = kind.__new__(kind)  # what its own constructor did has been done
     made.__dict__.update(method.__dict__, slide_named=named, slide_model=model, slide=None, slide_stays_dense=False)
@@ -262,12 +251,9 @@ class LoadedExperts:
 
 
 def why_tokens_stay(parallel: Any) -> str | None:
-    """Return why the tokens of other GPUs do not reach packed experts, in words; None where they do.
+    """Return why the tokens of other GPUs do not reach packed experts, by vLLM's ``FusedMoEParallelConfig``; else None.
 
     vLLM gathers plain tokens around a method without a kernel of vLLM's own. Every other way is part of those kernels.
-
-    Args:
-        parallel: vLLM's ``FusedMoEParallelConfig``.
     """
     if parallel.pcp_size > 1:
         return "prompts are split over GPUs (prefill context parallelism)"
@@ -279,9 +265,7 @@ def why_tokens_stay(parallel: Any) -> str | None:
 def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
-    Args:
-        layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
-        named: Its name, and what the checkpoint says of its patterns.
+    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
 
     Raises:
         PatternViolation: A weight does not satisfy the pattern that the checkpoint names.

@@ -34,14 +34,9 @@ Reroute: TypeAlias = Callable[[Sequence[LinearSpec]], Sequence[LinearSpec]]
 
 
 class GraphLinear(NamedTuple):
-    """One of our linears in a graph.
+    """One of our linears in a graph: its operator's node, its tensors in a LinearSpec's order, and its ``spec``.
 
-    Attributes:
-        node: Its operator.
-        product: The node of its product: ``node``, or the first of two results.
-        residual_out: The node of the new residual; None where nothing reads it.
-        tensors: Its tensors, in the order of :class:`slidesparse.gemm.spec.LinearSpec`.
-        spec: Everything else about it, as the operator takes it.
+    ``product`` is ``node``, or the first of its two results; ``residual_out`` the second, None where nothing reads it.
     """
 
     node: fx.Node
@@ -57,15 +52,7 @@ class GraphLinear(NamedTuple):
 
 
 def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
-    """Rewrite a graph in place.
-
-    Args:
-        graph: With our operators.
-        reroute: Chooses the backends of a chain's linears.
-
-    Returns:
-        How many linears are in chains now.
-    """
+    """Rewrite a graph in place, with backends that ``reroute`` chooses; return how many linears are in chains."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     linears = {linear.node: linear for linear in map(_read_linear, list(graph.nodes)) if linear is not None}
     joined = 0

@@ -83,13 +83,7 @@ class GraphPass(InductorPass):
 
 
 def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> None:
-    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays.
-
-    Args:
-        compilation_config: vLLM's.
-        model: The state of the model.
-        graphed: See :class:`GraphPass`.
-    """
+    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
     found = passes.setdefault(private.POST_PASS, GraphPass())
     if isinstance(found, GraphPass):

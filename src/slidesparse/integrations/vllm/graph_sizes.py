@@ -71,11 +71,7 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
 def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
     """Return the sizes of graphs that pay beyond vLLM's largest one; none where the layer's size is unknown.
 
-    Args:
-        text_config: See :func:`layer_weights`.
-        gpus: How many GPUs share a layer.
-        batch: Tokens of vLLM's largest batch.
-        last: Tokens of vLLM's own largest graph.
+    ``gpus`` share a layer; ``batch`` and ``last`` are the tokens of vLLM's largest batch and of its own largest graph.
     """
     weights = layer_weights(text_config)
     if weights is None:

@@ -35,8 +35,8 @@ def keep_one_backend(
         host_us: Microseconds that the host takes for one linear; 0 changes nothing.
 
     Returns:
-        The linears, and up to how many tokens they stay on one backend. They come back unchanged, with ``graphed``,
-        where one of them has no measured times, or where they do not share exactly one packed form.
+        The linears, and up to how many tokens they stay on one backend: unchanged, with ``graphed``, where one of them
+        has no measured times, or where they do not share exactly one packed form.
     """
     layers = [speeds[text] for linear in linears if (text := linear.weight.text) in speeds]
     packed = set.intersection(*({form.backend for form in linear.weight.forms} - {DENSE} for linear in linears))

@@ -25,11 +25,7 @@ OFFLOADING = {"--cpu-offload-gb": ("uva", "cpu_offload_gb"), "--offload-group-si
 
 
 def require_supported(vllm_config: Any, serve_dense: str = SERVE_DENSE) -> None:
-    """Refuse options of an engine that sparse layers cannot follow.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        serve_dense: How the user goes on without sparse layers.
+    """Refuse options of an engine that sparse layers cannot follow, and say how to serve dense.
 
     Raises:
         UnsupportedError: A load format that brings other tensors than a checkpoint's, weights kept in host memory, or

@@ -39,12 +39,12 @@ def kept(layer: Any) -> SlideLinear | None:
 
 
 def pack_again(layer: Any, slide: SlideLinear, name: str) -> None:
-    """Pack a layer's new weight into the tensors of the old one.
+    """Pack a layer's new weight into the tensors of the old one; a dense SlideLinear takes any weight.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1]. Both are
             gone afterwards, also when they are refused.
-        slide: The layer's SlideLinear; a dense one takes any weight.
+        slide: The layer's SlideLinear.
         name: The layer's name.
 
     Raises:

@@ -44,13 +44,7 @@ log = logging.getLogger(LOGGER)
 
 
 class Packing:
-    """A layer's method or scheme: vLLM's until the layer is loaded, then a SlideLinear where it is packed.
-
-    Args:
-        inner: vLLM's.
-        named: The layer's name and pattern.
-        model: The state of its model.
-    """
+    """A layer's method or scheme: vLLM's, ``inner``, until it is loaded, then a SlideLinear where it is packed."""
 
     def __init__(self, inner: Any, named: NamedLayer, model: ModelState) -> None:
         self.inner, self.named, self.model = inner, named, model
@@ -139,16 +133,14 @@ def tell_when_loaded(
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
     """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
 
-    A layer that is a SlideLinear already gets the new weight, if it fits.
+    A layer that is a SlideLinear already gets the new weight, if it fits. Returns whether ``layer.slide`` is there now;
+    then weight and scale are gone.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
         named: Its name and pattern.
         in_features: ``in`` of the whole weight.
         model: The state of its model.
-
-    Returns:
-        Whether ``layer.slide`` is there now; then weight and scale are gone.
 
     Raises:
         PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.

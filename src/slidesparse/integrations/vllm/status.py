@@ -41,8 +41,7 @@ class Outcome:
         text: Pattern and backend, or why it stays dense.
         eligible: It has groups that could run sparse, and the user did not ask for dense.
         experts: It is the experts of a mixture, for which users have another option.
-        kept_bytes: Bytes of the forms of its weight that are kept; 0 where that was not counted.
-        dense_bytes: Bytes of the weight as vLLM loaded it.
+        kept_bytes: Bytes of its weight as kept, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
     """
 

@@ -149,13 +149,11 @@ def takes(experts: int) -> bool:
 def arrange(
     chosen: torch.Tensor, experts: int, tile: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of a :class:`slidesparse.lifting.routed.expert_order.Arrangement`.
-
-    The caller has checked the arguments, and that :func:`takes` holds.
+    """Return the fields of a :class:`slidesparse.lifting.routed.expert_order.Arrangement`; nothing is checked.
 
     Args:
         chosen: Contiguous integers [M, k].
-        experts: Number of experts on this GPU.
+        experts: Number of experts on this GPU, for which :func:`takes` holds.
         tile: Tokens of a tile.
         rows: P, from :func:`slidesparse.lifting.routed.expert_order.rows_needed`.
     """

@@ -25,7 +25,7 @@ def lift_routed(
     *,
     gather: bool,
 ) -> Lifted:
-    """Lift the token of every row, or the row itself; the contents of padding rows are undefined.
+    """Lift the token of every row, or the row itself: values and scales of P rows; those of padding rows are undefined.
 
     Args:
         x: The tokens [M, K] with ``gather``, else the rows [P, K]. Twice as many columns for ``silu_mul``.
@@ -36,9 +36,6 @@ def lift_routed(
         prologue: ``none`` or ``silu_mul``.
         layout: The layout in which the product reads activations.
         gather: Whether ``x`` holds tokens, which are gathered into rows.
-
-    Returns:
-        The lifted values of P rows, and their scales.
 
     Raises:
         InputError: ``x`` does not match ``arrangement`` in size or device.

@@ -11,15 +11,12 @@ from slidesparse.errors import InputError
 def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return ``sum over k of weights[t, k] * x[rows[t, k]]`` in float32, in the order of k, rounded once to x's type.
 
-    A Triton kernel computes it on a GPU. Elsewhere, and without Triton, torch does, bit for bit the same.
+    By a Triton kernel on a GPU, elsewhere by torch, bit for bit the same: [M, N].
 
     Args:
         x: [P, N], contiguous, bfloat16, float16 or float32.
         rows: int64 [M, k], contiguous; -1 where a pair has no product.
         weights: float32 [M, k], contiguous.
-
-    Returns:
-        [M, N] in x's type.
 
     Raises:
         InputError: Shapes, types or devices do not fit each other.
