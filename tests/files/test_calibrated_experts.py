@@ -140,8 +140,7 @@ def test_sparsegpt_keeps_more_of_what_is_routed(tmp_path: Path) -> None:
 def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name: str) -> None:
     text = source(tmp_path, name)
     dtype = "fp32" if name in ("gpt-oss", "granitemoe") else "int8"
-    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, "wanda", text))
-    assert would.time.seconds > 0
+    dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, "wanda", text))
     summary = pruned(tmp_path, text, "wanda", dtype)
     assert inspect_checkpoint(tmp_path / "s").ok
     known = getattr(transformers, ARCHITECTURES[name].model)
