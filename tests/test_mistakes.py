@@ -133,6 +133,7 @@ def test_an_empty_path_is_called_so(
 CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
     "other family": lambda c: c.update(model_type="qwen2"),
     "unknown family": lambda c: c.update(model_type="nothing"),
+    "a million layers": lambda c: c.update(num_hidden_layers=1_000_000),
     "text as size": lambda c: c.update(hidden_size="sixty-four"),
     "no heads": lambda c: c.update(num_attention_heads=0),
     "negative size": lambda c: c.update(hidden_size=-64),

@@ -1,15 +1,17 @@
-"""Chat templates: one text for each chat, and one line of error."""
+"""Chat templates of strangers: programs that take time or memory without end, or make text without end."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from checkpoints import add_tokenizer
 
 from slidesparse.errors import CheckpointError
+from slidesparse.offline.calibrate import chats
 from slidesparse.offline.calibrate.calibration import load_tokenizer
-from slidesparse.offline.calibrate.texts import templated
+from slidesparse.offline.calibrate.chats import templated
 
 CHAT = [{"role": "user", "content": "what is two"}]
 
@@ -31,14 +33,28 @@ def test_one_text_for_each_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", r"more than 0.51 s"),
+        ("{{ 10**(10**9) }}", r"more than 0.51 s"),
+        ("{{ 'a' * 10**11 }}", "MemoryError"),
+        ("{{ 'a' * 10**7 }}", "10000000 characters; needed at most 1048752"),
         ("{{ raise_exception('no\nway') }}", "TemplateError: no"),
         ("{{ ", "TemplateSyntaxError"),
         ("{% include '/etc/passwd' %}", "TypeError"),
-        ("{% if messages|length > 1 %}{{ raise_exception('two') }}{% endif %}x", "TemplateError: two"),
     ],
 )
-def test_templates_that_fail_are_one_line(tmp_path: Path, template: str, says: str) -> None:
+def test_templates_without_end_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+) -> None:
+    monkeypatch.setattr(chats, "SECONDS", 0.5)
     made = tokenizer(tmp_path, template)
+    began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"the tokenizer's chat template fails; got {says}") as refusal:
-        templated([CHAT, CHAT * 2], made)
+        templated([CHAT], made)
     assert "\n" not in str(refusal.value)
+    assert time.monotonic() - began < 10
+
+
+def test_a_template_that_fails_late_ends_the_child(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, "{% if messages|length > 1 %}{{ raise_exception('two') }}{% endif %}x")
+    with pytest.raises(CheckpointError, match="got TemplateError: two"):
+        templated([CHAT, CHAT * 2, *[CHAT] * 20000], made)

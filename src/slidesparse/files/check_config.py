@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
@@ -13,11 +14,43 @@ from slidesparse.models.config_keys import MARKER_KEY
 GENERATION_FILE = "generation_config.json"
 """Holds the settings with which a model writes text."""
 
+COUNTS = frozenset(
+    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
+)
+"""Keys under which config files have their numbers of layers."""
+
+SHARED_LAYERS = 256
+"""Layers that a model may have whose layers share their tensors, as ALBERT's do."""
+
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
 
 QUANTISER_TENSORS = (".qweight", ".qzeros")
 """Ends of the names of their tensors."""
+
+
+def require_plausible(checkpoint: Checkpoint) -> None:
+    """Refuse more layers than the checkpoint has tensors, before a model of them is built for days.
+
+    Raises:
+        CheckpointError: Naming the key.
+    """
+    most = max(len(checkpoint.files), SHARED_LAYERS)
+    for key, value in _counts(checkpoint.config):
+        if isinstance(value, int) and value > most:
+            raise CheckpointError(
+                f"{key} of {checkpoint.path}/config.json",
+                got=value,
+                needed=f"at most {most}: the checkpoint holds {len(checkpoint.files)} tensors",
+            )
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value)
+        elif key in COUNTS:
+            yield key, value
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:

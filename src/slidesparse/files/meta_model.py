@@ -15,7 +15,7 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
-from slidesparse.files.check_config import require_family
+from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
@@ -183,6 +183,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             needed=f"a model that transformers {transformers.__version__} has",
             remedy="upgrade transformers; custom code is not run",
         )
+    require_plausible(checkpoint)
     with _explained(f"cannot read {checkpoint.path}/config.json"):
         if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
             raise UnsupportedError(

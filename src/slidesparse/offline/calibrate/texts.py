@@ -9,7 +9,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,10 +18,8 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
-
-Chat: TypeAlias = "list[dict[str, str]]"
-"""Messages, each with a ``role`` and a ``content``."""
+from slidesparse.errors import InputError, UnsupportedError, first_line
+from slidesparse.offline.calibrate.chats import Chat, templated
 
 Document: TypeAlias = "str | Chat"
 
@@ -98,28 +96,6 @@ def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
     documents = list(documents)
     chats = iter(templated([one for one in documents if isinstance(one, list)], tokenizer))
     return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)
-
-
-def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
-    """Return the texts of chats.
-
-    Raises:
-        InputError: There is no chat template.
-        CheckpointError: The chat template fails.
-    """
-    if not chats:
-        return []
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(
-            "the text holds chats, and the tokenizer has no chat template",
-            needed="a model that was trained on chats",
-            remedy='use lines with a "text" instead of "messages"',
-        )
-    try:
-        with other_library():
-            return [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats]
-    except Exception as error:  # a template can raise anything
-        raise CheckpointError("the tokenizer's chat template fails", got=first_line(error)) from error
 
 
 def _kind(path: Path) -> str:

@@ -1,0 +1,118 @@
+"""Make texts of chats with a checkpoint's own chat template.
+
+The template is a program of whoever made the checkpoint. transformers keeps it from files and from other code, but not
+from taking time and memory without end; so it runs in a child process, which has little of both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from slidesparse.base.other_libraries import other_library
+from slidesparse.base.readable_size import readable_size
+from slidesparse.errors import CheckpointError, InputError, first_line
+
+Chat: TypeAlias = "list[dict[str, str]]"
+"""Messages, each with a ``role`` and a ``content``."""
+
+SECONDS, SECONDS_OF_A_CHAT = 10.0, 0.01
+"""Seconds that a template may take: the first, and the second again for each chat."""
+
+GROWTH, FRAME = 16, 1 << 20
+"""Limits of a chat's text: this multiple of its messages, and this number of characters of the template's own."""
+
+FAILS = "the tokenizer's chat template fails"
+
+MEMORY = 1 << 31
+"""Bytes that a template may take."""
+
+
+def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
+    """Return the texts of chats.
+
+    Raises:
+        InputError: There is no chat template.
+        CheckpointError: The chat template fails, or takes too long or too much memory, or makes too much text.
+    """
+    if not chats:
+        return []
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            "the text holds chats, and the tokenizer has no chat template",
+            needed="a model that was trained on chats",
+            remedy='use lines with a "text" instead of "messages"',
+        )
+    seconds = SECONDS + len(chats) * SECONDS_OF_A_CHAT
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(chats, tokenizer, seconds, writing)
+    os.close(writing)
+    texts: list[str] = []
+    try:
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            texts += (_checked(chat, json.loads(line)) for chat, line in zip(chats, lines, strict=False))
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if len(texts) < len(chats):
+        late = status == -signal.SIGALRM
+        raise CheckpointError(FAILS, got=f"more than {f'{seconds:g} s' if late else readable_size(MEMORY)}")
+    return texts
+
+
+def _answer(chats: Sequence[Chat], tokenizer: Any, seconds: float, writing: int) -> NoReturn:
+    """Write the texts, one a line, and end this process: the child."""
+    try:
+        for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the process, whatever it is in
+        _limit_memory()
+        with os.fdopen(writing, "w", encoding="utf-8") as file:
+            for chat in chats:
+                file.write(json.dumps(_text(chat, tokenizer)) + "\n")
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _text(chat: Chat, tokenizer: Any) -> str | dict[str, str | int]:
+    """Return the text of a chat, or what is wrong with it."""
+    try:
+        with other_library():
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception as error:  # a template can raise anything
+        return {"error": first_line(error)}
+    if len(text) > _most(chat):
+        return {"length": len(text)}
+    return text
+
+
+def _most(chat: Chat) -> int:
+    return GROWTH * sum(len(one["content"]) for one in chat) + FRAME
+
+
+def _checked(chat: Chat, answer: Any) -> str:
+    if isinstance(answer, str):
+        return answer
+    if "length" in answer:
+        raise CheckpointError(FAILS, got=f"{answer['length']} characters", needed=f"at most {_most(chat)}")
+    raise CheckpointError(FAILS, got=answer["error"])
