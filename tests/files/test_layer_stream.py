@@ -235,7 +235,7 @@ c.CheckpointLayerStore.keep = once
 from slidesparse.cli import main
 main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "{method}",
       "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu",
-      "--match", "{match}"])
+      "--match", "{match}", "--no-smooth"])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert run.returncode == -signal.SIGKILL

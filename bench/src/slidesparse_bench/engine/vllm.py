@@ -5,7 +5,7 @@ is started for each; then each measurement goes round all engines, several times
 round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a user would otherwise run.
 
 In a turn all engines compute on the same core, the next turn on the next, and what counts of a turn is the time that
-one request or step in five undercuts (bench/vllm_engine.py).
+one request or step in five undercuts (vllm_engine.py).
 
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
 * decode: an engine step in which M sequences decode, 64 of them; default compilation and CUDA graphs.

@@ -3,7 +3,7 @@
 For every model and type: stock dense vLLM, a control (the plugin with every layer dense and joined, so that what fusion
 gives and what sparsity gives are told apart), each pattern, stock with CUDA graphs as large as the plugin captures, and
 stock again. Each engine is a fresh process, whose engine core runs in one of its own, and serves the workloads of
-bench/serve_load.py.
+serve_load.py.
 
 Records are appended as they come, and a run that finds its file goes on where the last one ended. An engine that dies
 is a record, and the others go on; a run that continues does not start it again.

@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, which serves workloads and says what users felt.
 
-It is asked over HTTP (bench/serve_http.py) or in process (bench/serve_inside.py); what is asked, and when, is the same.
+It is asked over HTTP (serve_http.py) or in process (serve_inside.py); what is asked, and when, is the same.
 """
 
 from __future__ import annotations
