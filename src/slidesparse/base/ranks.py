@@ -139,6 +139,15 @@ class Ranks:
         """Wait until every process has come to the same call: see :meth:`gather`."""
         self.gather(None)
 
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Let the first process go before the others, which read what it wrote instead of finding it again."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
     def gather(self, value: Any) -> list[Any]:
         """Return small values, such as JSON can hold, of all processes in their order when all have come to this call.
 

@@ -50,7 +50,7 @@ def add_prune(commands: Commands) -> None:
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
     add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
-    add("--smooth", action=argparse.BooleanOptionalAction, help=f"{text} calibration text, in one process)")
+    add("--smooth", action=argparse.BooleanOptionalAction, help=f"{text} calibration text)")
     add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     add_device(prune, "where weights are pruned and calibration runs: cpu or cuda")
     text = (

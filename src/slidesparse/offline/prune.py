@@ -8,7 +8,7 @@ written, and taken over by a resumed run, on its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,6 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    if options.smooth is None and ranks.world > 1:
-        options = replace(options, smooth=False)
     prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
@@ -154,7 +152,8 @@ def prune_checkpoint(
         summary = _summary(prepared, files, resumed, kept_card)
         if ranks.is_first:
             _write_the_rest(prepared, work, files)
-            write_card(work.output, checkpoint.path, summary, options, _method_words(options, job.windows))
+            words = _method_words(options, job.windows, job.steps.smooth is not None)
+            write_card(work.output, checkpoint.path, summary, options, words)
     return summary
 
 
@@ -221,11 +220,11 @@ def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> 
     write_json(work.output / "config.json", prepared.job.config())
 
 
-def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
+def _method_words(options: PruneOptions, windows: torch.Tensor | None, smooth: bool) -> str:
     """Return the method and the text that it saw, without the folder of the text."""
     if options.calibration is None or windows is None:
         return options.method
     samples, length = windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    before = "smoothing and " if options.smooth else ""
+    before = "smoothing and " if smooth else ""
     return f"{before}{options.method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

@@ -112,7 +112,8 @@ class PruneJob:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
-        self.checkpoint = self.steps.prepare(self.checkpoint, self.windows, folder, self.device, progress)
+        with ranks.first_alone():  # it finds what the others read from the folder
+            self.checkpoint = self.steps.prepare(self.checkpoint, self.windows, folder, self.device, progress)
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,

@@ -45,7 +45,7 @@ class PruneOptions:
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
-            is calibrated by one process, as far as the model can be smoothed.
+            is calibrated, as far as the model can be smoothed.
     """
 
     pattern: str
