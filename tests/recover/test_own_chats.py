@@ -15,6 +15,7 @@ from rank_processes import run_ranks
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.recover import answers
+from slidesparse.recover.decode_attention import NAME, use_decode_attention
 from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
 from slidesparse.recover.tasks import FORMS, Documented, make_tasks
 
@@ -62,6 +63,23 @@ def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any)
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
     together = answers._answered(loaded, tokenizer, prompts, 6)
     assert together == [answers._answered(loaded, tokenizer, [one], 6)[0] for one in prompts]
+
+
+def test_grouped_heads_answer_as_pytorchs_attention_does(model: Path) -> None:
+    """Greedy answers to padded prompts, where keys have fewer heads than queries."""
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model / "base", dtype=torch.float32)
+    assert loaded.config.num_key_value_heads < loaded.config.num_attention_heads
+    ids = torch.tensor([[0, 0, 5, 6, 7], [4, 8, 15, 16, 23]])
+    how = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), "max_new_tokens": 6, "pad_token_id": 0}
+    how |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    before = loaded.generate(ids, **how)
+    use_decode_attention(loaded)
+    after = loaded.generate(ids, **how)
+    assert loaded.config._attn_implementation == NAME
+    assert torch.equal(before.sequences, after.sequences)
+    torch.testing.assert_close(torch.stack(after.logits), torch.stack(before.logits))
 
 
 def without_sampling(generate: Any) -> Any:

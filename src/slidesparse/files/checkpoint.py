@@ -105,14 +105,6 @@ class Checkpoint:
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
 
 
-class ChangedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors change when they are read; a subclass says how."""
-
-    def __init__(self, source: Checkpoint) -> None:
-        self.__dict__.update(source.__dict__)
-        self.source = source
-
-
 def _refuse_endless_files(folder: Path) -> None:
     """Refuse a folder with pipes, devices, or texts that promise far more than they hold.
 

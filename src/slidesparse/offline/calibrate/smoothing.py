@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
@@ -31,7 +31,7 @@ ROWS = " rows"
 """What a weight's name ends in among the factors where its rows are multiplied, not its columns."""
 
 
-class SmoothedCheckpoint(ChangedCheckpoint):
+class SmoothedCheckpoint(Checkpoint):
     """A checkpoint whose norms and linears are scaled when they are read, in their own type.
 
     Args:
@@ -40,8 +40,8 @@ class SmoothedCheckpoint(ChangedCheckpoint):
     """
 
     def __init__(self, source: Checkpoint, factors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(source)
-        self.factors = factors
+        self.__dict__.update(source.__dict__)
+        self.source, self.factors = source, factors
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
