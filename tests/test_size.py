@@ -61,7 +61,7 @@ def test_an_option_of_prune_has_a_measured_gain() -> None:
     """An option that changes the result has its row in the table of the page, or is left out."""
     (commands,) = (action for action in build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
     options = {one.option_strings[-1] for one in commands.choices["prune"]._actions if one.option_strings}
-    page = (ROOT.parents[1] / "docs/pruning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/pruning.md").read_text(encoding="utf-8")
     table = page.partition("## What each option gains")[2].partition("\n## ")[0]
     gains = set(re.findall(r"^\| `(--[\w-]+)` \| .*\d", table, re.MULTILINE))
     assert {one.replace("--no-smooth", "--smooth") for one in options} - WITHOUT_A_GAIN <= gains
