@@ -96,11 +96,12 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing is cleared up that a kill would leave."""
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_killed_run_goes_on_and_has_the_same_bytes(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     wanted = options(pair, save_minutes=1e-9)
-    recover(pair / "pruned", pair / "base", tmp_path / "whole", wanted)
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", wanted, device=device)
     save = State.save
 
     def killed(kept: State, progress: Any, ranks: Any) -> None:
@@ -111,15 +112,15 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(State, "save", killed)
         with pytest.raises(Killed):
-            recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+            recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert not (tmp_path / "out").exists()
     # A shorter run has other rates, and may not take its place.
     with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another options\.tokens"):
-        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5))
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5), device=device)
     steps = []
     step = Training._step
     monkeypatch.setattr(Training, "_step", lambda self, number, rate: steps.append(number) or step(self, number, rate))
-    recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
+    recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert steps == [3, 4, 5]
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -36,6 +35,7 @@ from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
 from slidesparse.recover.options import RecoverOptions, usual_rate
+from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
@@ -134,7 +134,7 @@ def recover(
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
     plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
-    with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
+    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
@@ -230,6 +230,8 @@ def _train(
     divide(student, mesh, compute, fit.recompute)
     fill(dense, pair.teacher, pair.dense, compute, device)
     dense.requires_grad_(False)
+    if device.type == "cuda":
+        choose_kernels(dense, windows.held[:1, :16].long().to(device), alone=ranks.world == 1)
     zeros: set[str] = set()
 
     def look(name: str, value: torch.Tensor) -> None:
@@ -303,20 +305,3 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         if ranks.world > 1:
             ranks.require_all_alive()
         raise
-
-
-@contextmanager
-def _same_bytes(device: torch.device) -> Iterator[None]:
-    """Use kernels that add up in one order, so that a run which was killed and went on has the bytes of another."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        memory.fill_uninitialized_memory = False  # all of it is written before it is read
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filled
