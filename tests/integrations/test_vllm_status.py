@@ -37,6 +37,24 @@ def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureF
     ]
 
 
+def test_a_start_says_what_is_gained(caplog: pytest.LogCaptureFixture) -> None:
+    """By the times of all sparse linears together, where each has one; experts are counted by another unit."""
+    caplog.set_level(logging.INFO)
+    status, layers = ModelStatus(), [_Layer() for _ in range(4)]
+    known = [
+        Outcome(True, True, "6:8 by hopper", times={16: (6.0, 10.0), 64: (9.0, 12.0)}),
+        Outcome(True, True, "6:8 by hopper", times={16: (20.0, 30.0), 64: (19.0, 28.0), 1024: (1.0, 2.0)}),
+        Outcome(True, True, "6:8", experts=True),
+        NO_PATTERN,
+    ]
+    for i, layer in enumerate(layers):
+        status.expect_layer(str(i), layer)
+    for i, outcome in enumerate(known):
+        status.note_outcome(str(i), outcome, LOG)
+    line = "slidesparse: time of the sparse linears over dense: 0.65 at 16, 0.70 at 64 tokens"
+    assert caplog.messages[1] == line
+
+
 def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """With pipeline parallelism another process may hold all layers that were pruned."""
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):

@@ -102,6 +102,12 @@ class Choice:
         """Return the routes in words: ``dense up to 4095 tokens, cusparselt beyond``."""
         return describe_routes(self.routes)
 
+    def times(self, out: int, columns: int) -> dict[int, tuple[float, float]]:
+        """Return M -> microseconds of a layer of some size on its routes, and dense, where both are known."""
+        layer = None if self.measured is None else self.measured.of_size(out, columns)
+        pairs = {m: (layer.at(self.at(m), m), layer.at("dense", m)) for m in layer.tokens} if layer else {}
+        return {m: (ours, dense) for m, (ours, dense) in pairs.items() if ours and dense}
+
 
 def get_backend(name: str) -> Backend:
     """Return the backend of that name.

@@ -193,7 +193,8 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     if isinstance(settled, RunsSparse):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
-        return slide, Outcome(True, True, settled.reason, eligible=True, **sizes)
+        times = settled.choice.times(*weight.shape)
+        return slide, Outcome(True, True, settled.reason, eligible=True, times=times, **sizes)
     outcome = Outcome(False, settled.pattern is not None, settled.reason)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)

@@ -11,7 +11,7 @@ import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
@@ -42,6 +42,7 @@ class Outcome:
         eligible: It has groups that could run sparse, and the user did not ask for dense.
         experts: It is the experts of a mixture, for which users have another option.
         kept_bytes: Bytes of its weight as kept, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
+        times: :meth:`slidesparse.gemm.select.Choice.times` of a sparse linear.
         sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
     """
 
@@ -52,6 +53,7 @@ class Outcome:
     experts: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
+    times: Mapping[int, tuple[float, float]] = field(default_factory=dict, compare=False)
     sparse_by: str | None = field(default=None, compare=False)
 
 
@@ -112,7 +114,7 @@ class ModelStatus:
             kinds.setdefault((kind_of(name), outcome), []).append(name)
         total = Counter(outcome.sparse for outcome in self.outcomes.values())
         head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse{self._memory()}"
-        return [head] + [
+        return [head, *self._gain()] + [
             f"slidesparse: {kind if len(names) > 1 else names[0]}: {'sparse' if outcome.sparse else 'dense'},"
             f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
             for (kind, outcome), names in kinds.items()
@@ -123,6 +125,15 @@ class ModelStatus:
         packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
         kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
+
+    def _gain(self) -> list[str]:
+        """Return a line with the time of all sparse linears over dense's, at the numbers of tokens that all know."""
+        times = [outcome.times for outcome in self.outcomes.values() if outcome.sparse and not outcome.experts]
+        shares = [
+            f"{sum(one[m][0] for one in times) / sum(one[m][1] for one in times):.2f} at {m}"
+            for m in sorted(set.intersection(*map(set, times)) if times else ())
+        ]
+        return [f"slidesparse: time of the sparse linears over dense: {', '.join(shares)} tokens"] if shares else []
 
 
 def _is_to_come(layer: object) -> bool:
