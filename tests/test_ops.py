@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from fused_lifts import fused_lift
+from slab_views import slab_view
 from torch.autograd import forward_ad
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting.layout import Layout, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import quantize_rows

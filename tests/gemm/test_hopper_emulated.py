@@ -8,6 +8,7 @@ from expert_weights import packed_experts
 from hopper_forms import Bundles, ExpertsWithoutBundles, SixBitBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
+from slab_views import slab_view
 from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
@@ -17,7 +18,7 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.lifting.layout import Lifted, slab_view
+from slidesparse.lifting.layout import Lifted
 from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask

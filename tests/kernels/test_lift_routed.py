@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slab_views import slab_view
 
 from slidesparse.errors import InputError
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting.layout import Layout, LinearTensors, Slabs
 from slidesparse.lifting.routed import expert_lift
 from slidesparse.lifting.routed import lift_routed as kernel
 from slidesparse.lifting.routed.expert_lift import lift_routed

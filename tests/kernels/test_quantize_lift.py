@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from slab_views import slab_view
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.lifting import kernel as kernels
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.kernel import quantize_lift
 from slidesparse.lifting.launch import Launch, make_variant
-from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows

@@ -199,7 +199,7 @@ class Layout:
         multiple: Columns of each segment are padded with zeros to a multiple of this.
         rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
             rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs.
             None: they are row-major.
         bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
     """
@@ -321,18 +321,6 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
-
-
-def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """Return the slabs of activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
-
-    Raises:
-        InputError: See :func:`check_slabs`.
-    """
-    tokens, k_packed = x.shape
-    shape = slabs.shape(tokens, k_packed, x.element_size())
-    check_slabs(x, math.prod(shape) * x.element_size())
-    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
