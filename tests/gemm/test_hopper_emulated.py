@@ -18,8 +18,8 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments

@@ -19,8 +19,8 @@ from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.lifting.expert_order import arrange, rows_needed
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding

@@ -18,8 +18,8 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted, LinearTensors
-from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import Rounding
 

@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slidesparse.lifting.expert_lift_kernel import routed_kernel, spread_kernel
 from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.lifting.layout import ColumnOrder, Slabs
-from slidesparse.lifting.routed.lift_routed import routed_kernel, spread_kernel
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.pack_kernel import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
 from slidesparse.weights.packed import pack_segments

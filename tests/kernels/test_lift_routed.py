@@ -7,12 +7,12 @@ import torch
 from slab_views import slab_view
 
 from slidesparse.errors import InputError
+from slidesparse.lifting import expert_lift
+from slidesparse.lifting import expert_lift_kernel as kernel
 from slidesparse.lifting.choose import TorchLift
+from slidesparse.lifting.expert_lift import lift_routed
+from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Layout, LinearTensors, Slabs
-from slidesparse.lifting.routed import expert_lift
-from slidesparse.lifting.routed import lift_routed as kernel
-from slidesparse.lifting.routed.expert_lift import lift_routed
-from slidesparse.lifting.routed.expert_order import arrange
 from slidesparse.weights.packed import pack_segments
 from slidesparse.weights.pattern import Pattern
 

@@ -12,8 +12,8 @@ from expert_weights import one_by_one, packed_experts, routed
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.grouped import Rows, TokenTile, TorchExperts
 from slidesparse.layer.experts import SlideExperts, split_rows
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.weights.packed import pack_segments
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Layout, Lifted
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE, Pattern
 

@@ -20,7 +20,7 @@ import torch
 
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import TILE_ROWS
-from slidesparse.lifting.routed.expert_order import rows_needed
+from slidesparse.lifting.expert_order import rows_needed
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 SXM. An H100 PCIe has 114 and an H20 78: other tiles fill their waves there."""

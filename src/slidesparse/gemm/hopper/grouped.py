@@ -1,6 +1,6 @@
 """Grouped GEMM on Hopper: one launch multiplies the rows of all experts of a mixture by their weights.
 
-Rows of X are sorted by expert, and each token tile has one expert (lifting/routed/expert_order.py). The kernel of a
+Rows of X are sorted by expert, and each token tile has one expert (lifting/expert_order.py). The kernel of a
 single weight runs, and reads the expert of each tile and the number of used tiles from memory.
 """
 
@@ -19,8 +19,8 @@ from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_grouped, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.support import check_vector
 

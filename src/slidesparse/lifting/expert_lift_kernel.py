@@ -74,8 +74,8 @@ def lift_routed(
 ) -> Lifted | None:
     """Lift by a kernel; None where none can: rows too long to be held in registers, or an odd ``k_offset``.
 
-    Arguments are checked; see :func:`lifting.routed.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
-    :class:`slidesparse.lifting.routed.expert_order.Arrangement`.
+    Arguments are checked; see :func:`lifting.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
+    :class:`slidesparse.lifting.expert_order.Arrangement`.
     """
     index, count = x.get_device(), len(tokens)
     if index >= 0 and not is_current(index):

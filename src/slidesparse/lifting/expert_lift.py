@@ -9,9 +9,9 @@ import torch
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError
 from slidesparse.lifting.choose import find_lift, why_no_kernel
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import ColumnOrder, Layout, Lifted, LinearTensors
 from slidesparse.lifting.prologue import Prologue
-from slidesparse.lifting.routed.expert_order import Arrangement
 
 
 def lift_routed(
@@ -48,7 +48,7 @@ def lift_routed(
             needed=f"{needed} on {arrangement.tokens.device}",
         )
     if layout.slabs is not None and x.stride(1) == 1 and _has_kernel(x.dtype, target, x.device, order):
-        from slidesparse.lifting.routed import lift_routed as kernel
+        from slidesparse.lifting import expert_lift_kernel as kernel
 
         columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
         rows, tokens = arrangement.rows, arrangement.tokens
