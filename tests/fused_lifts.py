@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from slidesparse.gemm import get_backend
-from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, Lifted, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.resolve import resolve_lift
+
+
+def quantize_lift(
+    x: torch.Tensor,
+    order: ColumnOrder,
+    target: torch.dtype,
+    prologue: Prologue = "none",
+    *,
+    pairs: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
+    slabs: Slabs | None = None,
+    rows: int | None = None,
+) -> Lifted:
+    """Lift by a kernel; see :class:`slidesparse.lifting.kernel.KernelLift`."""
+    from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
+
+    alone = replace(order, pairs=None)
+    lift = find_kernel_lift(alone, x.dtype, target, prologue, len(x), x.device, slabs, rows)
+    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
 
 
 def fused_lift(

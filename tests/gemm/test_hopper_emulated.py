@@ -147,12 +147,12 @@ def test_experts_are_multiplied_where_tokens_chose_them(
         return y
 
     def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, *stored: int) -> EmulatedKernel:
-        assert stored == (count_bits, value_bits)
-        return EmulatedKernel(memory, tile, (dtype, out_dtype), *stored, grouped=True)
+        assert stored == (count_bits, value_bits, True)
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, grouped=True)
 
     for tensor in (slab_view(values, SLABS), scale_x, operand.weights, scale, at.experts, at.used):
         memory.add(tensor)
-    monkeypatch.setattr(grouped, "load_grouped", load)
+    monkeypatch.setattr(grouped, "load_kernel", load)
     monkeypatch.setattr(grouped, "is_current", lambda device: True)
     monkeypatch.setattr(grouped, "current_stream", lambda device: 0)
     monkeypatch.setattr(grouped, "empty", empty)

@@ -96,7 +96,7 @@ class Listener:
 @pytest.fixture
 def listen(monkeypatch: pytest.MonkeyPatch) -> Listener:
     listener = Listener(next(tile for tile in GROUPED_TILES if tile.tokens == 16))
-    monkeypatch.setattr(grouped, "load_grouped", lambda *_: listener)
+    monkeypatch.setattr(grouped, "load_kernel", lambda *_: listener)
     monkeypatch.setattr(grouped, "is_current", lambda _: True)
     monkeypatch.setattr(grouped, "current_stream", lambda _: 7)
     monkeypatch.setattr(grouped, "empty", lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype))

@@ -12,7 +12,7 @@ from small_models import make
 
 import slidesparse
 from slidesparse.base.triton_launcher import Launcher
-from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import Tile
@@ -62,7 +62,7 @@ def products(
     x, scale = torch.randn(len(at.tokens), HIDDEN, device="cuda", dtype=BF16), torch.stack([p.scale for p in experts])
     here = at.rows[at.rows >= 0]
     found = []
-    for product in (HopperExperts(), TorchExperts()):
+    for product in (HopperExperts(), GroupedProduct()):
         lift = TorchLift("none", dtype, product.layout)
         tensors = LinearTensors(product.layout.column_map(experts[0]), None, (), None, None, None)
         lifted: Lifted = lift(x, None, tensors, 0.0)

@@ -6,6 +6,7 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from fused_lifts import quantize_lift
 from hopper_forms import Bundles
 from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
@@ -15,7 +16,6 @@ from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.lifting.kernel import quantize_lift
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern

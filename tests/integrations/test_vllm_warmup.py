@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, mon
     from slidesparse.lifting import kernel as lift
 
     read: list[int] = []
-    monkeypatch.setattr(lift, "quantize_lift", lambda x, *_, **__: read.append(x.nbytes))
+    listener = SimpleNamespace(run=lambda x, *_: read.append(x.nbytes))
+    monkeypatch.setattr(lift, "find_kernel_lift", lambda *_: listener)
     weight = parse_weight(sparse_linear("reference").spec)
     (form,) = weight.forms
     warmup = WarmUp(4096, torch.bfloat16, memory=1 << 14)

@@ -196,16 +196,13 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        variant = PackVariant(
-            8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, padded_group=8
-        )
+        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, checked=False, padded_group=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,
             "group_ids": (None,),
             "values": pointer,
             "code": "*u8",
-            "metadata": "*u8",
             "faults": "*i32",
             "row_stride": "i32",
             "P": (variant,),

@@ -274,3 +274,21 @@ def test_triton_is_told_the_same_parameters() -> None:
     assert all(given[name] is tensor for name, tensor in tensors.items())
     assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()
     assert [given[name] for name in ("tokens", "x_stride", "residual_stride", "eps")] == [5, 128, 128, 0.25]
+
+
+def test_a_kernel_that_is_ready_is_told_the_same_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    lift = KernelLift(ORDER, torch.bfloat16, torch.int8, "add_rms_norm", 5, torch.device("cpu"), None, 8)
+    lift.launcher = SimpleNamespace(ready=True, launch=lambda *given: told.append(given))
+    monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
+    x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
+    gain = torch.ones(64, dtype=torch.bfloat16)
+    lifted = lift.run(
+        x, residual, torch.ones(48, dtype=torch.int16), gain, 0.25
+    )  # no group is moved: pairs are not read
+    ((programs, stream, *numbers),) = told
+    written = lifted.residual, gain, None, lifted.values, lifted.scale
+    places = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, *written)]
+    assert (programs, stream, numbers) == (5, 4096, [*places, 5, 128, 128, 0.25])
+    assert lifted.values.shape == (5, ORDER.k_packed)
+    assert lifted.values.untyped_storage().nbytes() == 8 * ORDER.k_packed

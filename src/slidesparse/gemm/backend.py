@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -91,39 +91,18 @@ Products = tuple[torch.Tensor, "torch.Tensor | None"]
 """The product [M, out] in the type of the activations, and the new residual [M, K] or None."""
 
 
-class Runner(Protocol):
-    """Runs one linear for one number of tokens, and weights of one size and type."""
+Runner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", LinearTensors, float], Products]
+"""Runs one linear for one number of tokens, and weights of one size and type: prologue, quantisation, lift, product.
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """Apply the prologue, quantise, lift and multiply.
+It takes x [M, K], or [M, 2K] for the prologue ``silu_mul``; the residual [M, K] for a norm that adds it, else None; the
+linear's tensors; and the norm's epsilon. Sizes, types or devices that it was not made for are an InputError."""
 
-        Args:
-            x: [M, K], or [M, 2K] for the prologue ``silu_mul``.
-            residual: [M, K] for a norm that adds it, else None.
-            tensors: The linear's tensors.
-            eps: The norm's epsilon.
+ChainRunner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", Sequence[torch.Tensor]], Products]
+"""Runs several linears, each on the product of the one before it, for one number of tokens.
 
-        Raises:
-            InputError: When sizes, types or devices are not those that the runner was made for.
-        """
-        ...
-
-
-class ChainRunner(Protocol):
-    """Runs several linears, each on the product of the one before it, for one number of tokens."""
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """Run the linears in order.
-
-        Args:
-            x: [M, K], the activations of the first linear.
-            residual: [M, K], which the first linear whose norm adds a residual adds.
-            tensors: The tensors of all linears; :class:`slidesparse.gemm.spec.Slots` say which belong to which.
-
-        Returns:
-            The last product, and the last new residual, or ``residual`` where none is added.
-        """
-        ...
+It takes x [M, K] of the first linear; the residual [M, K], which the first linear whose norm adds a residual adds; and
+the tensors of all linears, of which :class:`slidesparse.gemm.spec.Slots` say whose they are. It returns the last
+product, and the last new residual, or the one given where none is added."""
 
 
 class LiftThenMultiply:
@@ -139,7 +118,7 @@ class LiftThenMultiply:
         self.backend, self.lift, self.out_features = backend, lift, out_features
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`Runner`."""
+        """See :data:`Runner`."""
         if tensors.column_map.device != x.device:
             raise InputError(
                 "activations and weight on two devices",
@@ -186,7 +165,7 @@ class OneByOne:
         self.linears = tuple(linears)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """See :class:`ChainRunner`."""
+        """See :data:`ChainRunner`."""
         for runner, slots in self.linears:
             x, residual_out = runner(x, residual if slots.adds else None, slots.pick(tensors), slots.eps)
             residual = residual_out if slots.adds else residual

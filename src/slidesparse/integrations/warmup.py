@@ -122,25 +122,19 @@ class WarmUp:
     def _lift_batches(
         self, prologue: str, weight: WeightSpec, order: ColumnOrder, backend: str, device: torch.device
     ) -> None:
-        from slidesparse.lifting.kernel import quantize_lift  # needs Triton
+        from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
 
-        layout = get_backend(backend).layout
+        layout, target = get_backend(backend).layout, weight.weight_dtype
         zeros = partial(torch.zeros, dtype=self.dtype, device=device)
         read = order.in_features * (2 if prologue == "silu_mul" else 1)
-        written = order.in_features * self.dtype.itemsize + order.k_packed * weight.weight_dtype.itemsize
+        written = order.in_features * self.dtype.itemsize + order.k_packed * target.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
+        pairs = torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device)
+        gain = zeros(order.in_features) if prologue in NORMS else None
         for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
             if weight.pick(tokens)[0].backend != backend:
                 continue
-            x = zeros(tokens, read)
-            quantize_lift(
-                x,
-                order,
-                weight.weight_dtype,
-                cast("Prologue", prologue),
-                pairs=torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device),
-                gain=zeros(order.in_features) if prologue in NORMS else None,
-                residual=x if prologue in ADDING else None,
-                slabs=layout.slabs,
-                rows=layout.rows(tokens) if layout.slabs is None else None,
-            )
+            rows, x = layout.rows(tokens) if layout.slabs is None else None, zeros(tokens, read)
+            kind = order, self.dtype, target, cast("Prologue", prologue), tokens
+            lift = find_kernel_lift(*kind, x.device, layout.slabs, rows)
+            lift.run(x, x if prologue in ADDING else None, pairs, gain, 0.0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile, TorchExperts
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile
 from slidesparse.lifting.expert_lift import lift_routed
 from slidesparse.lifting.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.lifting.expert_sum import weighted_sum
@@ -87,7 +87,7 @@ class SlideExperts(nn.Module):
         everywhere: int | None = None,
     ) -> None:
         super().__init__()
-        self.product = TorchExperts() if product is None else product
+        self.product = GroupedProduct() if product is None else product
         for name, experts in (("gate and up", gate_up), ("down", down)):
             _check_alike(name, experts)
         (width, hidden), inner = gate_up[0].shape, down[0].shape[1]

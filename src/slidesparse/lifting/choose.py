@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,23 +19,12 @@ from slidesparse.lifting.prologue import ADDING, GEMMA, Prologue, add_rms_norm, 
 from slidesparse.weights.quant import FLOATS, quantize_rows
 from slidesparse.weights.slide import gather
 
+if TYPE_CHECKING:
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
-class Lift(Protocol):
-    """A lift of M tokens: :class:`TorchLift` or :class:`slidesparse.lifting.kernel.KernelLift`."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """Apply the prologue, quantise and lift.
-
-        Args:
-            x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
-            residual: [M, K] in x's type, of any strides, for a norm that adds it.
-            tensors: Of the linear's tensors a lift reads the column map or the index of pairs, and the norm's gain.
-            eps: The norm's epsilon.
-
-        Raises:
-            InputError: When shapes, types or devices do not fit.
-        """
-        ...
+Lift: TypeAlias = "TorchLift | KernelLift"
+"""A lift of M tokens."""
 
 
 def find_lift(
@@ -99,7 +88,17 @@ class TorchLift:
         self.prologue, self.target, self.layout, self.columns = prologue, target, layout, columns
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """See :class:`Lift`."""
+        """Apply the prologue, quantise and lift.
+
+        Args:
+            x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
+            residual: [M, K] in x's type, of any strides, for a norm that adds it.
+            tensors: Of the linear's tensors a lift reads the column map or the index of pairs, and the norm's gain.
+            eps: The norm's epsilon.
+
+        Raises:
+            InputError: When shapes, types or devices do not fit.
+        """
         self._check_rows(x)
         x, residual_out = self._apply_prologue(x, residual, tensors.gain, eps)
         _check_finite(x)

@@ -33,52 +33,9 @@ from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
-
-def quantize_lift(
-    x: torch.Tensor,
-    order: ColumnOrder,
-    target: torch.dtype,
-    prologue: Prologue = "none",
-    *,
-    pairs: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 0.0,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Lifted:
-    """Apply the prologue, quantise every token with its own scale and lift it.
-
-    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
-
-    Args:
-        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
-        order: The packed column order.
-        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
-        prologue: A function of :mod:`slidesparse.lifting.prologue`.
-        pairs: The index of pairs, where ``order.pairs`` is None.
-        gain: [K] in x's type, the gain of the norm.
-        residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-        eps: The norm's epsilon.
-        slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
-
-    Raises:
-        InputError: When shapes, types or strides do not fit.
-        UnsupportedError: FP8 on a GPU without FP8 conversions.
-    """
-    if x.dim() != 2:
-        raise InputError("activations to lift", got=list(x.shape), needed="[M, K]")
-    lift = find_kernel_lift(order.without_pairs, x.dtype, target, prologue, x.shape[0], x.device, slabs, rows)
-    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
-
-
-# -- one lift ------------------------------------------------------------------------------------------------------
-
-
 KEPT = (
-    *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
-    *("target", "variant", "k_packed"),
+    *("_columns", "config", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs"),
+    *("source", "target", "variant", "k_packed"),
 )
 """The attributes that a lift shares with lifts of other numbers of tokens."""
 
@@ -86,17 +43,20 @@ KEPT = (
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
+    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
+
     Args:
         order: The packed column order.
-        source: Type of the activations.
-        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
-        prologue: Applied first.
+        source: Type of the activations: bfloat16, float16 or float32.
+        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only, bit for bit.
+        prologue: A function of :mod:`slidesparse.lifting.prologue`, applied first.
         tokens: M.
         device: The device of the activations.
         slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows.
+        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
 
     Attributes:
+        config: The sizes of its launch.
         index: Index of the device; negative in Triton's interpreter.
         shape: Shape of the activations.
         k_packed: Packed columns K'.
@@ -130,7 +90,7 @@ class KernelLift:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
-        launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
+        self.config = launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
         early = device.type == "cuda" and arch >= EARLY_ARCH
         self.variant = make_variant(order, source, target, prologue, slabs, launch, early)
         self.launcher = _launcher(self.variant, launch, source, device)
@@ -163,7 +123,7 @@ class KernelLift:
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """See :class:`slidesparse.lifting.choose.Lift`."""
+        """See :class:`slidesparse.lifting.choose.TorchLift`."""
         rows = None if residual is None else with_contiguous_columns(residual)
         return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
 
@@ -175,19 +135,43 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Lift checked tensors of the sizes, types and device that this lift was made for.
+        """Lift tokens.
+
+        Args:
+            x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
+            residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
+            pairs: :attr:`~slidesparse.lifting.layout.ColumnOrder.pairs`, where groups are moved.
+            gain: [K] in x's type, the gain of the norm.
+            eps: The norm's epsilon.
 
         Raises:
-            InputError: As :func:`quantize_lift`.
+            InputError: Sizes, types, strides or a device for which this lift was not made.
         """
         refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
         if refusal is not None:
             raise refusal
         index = x.get_device()
-        if index < 0 or is_current(index):
-            return self._run(index, x, residual, pairs, gain, eps)
-        with torch.cuda.device(index):
-            return self._run(index, x, residual, pairs, gain, eps)
+        if index >= 0 and not is_current(index):
+            with torch.cuda.device(index):
+                return self.run(x, residual, pairs, gain, eps)
+        pairs, padded = pairs if self.gathered else None, self.padded
+        values = empty(padded, self.k_packed, self.target, index)
+        scale = empty(self.tokens, 1, torch.float32, index) if self.quantised else None
+        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        if self.tokens and self.k_packed:
+            inputs = inputs_of(x, residual, pairs, gain)
+            if self.can_launch(inputs):
+                residual_out_at = None if residual_out is None else residual_out.data_ptr()
+                scale_at = None if scale is None else scale.data_ptr()
+                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
+            else:
+                written = values.view(torch.int16 if self.variant.held else torch.int8) if self.quantised else values
+                tensors = x, residual, residual_out, gain, pairs, written, scale
+                arguments = *tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps)
+                self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
+        if padded != self.tokens:
+            values.resize_(self.tokens, self.k_packed)  # keeps the memory after them; a view would be one more tensor
+        return Lifted(values, scale, residual_out)
 
     # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
@@ -227,49 +211,6 @@ class KernelLift:
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
-
-    def _run(
-        self,
-        index: int,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        eps: float,
-    ) -> Lifted:
-        tokens, k_packed = self.tokens, self.k_packed
-        values = empty(self.padded, k_packed, self.target, index)
-        scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
-        lifted = Lifted(values, scale, residual_out)
-        if tokens and k_packed:
-            inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
-            if self.can_launch(inputs):
-                residual_out_at = None if residual_out is None else residual_out.data_ptr()
-                scale_at = None if scale is None else scale.data_ptr()
-                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
-            else:
-                self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
-        if self.padded != tokens:
-            values.resize_(tokens, k_packed)  # keeps the memory after them; a view would be one more tensor to make
-        return lifted
-
-    def _launch_by_triton(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        lifted: Lifted,
-        eps: float,
-    ) -> None:
-        values, scale, residual_out = lifted
-        if self.quantised:
-            values = values.view(torch.int16 if self.variant.held else torch.int8)
-        inputs = inputs_of(x, residual, pairs, gain)
-        tensors = x, residual, residual_out, gain, pairs, values, scale
-        arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None

@@ -65,15 +65,6 @@ class Launch:
     num_warps: int
     registers: int = 0
 
-    def __post_init__(self) -> None:
-        if type(self.registers) is not int or not 0 <= self.registers <= 256 or self.registers % 8:
-            raise InputError("registers of a launch", got=self.registers, needed="a multiple of 8 up to 256")
-        limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
-        for name, limit in limits.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= limit or value & (value - 1):
-                raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
-
 
 @lru_cache(maxsize=4096)
 def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
@@ -153,19 +144,8 @@ def make_variant(
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
     if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
-    steps = launch.read, launch.write
-    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
-        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
     return LiftVariant(
-        in_features=order.in_features,
-        half=order.group // 2,
-        k_offset=order.k_offset,
-        dense_groups=order.dense_groups,
-        slid_groups=order.slid_groups,
-        dense_columns=order.dense_columns,
-        slid_columns=order.slid_columns,
-        bundle=order.bundle,
-        gathered=order.gathered,
+        *order.numbers,
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -105,24 +104,10 @@ class ColumnOrder:
         """Whether the groups are in another order than the input's, which ``pairs`` gives."""
         return self.dense_groups > 0 and self.slid_groups > 0
 
-    @cached_property
-    def without_pairs(self) -> ColumnOrder:
-        """The order without its tensor: a key for caches."""
-        return self if self.pairs is None else replace(self, pairs=None)
-
     @property
     def numbers(self) -> list[int]:
         """All fields except ``pairs``, in order: an operator can take them as one argument."""
-        return [
-            self.in_features,
-            self.group,
-            self.k_offset,
-            self.dense_groups,
-            self.slid_groups,
-            self.dense_columns,
-            self.slid_columns,
-            self.bundle,
-        ]
+        return [getattr(self, each.name) for each in fields(ColumnOrder) if each.name != "pairs"]
 
     @property
     def index_dtype(self) -> torch.dtype:

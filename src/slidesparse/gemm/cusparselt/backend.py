@@ -211,21 +211,9 @@ class CuSparseLt(Backend):
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        if is_current(device):
-            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-        with torch.cuda.device(device):
-            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-
-    def _matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens = len(x)
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if accumulator == x.dtype and out_dtype != x.dtype:

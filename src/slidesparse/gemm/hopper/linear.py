@@ -27,7 +27,7 @@ FLOAT32 = (torch.float32,)
 
 
 class HopperLinear:
-    """Runs a linear for one number of tokens and weights of one size; see :class:`slidesparse.gemm.backend.Runner`.
+    """Runs a linear for one number of tokens and weights of one size; see :data:`slidesparse.gemm.backend.Runner`.
 
     Args:
         lift: Quantises and lifts the tokens.
@@ -76,7 +76,7 @@ class HopperLinear:
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`slidesparse.gemm.backend.Runner`."""
+        """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, weight = self.lift, self.weight_addresses(tensors)
         inputs = lift.inputs(x, residual, tensors.pairs, tensors.gain)
         if inputs is None or weight is None:
