@@ -90,11 +90,11 @@ class SlideExperts(nn.Module):
         self.product = GroupedProduct() if product is None else product
         for name, experts in (("gate and up", gate_up), ("down", down)):
             _check_alike(name, experts)
-        (width, hidden), inner = gate_up[0].shape, down[0].shape[1]
-        if len(gate_up) != len(down) or width != 2 * inner or down[0].shape[0] != hidden:
+        (out, hidden), inner = gate_up[0].shape, down[0].shape[1]
+        if len(gate_up) != len(down) or out != 2 * inner or down[0].shape[0] != hidden:
             raise InputError(
                 "experts",
-                got=f"{len(gate_up)} of {[width, hidden]}, {len(down)} of {list(down[0].shape)}",
+                got=f"{len(gate_up)} of {[out, hidden]}, {len(down)} of {list(down[0].shape)}",
                 needed="as many of [2I, H] as of [H, I]",
             )
         self.count, self.hidden = len(gate_up), hidden

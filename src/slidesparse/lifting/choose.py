@@ -127,15 +127,15 @@ class TorchLift:
         if x.dim() != 2 or not x.is_floating_point():
             raise InputError("activations to lift", got=f"{list(x.shape)} {x.dtype}", needed="floats [M, K]")
         # A gather would read some of the columns, or past the last one, which ends a process on a GPU.
-        width = None if self.columns is None else self.columns * (2 if self.prologue == "silu_mul" else 1)
-        if width is not None and x.shape[-1] != width:
-            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {width}]")
+        columns = None if self.columns is None else self.columns * (2 if self.prologue == "silu_mul" else 1)
+        if columns is not None and x.shape[-1] != columns:
+            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {columns}]")
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Return row-major activations [M, K'] in the layout."""
-        tokens, width = lifted.shape
+        tokens, k_packed = lifted.shape
         if self.layout.slabs is not None:
-            return self.layout.slabs.arrange(lifted).view(-1, width)[:tokens]
+            return self.layout.slabs.arrange(lifted).view(-1, k_packed)[:tokens]
         return with_rows(lifted, self.layout.rows(tokens))[:tokens]
 
 
