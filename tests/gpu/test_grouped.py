@@ -19,7 +19,7 @@ from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.expert_order import arrange
-from slidesparse.lifting.layout import Lifted, LinearTensors
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import Rounding
 
@@ -63,7 +63,7 @@ def products(
     here = at.rows[at.rows >= 0]
     found = []
     for product in (HopperExperts(), GroupedProduct()):
-        lift = TorchLift("none", dtype, product.layout)
+        lift = TorchLift(LiftSpec("none", BF16, dtype, (), product.layout))
         tensors = LinearTensors(product.layout.column_map(experts[0]), None, (), None, None, None)
         lifted: Lifted = lift(x, None, tensors, 0.0)
         y = product.multiply(lifted, product.prepare(experts), scale.contiguous(), at, BF16, tile)

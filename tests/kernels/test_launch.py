@@ -9,7 +9,7 @@ import torch
 
 from slidesparse.lifting import launch
 from slidesparse.lifting.launch import Launch, configure, make_variant
-from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
 from slidesparse.lifting.variant import LiftVariant
 
 
@@ -24,7 +24,7 @@ def test_the_rule_gives_a_launch_for_any_size(columns: int, quantised: bool) -> 
 
 
 def variant_of(columns: ColumnOrder, launch: Launch) -> LiftVariant:
-    return make_variant(columns, torch.bfloat16, torch.int8, "none", None, launch)
+    return make_variant(LiftSpec("none", torch.bfloat16, torch.int8, tuple(columns.numbers), Layout()), launch)
 
 
 @pytest.mark.parametrize("columns", [4, 2048, 2052, 18944, 32768])

@@ -18,7 +18,7 @@ from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile
 from slidesparse.lifting.expert_lift import lift_routed
 from slidesparse.lifting.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.lifting.expert_sum import weighted_sum
-from slidesparse.lifting.layout import Lifted
+from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.inference_only import infer
 from slidesparse.weights.packed import PackedWeight
@@ -57,8 +57,8 @@ class ExpertLinear(nn.Module):
 
     def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`lifting.expert_lift.lift_routed`."""
-        layout = self.product.layout
-        return lift_routed(x, arrangement, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout)
+        return lift_routed(x, arrangement, self.column_map, spec, gather=gather)
 
     def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""

@@ -18,9 +18,8 @@ from slidesparse.base.triton_launcher import Launcher, early_start
 from slidesparse.lifting.held import quantised, write
 from slidesparse.lifting.kernel import find_kernel_lift
 from slidesparse.lifting.launch import Launch
-from slidesparse.lifting.layout import ColumnOrder, Lifted, Slabs
+from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.lift_math import begin, offset_of_row
-from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.variant import LiftVariant
 
 MOST_COPIES = 16
@@ -62,15 +61,7 @@ def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl
 
 
 def lift_routed(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    order: ColumnOrder,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs,
-    *,
-    gather: bool,
+    x: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, spec: LiftSpec, *, gather: bool
 ) -> Lifted | None:
     """Lift by a kernel; None where none can: rows too long to be held in registers, or an odd ``k_offset``.
 
@@ -80,12 +71,12 @@ def lift_routed(
     index, count = x.get_device(), len(tokens)
     if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
-            return lift_routed(x, rows, tokens, order, target, prologue, slabs, gather=gather)
-    like = find_kernel_lift(order, x.dtype, target, prologue, count, x.device, slabs, None)
+            return lift_routed(x, rows, tokens, spec, gather=gather)
+    like = find_kernel_lift(spec, count, x.device)
     if not like.variant.held or like.gathered:
         return None
     kind = like.variant, like.config, like.source, like.device
-    values, scale = empty(like.padded, like.k_packed, target, index), empty(count, 1, torch.float32, index)
+    values, scale = empty(like.padded, like.k_packed, spec.target, index), empty(count, 1, torch.float32, index)
     if gather and rows.shape[1] <= MOST_COPIES:
         launcher = _launcher(*kind, None, rows.shape[1])
         launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))

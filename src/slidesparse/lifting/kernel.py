@@ -26,16 +26,16 @@ from slidesparse.lifting.launch import (
     device_arch,
     make_variant,
 )
-from slidesparse.lifting.layout import ColumnOrder, Lifted, LinearTensors, Slabs
-from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
+from slidesparse.lifting.prologue import ADDING, NORMS
 from slidesparse.lifting.variant import LiftVariant
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
 KEPT = (
-    *("_columns", "config", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs"),
-    *("source", "target", "variant", "k_packed"),
+    *("_read", "config", "device", "gathered", "index", "k_packed", "launcher", "layout", "order", "prologue"),
+    *("quantised", "source", "spec", "target", "variant"),
 )
 """The attributes that a lift shares with lifts of other numbers of tokens."""
 
@@ -46,14 +46,9 @@ class KernelLift:
     A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
-        order: The packed column order.
-        source: Type of the activations: bfloat16, float16 or float32.
-        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only, bit for bit.
-        prologue: A function of :mod:`slidesparse.lifting.prologue`, applied first.
+        spec: What it does, to bfloat16, float16 or float32.
         tokens: M.
         device: The device of the activations.
-        slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
 
     Attributes:
         config: The sizes of its launch.
@@ -70,56 +65,41 @@ class KernelLift:
 
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
-    def __init__(
-        self,
-        order: ColumnOrder,
-        source: torch.dtype,
-        target: torch.dtype,
-        prologue: Prologue,
-        tokens: int,
-        device: torch.device,
-        slabs: Slabs | None,
-        rows: int | None,
-    ) -> None:
+    def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
+        self.prologue, self.source, self.target, _, self.layout = prologue, source, target, _, layout = spec
         if source not in FLOATS:
             raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
-        if rows is not None and slabs is not None:
-            raise InputError("rows and slabs", got=rows, needed="one of them: slabs are padded by themselves")
         arch = device_arch(device)
         if target == torch.float8_e4m3fn and arch < FP8_ARCH:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
-        self.config = launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
-        early = device.type == "cuda" and arch >= EARLY_ARCH
-        self.variant = make_variant(order, source, target, prologue, slabs, launch, early)
-        self.launcher = _launcher(self.variant, launch, source, device)
-        self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
+        self.spec, self.device, self.order = spec, device, spec.columns
+        self.config = configure(tokens, self.order, source.itemsize, prologue, target in QUANTISED)
+        self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)
+        self.launcher = _launcher(self.variant, self.config, source, device)
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered, self.k_packed = self.variant.quant != "none", order.gathered, order.k_packed
-        self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
-        if slabs is not None:
-            slabs.shape(tokens, order.k_packed, target.itemsize)  # refuses columns that do not fill slabs
-        self._size(tokens, rows)
+        self.quantised, self.gathered = self.variant.quant != "none", self.order.gathered
+        self.k_packed, self._read = self.order.k_packed, spec.read
+        if layout.slabs is not None:
+            layout.slabs.shape(tokens, self.k_packed, target.itemsize)  # refuses columns that do not fill slabs
+        self._size(tokens)
 
-    def _size(self, tokens: int, rows: int | None) -> None:
-        if self.slabs is None:
-            self.programs, self.padded = tokens, max(tokens, rows or 0)
-        else:
-            self.programs = self.padded = self.slabs.padded(tokens)
-        self.tokens, self.shape = tokens, (tokens, self._columns)
+    def _size(self, tokens: int) -> None:
+        slabs = self.layout.slabs
+        self.padded = max(tokens, self.layout.rows(tokens)) if slabs is None else slabs.padded(tokens)
+        self.programs = tokens if slabs is None else self.padded
+        self.tokens, self.shape = tokens, (tokens, self._read)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift into slabs for another number of tokens; faster than constructing it anew."""
+        """Return the same lift for another number of tokens; faster than constructing it anew."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
-            nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
-            given = self.order, self.source, self.target, self.prologue, nearest, self.device, self.slabs, None
-            like = find_kernel_lift(*given)
+            like = find_kernel_lift(self.spec, FEW_TOKENS + (tokens > FEW_TOKENS), self.device)
         made = KernelLift.__new__(KernelLift)
         for name in KEPT:
             setattr(made, name, getattr(like, name))
-        made._size(tokens, None)
+        made._size(tokens)
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Slabs
-from slidesparse.lifting.prologue import ADDING, Prologue
+from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, LiftSpec
+from slidesparse.lifting.prologue import ADDING
 from slidesparse.lifting.variant import CHUNKS, LiftVariant
 from slidesparse.weights.quant import QUANTISED
 
@@ -120,32 +120,16 @@ def device_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def make_variant(
-    order: ColumnOrder,
-    source: torch.dtype,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs | None,
-    launch: Launch,
-    early: bool = False,
-) -> LiftVariant:
-    """Return the constants that a launch compiles in.
-
-    Args:
-        order: The packed column order.
-        source: Type of the input.
-        target: Type of the output; the input's own type to lift only.
-        prologue: Applied first.
-        slabs: Layout of the output in slabs; row-major when None.
-        launch: Sizes of the launch.
-        early: See :class:`LiftVariant`.
-    """
+def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVariant:
+    """Return the constants that a launch compiles in; ``early``: see :class:`LiftVariant`."""
+    (prologue, source, target, order, _), slabs = spec, spec.layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
-        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
+    dense = spec.columns.dense_columns
+    if slabs is not None and dense * target.itemsize % SLAB_BYTES:
+        raise InputError("a segment in slabs", got=dense, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
-        *order.numbers,
+        *order,
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

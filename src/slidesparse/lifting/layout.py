@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.errors import InputError
+from slidesparse.lifting.prologue import Prologue
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import WINDOW
 from slidesparse.weights.support import as_bits
@@ -255,6 +256,34 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
     windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
     bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
     return bundles.transpose(-4, -2).flatten(-3, -2)
+
+
+class LiftSpec(NamedTuple):
+    """What a lift does to every token.
+
+    Attributes:
+        prologue: Applied first.
+        source: Type of the activations.
+        target: torch.int8 or torch.float8_e4m3fn; ``source`` to lift only, bit for bit.
+        order: :attr:`ColumnOrder.numbers`; empty where the kernel cannot write the order.
+        layout: The layout of the backend that will read the values.
+    """
+
+    prologue: Prologue
+    source: torch.dtype
+    target: torch.dtype
+    order: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def columns(self) -> ColumnOrder:
+        """The column order, which must not be empty."""
+        return ColumnOrder(*self.order)  # type: ignore[arg-type] # mypy does not count them
+
+    @property
+    def read(self) -> int | None:
+        """Columns of a row that is read: K, or 2K for ``silu_mul``; None where the order is empty."""
+        return self.order[0] * (2 if self.prologue == "silu_mul" else 1) if self.order else None
 
 
 class LinearTensors(NamedTuple):

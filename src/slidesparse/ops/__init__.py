@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import parse_chain, parse_weight
-from slidesparse.lifting.layout import Lifted, LinearTensors
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 from slidesparse.ops.register import define
 from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
@@ -30,7 +30,8 @@ def _lifted(
     pairs: torch.Tensor | None,
     order: Sequence[int],
 ) -> Lifted:
-    lift = resolve_lift(get_backend(backend), "none", x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    spec = LiftSpec("none", x.dtype, dtype, tuple(order), get_backend(backend).layout)
+    lift = resolve_lift(spec, x.shape[0], x.device)
     return lift(x, None, LinearTensors(column_map, pairs, (), None, None, None), 0.0)
 
 

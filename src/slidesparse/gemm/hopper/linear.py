@@ -54,7 +54,7 @@ class HopperLinear:
         item_bytes = lift.target.itemsize
         form = SparseForm.of_order(lift.order, item_bytes, value_bits)
         self._dense, self._sparse = dense_shape(lift.order, item_bytes, self.out), form.shape(self.out, item_bytes)
-        self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
+        self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))
         sizes = activations, lift.target, form, self._dense, self._sparse, self.out
         self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
