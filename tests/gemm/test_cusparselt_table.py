@@ -15,7 +15,7 @@ from slidesparse import InputError
 from slidesparse.base import file_lock
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.cusparselt import api, plan, table
+from slidesparse.gemm.cusparselt import api, plan, table, tune
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
     AlgorithmRecord,
@@ -211,3 +211,32 @@ def test_candidates_are_all_that_the_gpu_accepts() -> None:
     ampere = list(candidates(2, (8, 0), 384))
     assert len(ampere) == len(set(ampere)) == 2 * 7
     assert {c.split_k_mode for c in ampere if c.split_k > 1} == {api.ONE_KERNEL, api.TWO_KERNELS}
+
+
+def test_a_search_records_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plan:
+        algorithms = 2
+
+        def __init__(self, shape: plan.Shape, algorithm: Algorithm | None) -> None:
+            if algorithm == Algorithm(1):
+                raise UnsupportedError("a plan", got="no kernel")
+            self.algorithm = algorithm
+
+    class Bench:
+        operands = (None,)
+
+        def __init__(self, shape: plan.Shape) -> None:
+            self.run = print
+
+        def product(self, made: Plan) -> torch.Tensor:
+            return torch.full((1,), int(made.algorithm == Algorithm(1, -1)), dtype=torch.int32)
+
+    monkeypatch.setattr(tune, "MatmulPlan", Plan)
+    monkeypatch.setattr(tune, "_Bench", Bench)
+    monkeypatch.setattr(tune, "time_ways", lambda ways, _: {name: 9.0 - i for i, (name, _) in enumerate(ways)})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(plan.Shape, "key", KEY)
+    record = tune._search(plan.Shape(0, 4608, 5376, 5376, 1024, torch.int8, torch.int32))
+    faults = (Trial(1, 1, 0, None, "no kernel"), Trial(1, -1, 0, None, "wrong product"))
+    tried = (Trial(0, 1, 0, 8.0, None), Trial(0, -1, 0, 7.0, None), *faults)
+    assert record == AlgorithmRecord(*KEY, 1024, Algorithm(0, -1), 7.0, 9.0, tried)

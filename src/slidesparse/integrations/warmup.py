@@ -125,7 +125,6 @@ class WarmUp:
         from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
 
         order, read, zeros = spec.columns, spec.read, partial(torch.zeros, dtype=self.dtype, device=device)
-        assert read is not None  # for the order is not empty
         written = order.in_features * self.dtype.itemsize + order.k_packed * spec.target.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
         pairs = torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device)

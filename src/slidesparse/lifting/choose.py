@@ -101,9 +101,8 @@ class TorchLift:
         if x.dim() != 2 or not x.is_floating_point():
             raise InputError("activations to lift", got=f"{list(x.shape)} {x.dtype}", needed="floats [M, K]")
         # A gather would read some of the columns, or past the last one, which ends a process on a GPU.
-        columns = self.spec.read
-        if columns is not None and x.shape[-1] != columns:
-            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {columns}]")
+        if self.spec.order and x.shape[-1] != self.spec.read:
+            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {self.spec.read}]")
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Return row-major activations [M, K'] in the layout."""

@@ -129,7 +129,7 @@ def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVar
     if slabs is not None and dense * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=dense, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
-        *order,
+        *order,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

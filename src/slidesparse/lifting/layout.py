@@ -281,9 +281,9 @@ class LiftSpec(NamedTuple):
         return ColumnOrder(*self.order)  # type: ignore[arg-type] # mypy does not count them
 
     @property
-    def read(self) -> int | None:
-        """Columns of a row that is read: K, or 2K for ``silu_mul``; None where the order is empty."""
-        return self.order[0] * (2 if self.prologue == "silu_mul" else 1) if self.order else None
+    def read(self) -> int:
+        """Columns of a row that is read: K, or 2K for ``silu_mul``; the order must not be empty."""
+        return self.order[0] * (2 if self.prologue == "silu_mul" else 1)
 
 
 class LinearTensors(NamedTuple):
