@@ -106,13 +106,7 @@ product, and the last new residual, or the one given where none is added."""
 
 
 class LiftThenMultiply:
-    """The default runner: one call that lifts, then one that multiplies.
-
-    Args:
-        backend: The backend that multiplies.
-        lift: The lift, in the backend's layout.
-        out_features: Rows of the weight.
-    """
+    """The default runner: one call that lifts, into the backend's layout, then one that multiplies."""
 
     def __init__(self, backend: Backend, lift: Lift, out_features: int) -> None:
         self.backend, self.lift, self.out_features = backend, lift, out_features
@@ -138,15 +132,7 @@ class LiftThenMultiply:
 def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
-    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet.
-
-    Args:
-        runner: The runner.
-        lift: Its lift.
-        x: The activations of this call.
-        residual: The residual of this call.
-        tensors: The linear's tensors.
-    """
+    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet."""
     reason = lift.why_not(x, residual, tensors.pairs, tensors.gain)
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
@@ -155,11 +141,7 @@ def log_by_parts(
 
 
 class OneByOne:
-    """The default runner of a chain: one runner after the other.
-
-    Args:
-        linears: The runner of each linear, and the slots of its tensors.
-    """
+    """The default runner of a chain: the runner of each linear, with the slots of its tensors, one after the other."""
 
     def __init__(self, linears: Sequence[tuple[Runner, Slots]]) -> None:
         self.linears = tuple(linears)
@@ -201,13 +183,9 @@ class Backend(ABC):
         return None
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
-        """Return the bytes that a call allocates for each element of the product, besides the product itself.
+        """Return the bytes that a call allocates for each element of a product of M ``tokens`` besides the product.
 
-        Args:
-            dtype: Type of the weight.
-            out_dtype: Type of the product.
-            tokens: M.
-            device: The device on which it runs.
+        ``dtype`` is the type of the weight, ``out_dtype`` that of the product.
         """
         return 0
 
@@ -254,11 +232,7 @@ class Backend(ABC):
         """
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """Return the runner of a linear for one number of tokens; the default lifts, then multiplies.
-
-        Args:
-            lift: The lift for that number of tokens, in this backend's layout.
-            out_features: Rows of the weight.
+        """Return the runner of a linear for the number of tokens of a lift; the default lifts, then multiplies.
 
         Raises:
             UnsupportedError: A kernel cannot be loaded.
@@ -270,28 +244,17 @@ class Backend(ABC):
 
         A server meets hundreds of numbers of tokens, most of them once, so what does not depend on them is kept.
 
-        Args:
-            runner: Made by this backend.
-            tokens: M.
-
         Raises:
             UnsupportedError: A kernel cannot be loaded.
         """
         return None
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
-        """Return the runner of linears in a row, all of this backend; the default runs one after the other.
-
-        Args:
-            linears: Runners that :meth:`runner` made for one number of tokens, and the slots of their tensors.
-        """
+        """Return the runner of linears in a row, whose runners :meth:`runner` made for one number of tokens."""
         return OneByOne(linears)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Load every kernel that some number of tokens may choose; the default has none to load.
 
-        Args:
-            dtype: Type of the weight.
-            out_dtype: Type of the activations and products.
-            device: The device on which they will run.
+        ``dtype`` is the type of the weight, ``out_dtype`` that of activations and products.
         """
