@@ -8,9 +8,30 @@ from typing import Any
 import torch
 
 from slidesparse.gemm import get_backend
-from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, Layout, Lifted, LiftSpec, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.resolve import resolve_lift
+
+
+def quantize_lift(
+    x: torch.Tensor,
+    order: ColumnOrder,
+    target: torch.dtype,
+    prologue: Prologue = "none",
+    *,
+    pairs: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
+    slabs: Slabs | None = None,
+    rows: int = 0,
+) -> Lifted:
+    """Lift by a kernel; see :class:`slidesparse.lifting.kernel.KernelLift`."""
+    from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
+
+    layout = Layout(slabs=slabs, rows=lambda _: rows)
+    lift = find_kernel_lift(LiftSpec(prologue, x.dtype, target, tuple(order.numbers), layout), len(x), x.device)
+    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
 
 
 def fused_lift(
@@ -34,6 +55,7 @@ def fused_lift(
         order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers`.
     """
     x, *residual, gain, eps = given if len(given) > 1 else (*given, None, 0.0)
-    lift = resolve_lift(get_backend(backend), prologue, x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    spec = LiftSpec(prologue, x.dtype, dtype, tuple(order), get_backend(backend).layout)
+    lift = resolve_lift(spec, x.shape[0], x.device)
     tensors = LinearTensors(column_map, pairs, (), None, None, gain)
     return tuple(made for made in lift(x, residual[0] if residual else None, tensors, eps) if made is not None)

@@ -9,6 +9,7 @@ import torch
 from ptx_emulator.machine import Machine
 from ptx_emulator.program import Program, read_program
 from ptx_emulator.state import GlobalMemory
+from slab_views import slab_view
 
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
@@ -18,7 +19,7 @@ from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
-from slidesparse.lifting.layout import Lifted, slab_view
+from slidesparse.lifting.layout import Lifted
 from slidesparse.weights.packed import PackedWeight
 
 GUARD = 64
@@ -130,7 +131,7 @@ def run_product(
     )
 
     def load(
-        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, _: bool
     ) -> EmulatedKernel:
         return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 

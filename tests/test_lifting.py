@@ -10,7 +10,7 @@ import torch
 from slidesparse.base.log import log_once
 from slidesparse.lifting import choose as lifting
 from slidesparse.lifting.choose import TorchLift, find_lift
-from slidesparse.lifting.layout import ColumnOrder, Layout
+from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
 
 ORDER = tuple(ColumnOrder.identity(64).numbers)
 BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -24,7 +24,7 @@ def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_cpu_the_definition_runs_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    lift = find_lift(Layout(), "none", 3, BF16, INT8, torch.device("cpu"), ORDER)
+    lift = find_lift(LiftSpec("none", BF16, INT8, ORDER, Layout()), 3, torch.device("cpu"))
     assert isinstance(lift, TorchLift)
     assert not caplog.records
 
@@ -49,7 +49,7 @@ def test_a_gpu_that_lifts_by_torch_says_why_once(
 ) -> None:
     monkeypatch.setattr(lifting, "find_spec", lambda _: object() if triton else None)
     for tokens in (3, 4):
-        assert isinstance(find_lift(Layout(), "none", tokens, source, target, CUDA, order), TorchLift)
+        assert isinstance(find_lift(LiftSpec("none", source, target, order, Layout()), tokens, CUDA), TorchLift)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert reason in record.getMessage()

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from fused_lifts import fused_lift
+from slab_views import slab_view
 from torch.autograd import forward_ad
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting.layout import Layout, LiftSpec, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import quantize_rows
@@ -105,9 +106,10 @@ def test_a_norm_is_neither_left_out_nor_broadcast(
     prologue: Prologue, gain: torch.Tensor | None, residual: torch.Tensor | None, message: str
 ) -> None:
     """As the kernels, which refuse what is not there or of another size."""
+    spec = LiftSpec(prologue, torch.float32, torch.int8, (), Layout())
     tensors = LinearTensors(packed_weight().column_map(), None, (), None, None, gain)
     with pytest.raises(InputError, match=message):
-        TorchLift(prologue, torch.int8, Layout())(torch.randn(TOKENS, K), residual, tensors, EPS)
+        TorchLift(spec)(torch.randn(TOKENS, K), residual, tensors, EPS)
 
 
 @pytest.mark.parametrize("columns", [K - 8, K + 8])

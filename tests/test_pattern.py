@@ -4,10 +4,11 @@ import math
 from fractions import Fraction
 
 import pytest
+from decomposition import decompose
 from oracles import all_supports, places_all
 
 from slidesparse.errors import InputError
-from slidesparse.weights.pattern import DENSE, Pattern, decompose
+from slidesparse.weights.pattern import DENSE, Pattern
 
 UNIFORM = [Pattern(group - 2, group) for group in range(4, 33, 2)]
 

@@ -21,7 +21,7 @@ from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import expert_times
-from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
@@ -75,7 +75,7 @@ def test_fp8_experts_and_those_of_another_pattern(tmp_path: Path) -> None:
     path = pruned(tmp_path, "qwen3-moe", "fp8", "4:6")
     ours = slidesparse.load(path, fallback="none")
     (first, *_) = packed_mixtures(ours)
-    assert isinstance(first.slide.product, TorchExperts)
+    assert type(first.slide.product) is GroupedProduct
     assert first.slide.gate_up.dtype == torch.float8_e4m3fn
     a, b = logits(slidesparse.load(path)), logits(ours)
     assert (a - b).norm() < 0.1 * a.norm()
@@ -142,7 +142,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("slidesparse.files.load.Chooser", lambda _, fallback, tuner: Chooser("auto", fallback, tuner))
 
 
-class Grouped(TorchExperts):
+class Grouped(GroupedProduct):
     """A product that is not the definition."""
 
 
@@ -150,7 +150,7 @@ class Grouped(TorchExperts):
 @pytest.mark.parametrize(
     ("concerned", "loading", "product"),
     [
-        ({}, {"fallback": "none"}, TorchExperts),
+        ({}, {"fallback": "none"}, GroupedProduct),
         ({}, {"backend": "hopper", "fallback": "none"}, Grouped),  # asked for
         ({"top_k": 1}, {"fallback": "none"}, Grouped),
         ({"down": Pattern(4, 6)}, {"fallback": "none"}, Grouped),

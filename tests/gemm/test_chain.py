@@ -19,7 +19,7 @@ from slidesparse.gemm.spec import FormSpec, Route, Slots, WeightSpec, chain_text
 from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
 from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout
+from slidesparse.lifting.layout import Layout, LiftSpec
 from slidesparse.ops.resolve import resolve_chain, resolve_linear
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight
@@ -104,7 +104,8 @@ def test_linears_of_one_backend_in_a_row_have_one_runner(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["reference", "dense", "hopper", "hopper-6bit", "cusparselt"])
 def test_a_backend_without_a_faster_way_lifts_then_multiplies(name: str) -> None:
     backend = get_backend(name)
-    lift = TorchLift("none", torch.int8, backend.layout)  # the faster ways need the kernel's
+    # The faster ways need the kernel's.
+    lift = TorchLift(LiftSpec("none", torch.bfloat16, torch.int8, (), backend.layout))
     runner = backend.runner(lift, 8)
     assert type(runner) is LiftThenMultiply
     assert (runner.backend, runner.lift, runner.out_features) == (backend, lift, 8)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
+from slidesparse.gemm.cusparselt.plan import Shape
 from slidesparse.gemm.dense import padded_rows
+from slidesparse.gemm.reference import apply_scales
 from slidesparse.lifting.layout import with_rows
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import pack_segments
@@ -93,6 +97,73 @@ def test_the_scale_of_the_dense_segment_is_float32_whatever_the_default_type(mon
     assert (one.dtype, one.shape, one.item()) == (torch.float32, (), 1)
     x = torch.ones(16, dense.shape[1]).to(FP8)
     assert torch.equal(cusparselt._dense_product(x, dense, one), x.float() @ dense.float().T)
+
+
+class _Plan:
+    """What the library computes for a shape, from addresses."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
+        rows, stride, dtype = self.shape.rows, self.shape.stride, self.shape.dtype
+        count = (rows - 1) * stride + self.shape.columns
+        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(x_pointer)
+        x = torch.frombuffer(memory, dtype=dtype).as_strided((rows, self.shape.columns), (stride, 1))
+        assert weight.shape == (self.shape.out, self.shape.columns)
+        assert y.shape == (rows, self.shape.out)
+        product = x.double() @ weight.double().T
+        y.copy_(y + product if accumulate else product)
+
+
+@pytest.mark.parametrize("current", [True, False])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"), [("6:8", INT8), ("4:6@50%", INT8), ("6:8", FP8), ("6:8", torch.bfloat16)]
+)
+def test_a_product_is_put_together_from_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, dtype: torch.dtype, current: bool
+) -> None:
+    entered: list[int] = []
+    scaling = pytest.importorskip("slidesparse.gemm.scale", reason="Triton is not installed")
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        monkeypatch.setattr(cusparselt, "is_current", lambda _: True)
+        yield
+
+    def scale_rows(acc: torch.Tensor, more: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+        scale_x, scale_w, bias, tokens, out, out_dtype = rest
+        total = acc if more is None else acc + more
+        return apply_scales(total[:tokens, :out], scale_x, scale_w, bias, out_dtype)
+
+    monkeypatch.setattr(cusparselt, "compress_matrix", lambda matrix: matrix)
+    monkeypatch.setattr(cusparselt, "gpu_of", lambda *_: 5)
+    monkeypatch.setattr(cusparselt, "is_current", lambda _: current)
+    monkeypatch.setattr(cusparselt, "plan_for", _Plan)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(scaling, "scale_rows", scale_rows)
+    weight = torch.randint(-5, 6, (40, 64)) * prune_mask(torch.randn(40, 64), pattern)
+    scale = torch.rand(40) + 0.5 if dtype.itemsize == 1 else None
+    packed = pack_segments(weight.to(dtype), pattern, scale=scale)
+    bias, x = torch.randn(40), torch.randint(-3, 4, (33, 64)).bfloat16()
+
+    def run(name: str) -> torch.Tensor:
+        backend = get_backend(name)
+        column_map = backend.layout.column_map(packed)
+        values, scale_x = ops.lift(x, column_map, name), None
+        if scale is not None:
+            values, scale_x = ops.quantize_lift(x, column_map, dtype, name)
+        operand = backend.prepare(packed)
+        return backend.matmul(values, scale_x, operand, packed.scale, bias.bfloat16(), 40, torch.bfloat16)
+
+    ours, exact = run("cusparselt"), run("reference")
+    assert ours.shape == exact.shape
+    if dtype == INT8:
+        assert torch.equal(ours, exact)
+    assert torch.allclose(ours.float(), exact.float(), rtol=2**-7, atol=2**-7)
+    assert entered == ([] if current else [5])
 
 
 # -- why not -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from slidesparse import InputError
 from slidesparse.base import file_lock
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.cusparselt import api, plan, table
+from slidesparse.gemm.cusparselt import api, plan, table, tune
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
     AlgorithmRecord,
@@ -30,11 +30,11 @@ from slidesparse.gemm.cusparselt.tune import candidates
 
 KEY = Key("NVIDIA H200", "0.8.0", 4608, 5376, "int8", "int32")
 TRIALS = (
-    Trial(Algorithm(0), 24.0, None),
-    Trial(Algorithm(7, -1), 21.5, None),
-    Trial(Algorithm(9), None, "wrong product"),
+    Trial(0, 1, 0, 24.0, None),
+    Trial(7, -1, 0, 21.5, None),
+    Trial(9, 1, 0, None, "wrong product"),
 )
-RECORD = AlgorithmRecord(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
+RECORD = AlgorithmRecord(*KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,10 +48,10 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_records_come_back_and_replace_older_ones(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
     assert load_algorithms(path) == ()
-    other = replace(RECORD, rows=2048, best=None)
+    other = replace(RECORD, rows=2048, algorithm=None)
     add_records(path, [RECORD, other])
     assert load_algorithms(path) == (RECORD, other)
-    newer = replace(RECORD, best=Algorithm(3), time_us=20.0)
+    newer = replace(RECORD, algorithm=Algorithm(3), time_us=20.0)
     add_records(path, [newer])
     assert sorted(load_algorithms(path), key=lambda record: record.rows) == [newer, other]
     assert sorted(file.name for file in path.parent.iterdir()) == ["b.json", "b.lock"]
@@ -112,9 +112,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     ("rows", "best"), [(1024, 7), (1088, 7), (512, 7), (1900, 8), (4096, 8), (496, None), (4224, None)]
 )
 def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
-    table = (RECORD, replace(RECORD, rows=2048, best=Algorithm(8)))
+    table = (RECORD, replace(RECORD, rows=2048, algorithm=Algorithm(8)))
     found = nearest_record(table, KEY, rows)
-    assert (None if found is None or found.best is None else found.best.id) == best
+    assert (None if found is None or found.algorithm is None else found.algorithm.id) == best
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
 )
 def test_another_problems_record_does_not(other: dict[str, Any]) -> None:
     assert nearest_record((RECORD,), KEY, 1024) is not None
-    assert nearest_record((RECORD,), replace(KEY, **other), 1024) is None
+    assert nearest_record((RECORD,), KEY._replace(**other), 1024) is None
 
 
 def _break(content: dict[str, Any], where: str, value: object) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_one_line_in_the_log_and_the_default_runs(
     (line,) = caplog.messages
     assert "these search results are not used: damaged" in line
     add_records(table_path(), [RECORD])
-    assert [plan.plan_for.__wrapped__(shape) for shape in shapes] == [RECORD.best] * 2
+    assert [plan.plan_for.__wrapped__(shape) for shape in shapes] == [RECORD.algorithm] * 2
 
 
 def test_candidates_are_all_that_the_gpu_accepts() -> None:
@@ -211,3 +211,32 @@ def test_candidates_are_all_that_the_gpu_accepts() -> None:
     ampere = list(candidates(2, (8, 0), 384))
     assert len(ampere) == len(set(ampere)) == 2 * 7
     assert {c.split_k_mode for c in ampere if c.split_k > 1} == {api.ONE_KERNEL, api.TWO_KERNELS}
+
+
+def test_a_search_records_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plan:
+        algorithms = 2
+
+        def __init__(self, shape: plan.Shape, algorithm: Algorithm | None) -> None:
+            if algorithm == Algorithm(1):
+                raise UnsupportedError("a plan", got="no kernel")
+            self.algorithm = algorithm
+
+    class Bench:
+        operands = (None,)
+
+        def __init__(self, shape: plan.Shape) -> None:
+            self.run = print
+
+        def product(self, made: Plan) -> torch.Tensor:
+            return torch.full((1,), int(made.algorithm == Algorithm(1, -1)), dtype=torch.int32)
+
+    monkeypatch.setattr(tune, "MatmulPlan", Plan)
+    monkeypatch.setattr(tune, "_Bench", Bench)
+    monkeypatch.setattr(tune, "time_ways", lambda ways, _: {name: 9.0 - i for i, (name, _) in enumerate(ways)})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(plan.Shape, "key", KEY)
+    record = tune._search(plan.Shape(0, 4608, 5376, 5376, 1024, torch.int8, torch.int32))
+    faults = (Trial(1, 1, 0, None, "no kernel"), Trial(1, -1, 0, None, "wrong product"))
+    tried = (Trial(0, 1, 0, 8.0, None), Trial(0, -1, 0, 7.0, None), *faults)
+    assert record == AlgorithmRecord(*KEY, 1024, Algorithm(0, -1), 7.0, 9.0, tried)

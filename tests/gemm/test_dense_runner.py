@@ -16,7 +16,7 @@ from slidesparse.gemm.dense import DenseLinear
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.layout import LiftSpec, LinearTensors
 from slidesparse.weights.packed import pack_segments
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
@@ -178,7 +178,7 @@ def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs_by_parts(given: Any, out_features: int = OUT) -> bool:
         return isinstance(backend.runner(given, out_features), LiftThenMultiply)
 
-    assert runs_by_parts(TorchLift("none", INT8, backend.layout))
+    assert runs_by_parts(TorchLift(LiftSpec("none", torch.bfloat16, INT8, (), backend.layout)))
     assert runs_by_parts(lift, 0)
     assert runs_by_parts(lift, OUT + 8)  # its weight is padded
     for name, other in (("padded", TOKENS + 1), ("quantised", False), ("tokens", 0)):

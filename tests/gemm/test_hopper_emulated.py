@@ -8,6 +8,7 @@ from expert_weights import packed_experts
 from hopper_forms import Bundles, ExpertsWithoutBundles, SixBitBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
+from slab_views import slab_view
 from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
@@ -17,8 +18,8 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.lifting.layout import Lifted, slab_view
-from slidesparse.lifting.routed.expert_order import arrange
+from slidesparse.lifting.expert_order import arrange
+from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
@@ -146,12 +147,12 @@ def test_experts_are_multiplied_where_tokens_chose_them(
         return y
 
     def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, *stored: int) -> EmulatedKernel:
-        assert stored == (count_bits, value_bits)
-        return EmulatedKernel(memory, tile, (dtype, out_dtype), *stored, grouped=True)
+        assert stored == (count_bits, value_bits, True)
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, grouped=True)
 
     for tensor in (slab_view(values, SLABS), scale_x, operand.weights, scale, at.experts, at.used):
         memory.add(tensor)
-    monkeypatch.setattr(grouped, "load_grouped", load)
+    monkeypatch.setattr(grouped, "load_kernel", load)
     monkeypatch.setattr(grouped, "is_current", lambda device: True)
     monkeypatch.setattr(grouped, "current_stream", lambda device: 0)
     monkeypatch.setattr(grouped, "empty", empty)

@@ -19,8 +19,8 @@ from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.lifting.expert_order import arrange, rows_needed
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import arrange, rows_needed
 from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding
@@ -96,7 +96,7 @@ class Listener:
 @pytest.fixture
 def listen(monkeypatch: pytest.MonkeyPatch) -> Listener:
     listener = Listener(next(tile for tile in GROUPED_TILES if tile.tokens == 16))
-    monkeypatch.setattr(grouped, "load_grouped", lambda *_: listener)
+    monkeypatch.setattr(grouped, "load_kernel", lambda *_: listener)
     monkeypatch.setattr(grouped, "is_current", lambda _: True)
     monkeypatch.setattr(grouped, "current_stream", lambda _: 7)
     monkeypatch.setattr(grouped, "empty", lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype))

@@ -264,7 +264,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
     chosen = cheapest(70, OUT, 4) if tile is None else tile
-    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8)]
+    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8, False)]
     assert launch.slab_bytes == 3 * 72 * 128
     launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
     ((arguments, grid, _),) = told.launches
@@ -288,7 +288,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
         arguments = told.launches.pop()[0]
         numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
         assert {name: arguments[name] for name in numbers} == numbers
-    assert loaded == [(cheapest(m, OUT, 6), torch.int8, torch.bfloat16, 5, 3, 8) for m in (70, 900)]
+    assert loaded == [(cheapest(m, OUT, 6), torch.int8, torch.bfloat16, 5, 3, 8, False) for m in (70, 900)]
     hopper_launch._launch.cache_clear()
 
 
@@ -365,7 +365,7 @@ VARIANT = SMALL, torch.int8, torch.bfloat16, 1, 3, 8
 
 
 def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None:
-    loaded, shared = hopper_kernel._load(*VARIANT, False), SMALL.shared_bytes(1, 3)
+    loaded, shared = load_kernel.__wrapped__(*VARIANT, False), SMALL.shared_bytes(1, 3)
     retain, current, load, find, attribute = loading.calls
     assert (retain, current) == (("cuDevicePrimaryCtxRetain", 1), ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"))
     assert load == ("cuModuleLoadData", (SMALL, torch.int8, torch.bfloat16, False, 3, 8))
@@ -380,14 +380,14 @@ def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None
 def test_a_variant_that_cannot_be_loaded_says_which_call_failed(loading: Any, name: str) -> None:
     loading.status[name] = 2
     with pytest.raises(UnsupportedError, match=f"{name} failed; got 2"):
-        hopper_kernel._load(*VARIANT, False)
+        load_kernel.__wrapped__(*VARIANT, False)
     assert loading.calls[-1][0] == name
 
 
 def test_nothing_is_loaded_while_a_graph_is_captured(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"):
-        load_kernel(*VARIANT)
+        load_kernel(*VARIANT, False)
     assert not loading.calls
 
 
@@ -408,16 +408,12 @@ def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyPatch, grouped: bool) -> None:
-    loaded: list[Any] = []
-    load = hopper_kernel.load_grouped if grouped else hopper_kernel.load_kernel
-    monkeypatch.setattr(hopper_kernel, "cubin", lambda *_: b"")
-    monkeypatch.setattr(hopper_kernel, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
-    given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8  # a device that no other test has
+def test_what_a_warm_up_loads_is_loaded_for_launches(loading: Any, grouped: bool) -> None:
+    given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8, grouped  # a device that no other test has
     try:
-        hopper_kernel.load_kernels([PLAIN], *given[1:], grouped=grouped)
-        assert loaded == [(*given, grouped)]
-        load(*given)
-        assert len(loaded) == 1
+        hopper_kernel.load_kernels([PLAIN], *given[1:-1], grouped=grouped)
+        load_kernel(*given)
+        loads = [code for name, *code in loading.calls if name == "cuModuleLoadData"]
+        assert loads == [[(PLAIN, torch.int8, torch.bfloat16, grouped, 3, 8)]]
     finally:
-        load.cache_clear()
+        load_kernel.cache_clear()

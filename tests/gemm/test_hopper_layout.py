@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from hopper_forms import Bundles, SixBitBundles
+from slab_views import slab_view
 
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of, dense_shape
-from slidesparse.lifting.layout import BUNDLE, ColumnOrder, slab_view
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments

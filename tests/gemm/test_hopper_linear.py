@@ -19,7 +19,7 @@ from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import ColumnOrder, LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
@@ -53,7 +53,7 @@ class Launches:
             why_not=lambda *tensors: reason,
             launcher=SimpleNamespace(ready=True),
             order=ORDER,
-            prologue="none",
+            spec="what it does",
             source=BF16,
             target=torch.int8,
             quantised=quantised,
@@ -246,7 +246,7 @@ def test_the_backend_gives_a_whole_linear_where_there_is_something_to_launch(mon
     assert isinstance(runner, HopperLinear)
     assert isinstance(runner._by_parts, LiftThenMultiply)
     assert (runner._by_parts.backend, runner._by_parts.lift) == (hopper, launches.lift)
-    torchs = TorchLift("none", torch.int8, hopper.layout)
+    torchs = TorchLift(LiftSpec("none", torch.bfloat16, torch.int8, (), hopper.layout))
     assert isinstance(hopper.runner(torchs, OUT), LiftThenMultiply)
     assert isinstance(hopper.runner(launches.lift, 0), LiftThenMultiply)
     launches.lift.tokens = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slidesparse.gemm.hopper.choose_tiles import (
-    MOST_PLANNED,
+    MOST_TOKENS,
     MULTIPROCESSORS,
     SECOND_LAUNCH,
     TWO_BAND_TOKENS,
@@ -207,8 +207,8 @@ def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band,
     [(4608, 42, 132), (37888, 42, 132), (3584, 222, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
 )
 def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
-    near = {at + by for at in range(0, MOST_PLANNED, 192) for by in (0, 1, 15, 16, 17)}
-    for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_PLANNED, MOST_PLANNED + 1, 10**6):
+    near = {at + by for at in range(0, MOST_TOKENS, 192) for by in (0, 1, 15, 16, 17)}
+    for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_TOKENS, MOST_TOKENS + 1, 10**6):
         chosen = choose_bands(tokens, channels, slabs, 2, multiprocessors)
         assert chosen == fewest_cycles(tokens, channels, slabs + 4, multiprocessors)
 

@@ -369,11 +369,11 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     assert len(records) == 1
     record = records[0]
     assert load_algorithms(table_path()) == (record,)
-    good = [trial for trial in record.trials if trial.fault is None]
+    good = [trial for trial in record.tried if trial.fault is None]
     assert len(good) > 1
     assert record.time_us <= record.default_us
     times = {trial.algorithm: trial.time_us for trial in good}
-    assert record.time_us == (record.default_us if record.best is None else times[record.best])
+    assert record.time_us == (record.default_us if record.algorithm is None else times[record.algorithm])
     shape = Shape(0, 512, 768, 768, token_bucket(100), dtype, {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype))
     assert record.key == shape.key
     x = _tokens(dtype, shape.rows, 768)

@@ -12,14 +12,14 @@ from small_models import make
 
 import slidesparse
 from slidesparse.base.triton_launcher import Launcher
-from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Lifted, LinearTensors
-from slidesparse.lifting.routed.expert_order import arrange
+from slidesparse.lifting.expert_order import arrange
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import Rounding
 
@@ -62,8 +62,8 @@ def products(
     x, scale = torch.randn(len(at.tokens), HIDDEN, device="cuda", dtype=BF16), torch.stack([p.scale for p in experts])
     here = at.rows[at.rows >= 0]
     found = []
-    for product in (HopperExperts(), TorchExperts()):
-        lift = TorchLift("none", dtype, product.layout)
+    for product in (HopperExperts(), GroupedProduct()):
+        lift = TorchLift(LiftSpec("none", BF16, dtype, (), product.layout))
         tensors = LinearTensors(product.layout.column_map(experts[0]), None, (), None, None, None)
         lifted: Lifted = lift(x, None, tensors, 0.0)
         y = product.multiply(lifted, product.prepare(experts), scale.contiguous(), at, BF16, tile)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from runner_listener import listen
+from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -28,7 +29,6 @@ from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.layout import slab_view
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments

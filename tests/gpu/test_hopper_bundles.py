@@ -6,7 +6,9 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from fused_lifts import quantize_lift
 from hopper_forms import Bundles
+from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.hopper.backend import Hopper
@@ -14,8 +16,6 @@ from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.lifting.kernel import quantize_lift
-from slidesparse.lifting.layout import slab_view
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from expert_weights import packed_experts
 
+from slidesparse.gemm import get_backend
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.warmup import WarmUp, list_batches
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.layout import LiftSpec
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import pack_segments
 from slidesparse.weights.quant import Rounding
@@ -112,9 +114,11 @@ def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, mon
     from slidesparse.lifting import kernel as lift
 
     read: list[int] = []
-    monkeypatch.setattr(lift, "quantize_lift", lambda x, *_, **__: read.append(x.nbytes))
+    listener = SimpleNamespace(run=lambda x, *_: read.append(x.nbytes))
+    monkeypatch.setattr(lift, "find_kernel_lift", lambda *_: listener)
     weight = parse_weight(sparse_linear("reference").spec)
     (form,) = weight.forms
     warmup = WarmUp(4096, torch.bfloat16, memory=1 << 14)
-    warmup._lift_batches(prologue, weight, ColumnOrder(*form.order), "reference", torch.device("cpu"))
+    spec = LiftSpec(prologue, torch.bfloat16, weight.weight_dtype, form.order, get_backend("reference").layout)
+    warmup._lift_batches(spec, weight, "reference", torch.device("cpu"))
     assert 1 << 12 < max(read) < 1 << 14

@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slidesparse.lifting.expert_lift_kernel import routed_kernel, spread_kernel
 from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
-from slidesparse.lifting.layout import ColumnOrder, Slabs
-from slidesparse.lifting.routed.lift_routed import routed_kernel, spread_kernel
+from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec, Slabs
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.pack_kernel import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
 from slidesparse.weights.packed import pack_segments
@@ -134,7 +134,8 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for pattern, columns, source, target, prologue, slabs in cases:
         packed = order(pattern, columns, 128)
         launch = configure(4096, packed, source.itemsize, prologue, target in QUANTISED)
-        variant = make_variant(packed, source, target, prologue, slabs, launch, early=arch >= EARLY_ARCH)
+        spec = LiftSpec(prologue, source, target, tuple(packed.numbers), Layout(slabs=slabs))
+        variant = make_variant(spec, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
         added = variant.adds
         arguments = {
@@ -177,7 +178,8 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     ):
         packed = order("6:8", columns, 128)
         launch = configure(4096, packed, BF16.itemsize, prologue)
-        variant = make_variant(packed, BF16, INT8, prologue, Slabs(64, swizzle=True), launch, early=arch >= EARLY_ARCH)
+        spec = LiftSpec(prologue, BF16, INT8, tuple(packed.numbers), Layout(slabs=Slabs(64, swizzle=True)))
+        variant = make_variant(spec, launch, early=arch >= EARLY_ARCH)
         arguments = {
             "x_ptr": "*bf16",
             "to_ptr" if kernel is spread_kernel else "tokens_ptr": "*i64",
@@ -196,16 +198,13 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        variant = PackVariant(
-            8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, padded_group=8
-        )
+        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, checked=False, padded_group=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,
             "group_ids": (None,),
             "values": pointer,
             "code": "*u8",
-            "metadata": "*u8",
             "faults": "*i32",
             "row_stride": "i32",
             "P": (variant,),

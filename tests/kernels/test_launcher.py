@@ -23,10 +23,11 @@ from slidesparse.lifting import kernel as lifts
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.kernel import KernelLift
-from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
 from slidesparse.lifting.walking import walking_kernel
 
 ORDER = ColumnOrder(64, 8, 0, 0, 8, 0, 96)
+SPEC = LiftSpec("add_rms_norm", torch.bfloat16, torch.int8, tuple(ORDER.numbers), Layout())
 
 
 class Kernel:
@@ -245,7 +246,7 @@ NUMBERS = {
 @pytest.mark.parametrize("kernel", [held_kernel, walking_kernel], ids=["held", "walking"])
 def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
-    lift = KernelLift(ORDER, torch.bfloat16, torch.int8, "add_rms_norm", 5, torch.device("cpu"), None, None)
+    lift = KernelLift(SPEC, 5, torch.device("cpu"))
     launcher = Launcher(kernel, ("constants",))
     launcher._run = lambda *arguments: told.append(arguments)
     lift.launcher = launcher
@@ -260,7 +261,7 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
 
 def test_triton_is_told_the_same_parameters() -> None:
     told: list[tuple[Any, ...]] = []
-    lift = KernelLift(ORDER, torch.bfloat16, torch.int8, "add_rms_norm", 5, torch.device("cpu"), None, None)
+    lift = KernelLift(SPEC, 5, torch.device("cpu"))
     lift.launcher = SimpleNamespace(ready=False, compile_and_launch=lambda *given: told.append(given))
     x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
     gain = torch.ones(64, dtype=torch.bfloat16)
@@ -274,3 +275,21 @@ def test_triton_is_told_the_same_parameters() -> None:
     assert all(given[name] is tensor for name, tensor in tensors.items())
     assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()
     assert [given[name] for name in ("tokens", "x_stride", "residual_stride", "eps")] == [5, 128, 128, 0.25]
+
+
+def test_a_kernel_that_is_ready_is_told_the_same_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    lift = KernelLift(SPEC._replace(layout=Layout(rows=lambda _: 8)), 5, torch.device("cpu"))
+    lift.launcher = SimpleNamespace(ready=True, launch=lambda *given: told.append(given))
+    monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
+    x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
+    gain = torch.ones(64, dtype=torch.bfloat16)
+    lifted = lift.run(
+        x, residual, torch.ones(48, dtype=torch.int16), gain, 0.25
+    )  # no group is moved: pairs are not read
+    ((programs, stream, *numbers),) = told
+    written = lifted.residual, gain, None, lifted.values, lifted.scale
+    places = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, *written)]
+    assert (programs, stream, numbers) == (5, 4096, [*places, 5, 128, 128, 0.25])
+    assert lifted.values.shape == (5, ORDER.k_packed)
+    assert lifted.values.untyped_storage().nbytes() == 8 * ORDER.k_packed

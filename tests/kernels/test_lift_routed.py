@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slab_views import slab_view
 
 from slidesparse.errors import InputError
+from slidesparse.lifting import expert_lift
+from slidesparse.lifting import expert_lift_kernel as kernel
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
-from slidesparse.lifting.routed import expert_lift
-from slidesparse.lifting.routed import lift_routed as kernel
-from slidesparse.lifting.routed.expert_lift import lift_routed
-from slidesparse.lifting.routed.expert_order import arrange
+from slidesparse.lifting.expert_lift import lift_routed
+from slidesparse.lifting.expert_order import arrange
+from slidesparse.lifting.layout import Layout, LiftSpec, LinearTensors, Slabs
 from slidesparse.weights.packed import pack_segments
 from slidesparse.weights.pattern import Pattern
 
@@ -37,10 +38,11 @@ def test_rows_are_those_of_their_tokens(
     prologue = "none" if gather else "silu_mul"
     shape = (5, columns) if gather else (len(tokens), 2 * columns)
     x = (torch.randint(-40, 41, shape) / 8).to(device, BF16)
-    lifted = kernel.lift_routed(x, rows, tokens, LAYOUT.order(packed), dtype, prologue, SLABS, gather=gather)
+    spec = LiftSpec(prologue, x.dtype, dtype, tuple(LAYOUT.order(packed).numbers), LAYOUT)
+    lifted = kernel.lift_routed(x, rows, tokens, spec, gather=gather)
     sources = x[tokens.clamp(min=0)] if gather else x
     tensors = LinearTensors(LAYOUT.column_map(packed).to(device), None, (), None, None, None)
-    exact = TorchLift(prologue, dtype, LAYOUT)(sources, None, tensors, 0.0)
+    exact = TorchLift(spec)(sources, None, tensors, 0.0)
     got, wanted = (slab_view(each.values, SLABS).view(torch.uint8)[:, : len(tokens)] for each in (lifted, exact))
     here = tokens >= 0
     if prologue == "none":
@@ -55,11 +57,12 @@ def test_rows_are_those_of_their_tokens(
 def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
     packed = pack_segments(torch.zeros(1, 48, dtype=INT8), Pattern.parse("6:8"), k_offset=3)
     x, at = torch.randn(3, 48, dtype=BF16, device=device), arrange(torch.tensor([[0], [1], [0]], device=device), 2, 8)
-    assert kernel.lift_routed(x, at.rows, at.tokens, LAYOUT.order(packed), INT8, "none", SLABS, gather=True) is None
-    column_map, order = LAYOUT.column_map(packed).to(device), tuple(LAYOUT.order(packed).numbers)
-    lifted = lift_routed(x, at, column_map, order, INT8, "none", LAYOUT, gather=True)
+    spec = LiftSpec("none", BF16, INT8, tuple(LAYOUT.order(packed).numbers), LAYOUT)
+    assert kernel.lift_routed(x, at.rows, at.tokens, spec, gather=True) is None
+    column_map = LAYOUT.column_map(packed).to(device)
+    lifted = lift_routed(x, at, column_map, spec, gather=True)
     tensors = LinearTensors(column_map, None, (), None, None, None)
-    exact = TorchLift("none", INT8, LAYOUT)(x[at.tokens.clamp(min=0)], None, tensors, 0.0)
+    exact = TorchLift(spec)(x[at.tokens.clamp(min=0)], None, tensors, 0.0)
     assert torch.equal(slab_view(lifted.values, SLABS), slab_view(exact.values, SLABS))
 
 
@@ -69,7 +72,7 @@ def test_rows_of_another_number_are_refused(device: str) -> None:
         with pytest.raises(
             InputError, match=rf"rows of a mixture to lift; got \[3, 64\] on {device}.*; needed {needed}"
         ):
-            lift_routed(x, at, torch.arange(64), (), INT8, "none", LAYOUT, gather=gather)
+            lift_routed(x, at, torch.arange(64), LiftSpec("none", BF16, INT8, (), LAYOUT), gather=gather)
 
 
 def test_a_gpu_is_asked_once_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +83,8 @@ def test_a_gpu_is_asked_once_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> 
     expert_lift._has_kernel.cache_clear()
     packed = pack_segments(torch.zeros(1, 64, dtype=INT8), Pattern.parse("6:8"))
     x, at = torch.randn(3, 64, dtype=BF16), arrange(torch.tensor([[0], [1], [0]]), 2, 8)
-    order = tuple(LAYOUT.order(packed).numbers)
+    spec = LiftSpec("none", BF16, INT8, tuple(LAYOUT.order(packed).numbers), LAYOUT)
     for target in (INT8, INT8, FP8):
-        lift_routed(x, at, LAYOUT.column_map(packed), order, target, "none", LAYOUT, gather=True)
+        lift_routed(x, at, LAYOUT.column_map(packed), spec._replace(target=target), gather=True)
     expert_lift._has_kernel.cache_clear()
-    assert asked == [(BF16, target, x.device, order) for target in (INT8, FP8)]
+    assert asked == [(spec._replace(target=target), x.device) for target in (INT8, FP8)]

@@ -11,13 +11,19 @@ import torch
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
-from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
+from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, KernelPacker
 from slidesparse.weights.packed import Shard, pack_segments
-from slidesparse.weights.packing import KernelPacker
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.slide import metadata
 from slidesparse.weights.support import as_bits, grouped
 from slidesparse.weights.support import following_groups as defined_following_groups
+
+
+def compress_groups(
+    weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None = None, k_offset: int = 0, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kept values and codes of some groups, all of them for None, checked."""
+    return KernelPacker().compress(Shard(weight, pattern, k_offset, name), groups, checked=False)
+
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
 
@@ -38,22 +44,20 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
     wanted = pack_segments(weight, pattern, k_offset=k_offset).segments[0]
-    got = compress_groups(weight.to(device), parsed, k_offset=k_offset, metadata=True)
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
-    assert got.code.dtype == wanted.code.dtype
-    assert torch.equal(got.metadata.cpu(), metadata(wanted.code, parsed))
+    values, code = compress_groups(weight.to(device), parsed, k_offset=k_offset)
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
+    assert code.dtype == wanted.code.dtype
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
     wanted = pack_segments(weight, "6:8").segments[0]
-    got = compress_groups(weight.to(device), Pattern(6, 8))
-    assert got.values.dtype == dtype
-    assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
-    assert torch.equal(got.code.cpu(), wanted.code)
-    assert got.metadata is None
+    values, code = compress_groups(weight.to(device), Pattern(6, 8))
+    assert values.dtype == dtype
+    assert torch.equal(as_bits(values).cpu(), as_bits(wanted.values))
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
@@ -64,30 +68,30 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
     by_group[:, others] = 1
     dense_elsewhere = by_group.flatten(1)
     wanted = pack_segments(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
-    got = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
+    values, code = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
     wanted = pack_segments(weight, "2:4").segments[0]
-    got = compress_groups(weight.to(device), Pattern(2, 4))
-    assert torch.equal(got.values.cpu(), wanted.values)
-    assert torch.equal(got.code.cpu(), wanted.code)
+    values, code = compress_groups(weight.to(device), Pattern(2, 4))
+    assert torch.equal(values.cpu(), wanted.values)
+    assert torch.equal(code.cpu(), wanted.code)
 
 
 def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
-    got = compress_groups(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(got.values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
+    values, _ = compress_groups(wide[::2, 3:], Pattern(6, 8))
+    assert torch.equal(values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
 
 
 def test_no_rows(device: str) -> None:
-    got = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
-    assert got.values.shape == (0, 12)
-    assert got.code.shape == (0, 2)
+    values, code = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
+    assert values.shape == (0, 12)
+    assert code.shape == (0, 2)
 
 
 def test_a_violation_is_named(device: str) -> None:
@@ -112,17 +116,6 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
         compress_groups(weight.to(device), Pattern(6, 8))
 
 
-def test_what_is_no_weight_is_refused(device: str) -> None:
-    with pytest.raises(InputError, match="rank"):
-        compress_groups(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
-    with pytest.raises(InputError, match="type"):
-        compress_groups(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
-    with pytest.raises(InputError, match="contiguous"):
-        compress_groups(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
-    with pytest.raises(InputError, match="k_offset"):
-        compress_groups(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
-
-
 # -- the whole of pack ---------------------------------------------------------------------------------------------
 
 
@@ -135,7 +128,7 @@ def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_
     weight = wide.to(torch.float8_e4m3fn)
     parsed = Pattern.parse(pattern)
     wanted = defined_following_groups(weight, parsed, k_offset)
-    got = find_following_groups(weight.to(device), parsed, k_offset=k_offset)
+    got = KernelPacker().following(Shard(weight.to(device), parsed, k_offset, "weight"))
     assert got.dtype == wanted.dtype
     assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
     assert torch.equal(got.cpu(), wanted)
@@ -238,9 +231,8 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         inside.remove(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("compress_groups", "copy_groups", "find_following_groups"):
-        run = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
+    run = kernels.Launcher.run
+    monkeypatch.setattr(kernels.Launcher, "run", lambda *given: run(*given) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
     packed = pack_segments(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)

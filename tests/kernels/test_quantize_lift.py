@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from fused_lifts import quantize_lift
+from slab_views import slab_view
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.lifting import kernel as kernels
 from slidesparse.lifting.addresses import LiftInputs
-from slidesparse.lifting.kernel import quantize_lift
-from slidesparse.lifting.launch import Launch, make_variant
-from slidesparse.lifting.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
+from slidesparse.lifting.launch import Launch
+from slidesparse.lifting.layout import BUNDLE, ColumnOrder, Layout, LiftSpec, LinearTensors, Slabs, column_map
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
@@ -219,16 +221,14 @@ def test_any_number_of_tokens(device: str, tokens: int) -> None:
     assert_same(quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
 
 
-@pytest.mark.parametrize("rows", [None, 2, 8])
-def test_rows_past_the_tokens_are_there_to_be_read(device: str, rows: int | None) -> None:
+@pytest.mark.parametrize("rows", [0, 2, 8])
+def test_rows_past_the_tokens_are_there_to_be_read(device: str, rows: int) -> None:
     packed = packed_weight("6:8", 64)
     x = torch.randn(3, 64, dtype=torch.bfloat16, device=device)
     got = quantize_lift(x, on(device, packed), torch.int8, rows=rows)
     assert_same(got, expected(x, packed, torch.int8))
     assert got.values.is_contiguous()
-    assert got.values.untyped_storage().nbytes() == max(3, rows or 0) * 96
-    with pytest.raises(InputError, match="rows and slabs"):
-        quantize_lift(x, on(device, packed), x.dtype, slabs=Slabs(8), rows=8)
+    assert got.values.untyped_storage().nbytes() == max(3, rows) * 96
 
 
 @pytest.mark.parametrize(("stride", "start"), [(96, 0), (96, 3), (81, 0), (80, 8)])
@@ -246,7 +246,8 @@ def test_a_linears_lift_takes_any_strides(device: str) -> None:
     order, where = on(device, packed), torch.randn(1, device=device).device
     x, residual = (torch.randn(64, 5, device=device).T for _ in range(2))
     tensors = LinearTensors(packed.column_map(), order.pairs, (), None, None, torch.ones(64, device=device))
-    lift = kernels.find_kernel_lift(order.without_pairs, x.dtype, torch.int8, "add_rms_norm", 5, where, None, None)
+    spec = LiftSpec("add_rms_norm", x.dtype, torch.int8, tuple(order.numbers), Layout())
+    lift = kernels.find_kernel_lift(spec, 5, where)
     wanted = lift(x.contiguous(), residual.contiguous(), tensors, 1e-6)
     assert all(torch.equal(*both) for both in zip(lift(x, residual, tensors, 1e-6), wanted, strict=True))
 
@@ -458,7 +459,7 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
         quantize_lift(x, moved, torch.int8, pairs=moved.pairs.to(elsewhere.device))
     for pairs in (None, moved.pairs[1:], moved.pairs.long(), moved.pairs.repeat_interleave(2)[::2]):
         with pytest.raises(InputError, match="index of pairs"):
-            quantize_lift(x, moved.without_pairs, torch.int8, pairs=pairs)
+            quantize_lift(x, replace(moved, pairs=None), torch.int8, pairs=pairs)
     with pytest.raises(InputError, match="even number"):
         ColumnOrder.of(packed, 3)
     with pytest.raises(InputError, match="even number"):
@@ -472,10 +473,6 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     assert (partial.dense_columns, partial.slid_columns) == (64, 64)
     with pytest.raises(InputError, match="segment in slabs"):
         quantize_lift(torch.randn(1, 60, device=device), partial, torch.int8, slabs=Slabs(8))
-    # A step that ends inside a slab would be written elsewhere.
-    whole, launch = on(device, packed_weight("6:8", 128), 64), Launch(read=64, write=32, num_warps=1)
-    with pytest.raises(InputError, match="steps of a launch that writes slabs"):
-        make_variant(whole, torch.bfloat16, torch.bfloat16, "none", Slabs(8), launch)
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +485,7 @@ def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatc
 def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns, bf16 = on(device, packed_weight("6:8", 64)), torch.bfloat16
     where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
-    lift = kernels.KernelLift(columns.without_pairs, bf16, torch.int8, "add_rms_norm", 5, where, None, None)
+    lift = kernels.KernelLift(LiftSpec("add_rms_norm", bf16, torch.int8, tuple(columns.numbers), Layout()), 5, where)
     both, gain = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
     (x, residual), none = both.chunk(2, 1), torch.empty(0, device=device)
     current = True
@@ -521,6 +518,7 @@ def test_a_reason_is_the_same_for_every_number_of_tokens(device: str) -> None:
     reasons = set()
     for tokens in (5, 6):
         x = torch.randn(64, tokens, device=device).T
-        lift = kernels.find_kernel_lift(order.without_pairs, x.dtype, torch.int8, "none", tokens, where, None, None)
+        spec = LiftSpec("none", x.dtype, torch.int8, tuple(order.numbers), Layout())
+        lift = kernels.find_kernel_lift(spec, tokens, where)
         reasons.add(lift.why_not(x, None, None, None))
     assert reasons == {"activations to lift: of another size, type, stride or device than the kernel reads"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slidesparse import InputError
-from slidesparse.lifting.routed import weighted_sum as kernel
-from slidesparse.lifting.routed.expert_sum import weighted_sum
+from slidesparse.lifting import expert_sum_kernel as kernel
+from slidesparse.lifting.expert_sum import weighted_sum
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 1500])

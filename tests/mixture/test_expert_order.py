@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse import InputError
-from slidesparse.lifting.routed.expert_order import arrange, rows_needed
+from slidesparse.lifting.expert_order import arrange, rows_needed
 
 
 @given(

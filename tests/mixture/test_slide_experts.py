@@ -10,10 +10,10 @@ import torch
 from expert_weights import one_by_one, packed_experts, routed
 
 from slidesparse import InputError, UnsupportedError
-from slidesparse.gemm.grouped import Rows, TokenTile, TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct, Rows, TokenTile
 from slidesparse.layer.experts import SlideExperts, split_rows
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.weights.packed import pack_segments
 
@@ -59,7 +59,7 @@ def test_routings(chosen: torch.Tensor) -> None:
     assert torch.equal(y, one_by_one(x, weights, chosen, gate_up, down))
 
 
-class Counting(TorchExperts):
+class Counting(GroupedProduct):
     """The definition, which keeps what it is asked for."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
-from slidesparse.gemm.grouped import GroupedProduct, TorchExperts, grouped_patterns
+from slidesparse.gemm.grouped import GroupedProduct, grouped_patterns
 from slidesparse.gemm.select import WRONG_HERE, Fallback
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.layer.experts import SlideExperts, split_rows
@@ -107,7 +107,7 @@ class ExpertLoader:
     def _product(self, kind: ExpertKind) -> GroupedProduct | str:
         """Return what multiplies, as the user chose, or why nothing does."""
         if self.backend == "reference":
-            return TorchExperts()
+            return GroupedProduct()
         if self.backend != "auto" and self.backend not in WITH_EXPERTS:
             return f"the backend {self.backend} does not multiply by experts"
         if kind.device.type == "cpu" and self.fallback != "none":
@@ -118,7 +118,7 @@ class ExpertLoader:
 
     def _or_definition(self, found: GroupedProduct | str) -> GroupedProduct | str:
         """Return a product, or the definition where there is none and experts are to run sparse all the same."""
-        return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
+        return GroupedProduct() if isinstance(found, str) and self.fallback == "none" else found
 
     def _why_not_bits(self, bits: int) -> str | None:
         """Return why a backend that was asked for cannot keep values of this many bits."""

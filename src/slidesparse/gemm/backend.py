@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -91,55 +91,28 @@ Products = tuple[torch.Tensor, "torch.Tensor | None"]
 """The product [M, out] in the type of the activations, and the new residual [M, K] or None."""
 
 
-class Runner(Protocol):
-    """Runs one linear for one number of tokens, and weights of one size and type."""
+Runner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", LinearTensors, float], Products]
+"""Runs one linear for one number of tokens, and weights of one size and type: prologue, quantisation, lift, product.
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """Apply the prologue, quantise, lift and multiply.
+It takes x [M, K], or [M, 2K] for the prologue ``silu_mul``; the residual [M, K] for a norm that adds it, else None; the
+linear's tensors; and the norm's epsilon. Sizes, types or devices that it was not made for are an InputError."""
 
-        Args:
-            x: [M, K], or [M, 2K] for the prologue ``silu_mul``.
-            residual: [M, K] for a norm that adds it, else None.
-            tensors: The linear's tensors.
-            eps: The norm's epsilon.
+ChainRunner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", Sequence[torch.Tensor]], Products]
+"""Runs several linears, each on the product of the one before it, for one number of tokens.
 
-        Raises:
-            InputError: When sizes, types or devices are not those that the runner was made for.
-        """
-        ...
-
-
-class ChainRunner(Protocol):
-    """Runs several linears, each on the product of the one before it, for one number of tokens."""
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """Run the linears in order.
-
-        Args:
-            x: [M, K], the activations of the first linear.
-            residual: [M, K], which the first linear whose norm adds a residual adds.
-            tensors: The tensors of all linears; :class:`slidesparse.gemm.spec.Slots` say which belong to which.
-
-        Returns:
-            The last product, and the last new residual, or ``residual`` where none is added.
-        """
-        ...
+It takes x [M, K] of the first linear; the residual [M, K], which the first linear whose norm adds a residual adds; and
+the tensors of all linears, of which :class:`slidesparse.gemm.spec.Slots` say whose they are. It returns the last
+product, and the last new residual, or the one given where none is added."""
 
 
 class LiftThenMultiply:
-    """The default runner: one call that lifts, then one that multiplies.
-
-    Args:
-        backend: The backend that multiplies.
-        lift: The lift, in the backend's layout.
-        out_features: Rows of the weight.
-    """
+    """The default runner: one call that lifts, into the backend's layout, then one that multiplies."""
 
     def __init__(self, backend: Backend, lift: Lift, out_features: int) -> None:
         self.backend, self.lift, self.out_features = backend, lift, out_features
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`Runner`."""
+        """See :data:`Runner`."""
         if tensors.column_map.device != x.device:
             raise InputError(
                 "activations and weight on two devices",
@@ -159,15 +132,7 @@ class LiftThenMultiply:
 def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
-    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet.
-
-    Args:
-        runner: The runner.
-        lift: Its lift.
-        x: The activations of this call.
-        residual: The residual of this call.
-        tensors: The linear's tensors.
-    """
+    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet."""
     reason = lift.why_not(x, residual, tensors.pairs, tensors.gain)
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
@@ -176,17 +141,13 @@ def log_by_parts(
 
 
 class OneByOne:
-    """The default runner of a chain: one runner after the other.
-
-    Args:
-        linears: The runner of each linear, and the slots of its tensors.
-    """
+    """The default runner of a chain: the runner of each linear, with the slots of its tensors, one after the other."""
 
     def __init__(self, linears: Sequence[tuple[Runner, Slots]]) -> None:
         self.linears = tuple(linears)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """See :class:`ChainRunner`."""
+        """See :data:`ChainRunner`."""
         for runner, slots in self.linears:
             x, residual_out = runner(x, residual if slots.adds else None, slots.pick(tensors), slots.eps)
             residual = residual_out if slots.adds else residual
@@ -222,13 +183,9 @@ class Backend(ABC):
         return None
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
-        """Return the bytes that a call allocates for each element of the product, besides the product itself.
+        """Return the bytes that a call allocates for each element of a product of M ``tokens`` besides the product.
 
-        Args:
-            dtype: Type of the weight.
-            out_dtype: Type of the product.
-            tokens: M.
-            device: The device on which it runs.
+        ``dtype`` is the type of the weight, ``out_dtype`` that of the product.
         """
         return 0
 
@@ -275,11 +232,7 @@ class Backend(ABC):
         """
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """Return the runner of a linear for one number of tokens; the default lifts, then multiplies.
-
-        Args:
-            lift: The lift for that number of tokens, in this backend's layout.
-            out_features: Rows of the weight.
+        """Return the runner of a linear for the number of tokens of a lift; the default lifts, then multiplies.
 
         Raises:
             UnsupportedError: A kernel cannot be loaded.
@@ -291,28 +244,17 @@ class Backend(ABC):
 
         A server meets hundreds of numbers of tokens, most of them once, so what does not depend on them is kept.
 
-        Args:
-            runner: Made by this backend.
-            tokens: M.
-
         Raises:
             UnsupportedError: A kernel cannot be loaded.
         """
         return None
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
-        """Return the runner of linears in a row, all of this backend; the default runs one after the other.
-
-        Args:
-            linears: Runners that :meth:`runner` made for one number of tokens, and the slots of their tensors.
-        """
+        """Return the runner of linears in a row, whose runners :meth:`runner` made for one number of tokens."""
         return OneByOne(linears)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Load every kernel that some number of tokens may choose; the default has none to load.
 
-        Args:
-            dtype: Type of the weight.
-            out_dtype: Type of the activations and products.
-            device: The device on which they will run.
+        ``dtype`` is the type of the weight, ``out_dtype`` that of activations and products.
         """

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +95,8 @@ class Dense(Reference):
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features or out_features % MULTIPLE:  # padded: by parts
             return by_parts
-        kernel_lift = cast("KernelLift", lift)
-        multiply = _fused_after(kernel_lift) if kernel_lift.tokens else None
-        return by_parts if multiply is None else DenseLinear(kernel_lift, by_parts, multiply)
+        multiply = _fused_after(lift) if lift.tokens else None
+        return by_parts if multiply is None else DenseLinear(lift, by_parts, multiply)
 
     def matmul(
         self,
@@ -132,7 +131,7 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 
 
 class DenseLinear:
-    """Runs a dense linear with little more than allocations between its two launches; see :class:`Runner`.
+    """Runs a dense linear with little more than allocations between its two launches; see :data:`Runner`.
 
     Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
     than the GPU.
@@ -150,7 +149,7 @@ class DenseLinear:
         self._shape = torch.Size((self._out, lift.k_packed))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`slidesparse.gemm.backend.Runner`."""
+        """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, (_, pairs, operand, scale_w, bias, gain) = self._lift, tensors
         inputs = lift.inputs(x, residual, pairs, gain)
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):

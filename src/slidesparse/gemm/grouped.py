@@ -1,4 +1,4 @@
-"""Grouped GEMM over the experts of a mixture: the protocol, and its definition in torch."""
+"""Grouped GEMM over the experts of a mixture: what backends offer, and its definition in torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Layout, Lifted
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE, Pattern
 
@@ -55,18 +55,30 @@ class TokenTile(Protocol):
         ...
 
 
-class GroupedProduct(Protocol):
-    """A backend of mixtures: :class:`TorchExperts`, :class:`slidesparse.gemm.hopper.grouped.HopperExperts`.
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of X."""
+
+    tokens: int
+
+
+class GroupedProduct:
+    """The definition of a grouped product, tile by tile in torch: exact for INT8, slow, and it waits for the device.
+
+    Backends of mixtures are subclasses: :class:`slidesparse.gemm.hopper.grouped.HopperExperts`.
 
     Attributes:
         layout: The layout in which it reads activations.
     """
 
-    layout: Layout
+    layout = Layout(lifted=True)
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
-        """Return the weights of all experts, which share one shape, type and pattern."""
-        ...
+        """Return the weights of all experts, which share one shape, type and pattern.
+
+        Here: the slid matrices, zeros in place, [experts, N, K'].
+        """
+        return GroupedOperand(torch.stack([packed.columns() for packed in experts]))
 
     def tiles(
         self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]
@@ -78,7 +90,7 @@ class GroupedProduct(Protocol):
             operands: The operand of each linear, from :meth:`prepare`.
             out_features: The rows of one expert's weight, for each linear.
         """
-        ...
+        return tuple(Rows(4) for _ in operands)
 
     def multiply(
         self,
@@ -91,6 +103,8 @@ class GroupedProduct(Protocol):
     ) -> torch.Tensor:
         """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e being the expert of row p.
 
+        Rows past the used tiles are zeros here, and undefined in backends.
+
         Args:
             x: P rows in the layout, with their scales.
             operand: From :meth:`prepare`.
@@ -102,39 +116,6 @@ class GroupedProduct(Protocol):
         Raises:
             InputError: Sizes that do not fit each other.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of X."""
-
-    tokens: int
-
-
-class TorchExperts:
-    """The definition, tile by tile in torch: exact for INT8, slow, and it waits for the device."""
-
-    layout = Layout(lifted=True)
-
-    def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
-        """Return the slid matrices of all experts, zeros in place: [experts, N, K']."""
-        return GroupedOperand(torch.stack([packed.columns() for packed in experts]))
-
-    def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Rows, ...]:
-        """Return tiles of four rows."""
-        return tuple(Rows(4) for _ in operands)
-
-    def multiply(
-        self,
-        x: Lifted,
-        operand: GroupedOperand,
-        scale: torch.Tensor,
-        arrangement: Arrangement,
-        out_dtype: torch.dtype,
-        tile: TokenTile,
-    ) -> torch.Tensor:
-        """See :class:`GroupedProduct`; rows past the used tiles are zeros."""
         y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.weights.device)
         for number, expert in enumerate(arrangement.experts[: int(arrangement.used)].tolist()):
             rows = slice(number * tile.tokens, (number + 1) * tile.tokens)

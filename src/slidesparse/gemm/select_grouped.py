@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
 
@@ -15,6 +15,6 @@ def grouped_product(problem: Problem) -> GroupedProduct | str:
         problem: The weight of one expert.
     """
     if problem.device.type == "cpu":
-        return TorchExperts()
+        return GroupedProduct()
     reason = Hopper().why_not(problem)
     return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"

@@ -25,7 +25,7 @@ from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.layout import ColumnOrder
+from slidesparse.lifting.layout import LiftSpec
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 
 MEMORY_BYTES = 256 << 20
@@ -112,35 +112,25 @@ class WarmUp:
             return
         for form in weight.forms:
             if form.order:  # else the torch definition lifts
-                self._lift_batches(prologue, weight, ColumnOrder(*form.order), form.backend, device)  # type: ignore[arg-type] # their number
+                layout = get_backend(form.backend).layout
+                spec = LiftSpec(cast("Prologue", prologue), self.dtype, weight.weight_dtype, form.order, layout)
+                self._lift_batches(spec, weight, form.backend, device)
         self._done.add(kind)
 
     def limit_tokens(self, token_bytes: int) -> int:
         """Return the tokens of the largest batch, or as many as fit into the memory."""
         return max(1, min(self.most, self.memory // token_bytes))
 
-    def _lift_batches(
-        self, prologue: str, weight: WeightSpec, order: ColumnOrder, backend: str, device: torch.device
-    ) -> None:
-        from slidesparse.lifting.kernel import quantize_lift  # needs Triton
+    def _lift_batches(self, spec: LiftSpec, weight: WeightSpec, backend: str, device: torch.device) -> None:
+        from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
 
-        layout = get_backend(backend).layout
-        zeros = partial(torch.zeros, dtype=self.dtype, device=device)
-        read = order.in_features * (2 if prologue == "silu_mul" else 1)
-        written = order.in_features * self.dtype.itemsize + order.k_packed * weight.weight_dtype.itemsize
+        order, read, zeros = spec.columns, spec.read, partial(torch.zeros, dtype=self.dtype, device=device)
+        written = order.in_features * self.dtype.itemsize + order.k_packed * spec.target.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
+        pairs = torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device)
+        gain = zeros(order.in_features) if spec.prologue in NORMS else None
         for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
-            if weight.pick(tokens)[0].backend != backend:
-                continue
-            x = zeros(tokens, read)
-            quantize_lift(
-                x,
-                order,
-                weight.weight_dtype,
-                cast("Prologue", prologue),
-                pairs=torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device),
-                gain=zeros(order.in_features) if prologue in NORMS else None,
-                residual=x if prologue in ADDING else None,
-                slabs=layout.slabs,
-                rows=layout.rows(tokens) if layout.slabs is None else None,
-            )
+            if weight.pick(tokens)[0].backend == backend:
+                x = zeros(tokens, read)
+                residual = x if spec.prologue in ADDING else None
+                find_kernel_lift(spec, tokens, x.device).run(x, residual, pairs, gain, 0.0)

@@ -14,12 +14,12 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile, TorchExperts
-from slidesparse.lifting.layout import Lifted
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct, TokenTile
+from slidesparse.lifting.expert_lift import lift_routed
+from slidesparse.lifting.expert_order import Arrangement, arrange, rows_needed
+from slidesparse.lifting.expert_sum import weighted_sum
+from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
-from slidesparse.lifting.routed.expert_lift import lift_routed
-from slidesparse.lifting.routed.expert_order import Arrangement, arrange, rows_needed
-from slidesparse.lifting.routed.expert_sum import weighted_sum
 from slidesparse.ops.inference_only import infer
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import FLOATS
@@ -56,9 +56,9 @@ class ExpertLinear(nn.Module):
         return GroupedOperand(self.operand, self._form)
 
     def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
-        """Quantise and lift the token of every row, or the rows; see :func:`lifting.routed.expert_lift.lift_routed`."""
-        layout = self.product.layout
-        return lift_routed(x, arrangement, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+        """Quantise and lift the token of every row, or the rows; see :func:`lifting.expert_lift.lift_routed`."""
+        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout)
+        return lift_routed(x, arrangement, self.column_map, spec, gather=gather)
 
     def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
@@ -87,14 +87,14 @@ class SlideExperts(nn.Module):
         everywhere: int | None = None,
     ) -> None:
         super().__init__()
-        self.product = TorchExperts() if product is None else product
+        self.product = GroupedProduct() if product is None else product
         for name, experts in (("gate and up", gate_up), ("down", down)):
             _check_alike(name, experts)
-        (width, hidden), inner = gate_up[0].shape, down[0].shape[1]
-        if len(gate_up) != len(down) or width != 2 * inner or down[0].shape[0] != hidden:
+        (out, hidden), inner = gate_up[0].shape, down[0].shape[1]
+        if len(gate_up) != len(down) or out != 2 * inner or down[0].shape[0] != hidden:
             raise InputError(
                 "experts",
-                got=f"{len(gate_up)} of {[width, hidden]}, {len(down)} of {list(down[0].shape)}",
+                got=f"{len(gate_up)} of {[out, hidden]}, {len(down)} of {list(down[0].shape)}",
                 needed="as many of [2I, H] as of [H, I]",
             )
         self.count, self.hidden = len(gate_up), hidden
@@ -146,8 +146,8 @@ class SlideExperts(nn.Module):
         device = self.gate_up.operand.device
         if not runs_triton(device):
             return
+        from slidesparse.lifting.expert_order_kernel import FEW_PAIRS
         from slidesparse.lifting.launch import FEW_TOKENS
-        from slidesparse.lifting.routed.arrange_experts import FEW_PAIRS
 
         for pairs in (1, FEW_TOKENS + 1, FEW_PAIRS + 1):
             tokens = -(-pairs // top_k)
@@ -169,13 +169,13 @@ class SlideExperts(nn.Module):
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
-    """:func:`slidesparse.lifting.routed.expert_order.arrange`, by kernels where they can count all experts."""
+    """:func:`slidesparse.lifting.expert_order.arrange`, by kernels where they can count all experts."""
     if runs_triton(chosen.device) and not chosen.dtype.is_floating_point:
-        from slidesparse.lifting.routed import arrange_experts
+        from slidesparse.lifting import expert_order_kernel
 
         rows = rows_needed(chosen.numel(), experts, tile)
-        if arrange_experts.takes(experts):
-            return Arrangement(*arrange_experts.arrange(chosen.contiguous(), experts, tile, rows))
+        if expert_order_kernel.takes(experts):
+            return Arrangement(*expert_order_kernel.arrange(chosen.contiguous(), experts, tile, rows))
     return arrange(chosen, experts, tile)
 
 

@@ -234,20 +234,10 @@ class SlideLinear(nn.Module):
             destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Pack the weight of a state dict; other groups may follow the pattern than in this layer's weight."""
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        _, strict, missing_keys, unexpected_keys, error_msgs = rest
         own = [f"{prefix}weight", *([] if self.weight_scale is None else [f"{prefix}weight_scale"])]
         unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
         missing = [key for key in own if key not in state_dict]

@@ -8,20 +8,57 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
-from slidesparse.lifting.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
-from slidesparse.lifting.prologue import ADDING, GEMMA, Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors, with_rows
+from slidesparse.lifting.prologue import ADDING, GEMMA, add_rms_norm, rms_norm, silu_mul
 from slidesparse.weights.quant import FLOATS, quantize_rows
 from slidesparse.weights.slide import gather
 
+if TYPE_CHECKING:
+    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
-class Lift(Protocol):
-    """A lift of M tokens: :class:`TorchLift` or :class:`slidesparse.lifting.kernel.KernelLift`."""
+
+Lift: TypeAlias = "TorchLift | KernelLift"
+"""A lift of M tokens."""
+
+
+def find_lift(spec: LiftSpec, tokens: int, device: torch.device) -> Lift:
+    """Return the kernel for a lift of M ``tokens`` on a device, or the torch definition where there is none."""
+    if (reason := why_no_kernel(spec, device)) is not None:
+        if device.type == "cuda":
+            log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
+        return TorchLift(spec)
+    from slidesparse.lifting.kernel import find_kernel_lift
+
+    return find_kernel_lift(spec, tokens, device)
+
+
+def why_no_kernel(spec: LiftSpec, device: torch.device) -> str | None:
+    """Return the reason why no kernel lifts here; None where one does."""
+    if device.type != "cuda":
+        return "they are not on a GPU"
+    if not spec.order:
+        return "the kernel cannot write this column order"
+    if spec.source not in FLOATS:
+        return f"the kernel reads no {spec.source}"
+    if find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    needed = (8, 9) if spec.target == torch.float8_e4m3fn else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"the kernel needs compute capability {needed[0]}.{needed[1]}"
+    return None
+
+
+class TorchLift:
+    """The definition of a lift, in torch, for any device."""
+
+    def __init__(self, spec: LiftSpec) -> None:
+        self.spec = spec
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """Apply the prologue, quantise and lift.
@@ -35,90 +72,26 @@ class Lift(Protocol):
         Raises:
             InputError: When shapes, types or devices do not fit.
         """
-        ...
-
-
-def find_lift(
-    layout: Layout,
-    prologue: Prologue,
-    tokens: int,
-    source: torch.dtype,
-    target: torch.dtype,
-    device: torch.device,
-    order: tuple[int, ...],
-) -> Lift:
-    """Return the kernel for a lift, or the torch definition where there is none.
-
-    Args:
-        layout: The layout of the backend that will read the values.
-        prologue: Applied first.
-        tokens: M.
-        source: Type of the activations.
-        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
-        device: Where the activations are.
-        order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
-    """
-    if (reason := why_no_kernel(source, target, device, order)) is not None:
-        if device.type == "cuda":
-            log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
-        return TorchLift(prologue, target, layout, order[0] if order else None)
-    from slidesparse.lifting.kernel import find_kernel_lift
-
-    rows = layout.rows(tokens) if layout.slabs is None else None
-    columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
-    return find_kernel_lift(columns, source, target, prologue, tokens, device, layout.slabs, rows)
-
-
-def why_no_kernel(source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]) -> str | None:
-    """Return the reason why no kernel lifts here; None where one does. Arguments as in :func:`find_lift`."""
-    if device.type != "cuda":
-        return "they are not on a GPU"
-    if not order:
-        return "the kernel cannot write this column order"
-    if source not in FLOATS:
-        return f"the kernel reads no {source}"
-    if find_spec("triton") is None:
-        return "Triton is not installed; pip install triton"
-    needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if torch.cuda.get_device_capability(device) < needed:
-        return f"the kernel needs compute capability {needed[0]}.{needed[1]}"
-    return None
-
-
-class TorchLift:
-    """The definition of a lift, in torch, for any device.
-
-    Args:
-        prologue: Applied first.
-        target: torch.int8, torch.float8_e4m3fn, or the activations' type to lift only.
-        layout: The layout of the result.
-        columns: K; None where the caller does not know it.
-    """
-
-    def __init__(self, prologue: Prologue, target: torch.dtype, layout: Layout, columns: int | None = None) -> None:
-        self.prologue, self.target, self.layout, self.columns = prologue, target, layout, columns
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """See :class:`Lift`."""
         self._check_rows(x)
         x, residual_out = self._apply_prologue(x, residual, tensors.gain, eps)
         _check_finite(x)
-        if self.target == x.dtype:
+        if self.spec.target == x.dtype:
             return Lifted(self._arranged(gather(x, tensors.column_map)), None, residual_out)
-        values, scale = quantize_rows(x, self.target)
+        values, scale = quantize_rows(x, self.spec.target)
         return Lifted(self._arranged(gather(values, tensors.column_map)), scale, residual_out)
 
     def _apply_prologue(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.prologue == "none":
+        prologue = self.spec.prologue
+        if prologue == "none":
             return x, None
-        if self.prologue == "silu_mul":
+        if prologue == "silu_mul":
             return silu_mul(x), None
         if gain is None or gain.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
             raise InputError("gain of RMSNorm", got=_form(gain), needed=f"[{x.shape[-1]}]")
-        offset = 1.0 if self.prologue in GEMMA else 0.0
-        if self.prologue not in ADDING:
+        offset = 1.0 if prologue in GEMMA else 0.0
+        if prologue not in ADDING:
             return rms_norm(x, gain, eps, offset=offset), None
         if residual is None or residual.shape != x.shape:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
@@ -128,16 +101,15 @@ class TorchLift:
         if x.dim() != 2 or not x.is_floating_point():
             raise InputError("activations to lift", got=f"{list(x.shape)} {x.dtype}", needed="floats [M, K]")
         # A gather would read some of the columns, or past the last one, which ends a process on a GPU.
-        width = None if self.columns is None else self.columns * (2 if self.prologue == "silu_mul" else 1)
-        if width is not None and x.shape[-1] != width:
-            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {width}]")
+        if self.spec.order and x.shape[-1] != self.spec.read:
+            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {self.spec.read}]")
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Return row-major activations [M, K'] in the layout."""
-        tokens, width = lifted.shape
-        if self.layout.slabs is not None:
-            return self.layout.slabs.arrange(lifted).view(-1, width)[:tokens]
-        return with_rows(lifted, self.layout.rows(tokens))[:tokens]
+        (tokens, k_packed), layout = lifted.shape, self.spec.layout
+        if layout.slabs is not None:
+            return layout.slabs.arrange(lifted).view(-1, k_packed)[:tokens]
+        return with_rows(lifted, layout.rows(tokens))[:tokens]
 
 
 def _form(tensor: torch.Tensor | None) -> str:

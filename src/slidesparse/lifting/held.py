@@ -19,6 +19,8 @@ from slidesparse.lifting.lift_math import (
     add,
     begin,
     first_pair,
+    largest_of,
+    moved_pairs,
     normed,
     offset_in_row,
     offset_of_row,
@@ -100,8 +102,7 @@ def _absmax(row, P: tl.constexpr):
     largest = tl.full((P.read,), 0.0, row[0].dtype)
     for chunk in tl.static_range(0, len(row)):
         largest = _larger(largest, row[chunk])
-    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
-    return tl.max(largest.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return largest_of(largest)
 
 
 @triton.jit
@@ -185,11 +186,7 @@ def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
 def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
     """Return the input pairs that feed a step of a segment, int32 [WRITE / 2]; outside the row where none does."""
     if P.gathered:
-        START: tl.constexpr = P.dense_columns if SLID else 0
-        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-        position = start // 2 + tl.arange(0, P.write // 2)
-        column = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2)
-        source = column.to(tl.int32) >> 1
+        source = moved_pairs(pairs_ptr, start, SLID, P) >> 1
     else:
         SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
         span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
@@ -252,7 +249,7 @@ def _step(
 
 
 @triton.jit
-def _lift(
+def _write_segment(
     pairs,
     pairs_ptr,
     out_ptr,
@@ -333,6 +330,6 @@ def write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.conste
     else:
         NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
         if P.dense_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, False, COPIES, P)
+            _write_segment(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, False, COPIES, P)
         if P.slid_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, True, COPIES, P)
+            _write_segment(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, True, COPIES, P)

@@ -26,59 +26,16 @@ from slidesparse.lifting.launch import (
     device_arch,
     make_variant,
 )
-from slidesparse.lifting.layout import ColumnOrder, Lifted, LinearTensors, Slabs
-from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
+from slidesparse.lifting.prologue import ADDING, NORMS
 from slidesparse.lifting.variant import LiftVariant
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
-
-def quantize_lift(
-    x: torch.Tensor,
-    order: ColumnOrder,
-    target: torch.dtype,
-    prologue: Prologue = "none",
-    *,
-    pairs: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    eps: float = 0.0,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Lifted:
-    """Apply the prologue, quantise every token with its own scale and lift it.
-
-    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
-
-    Args:
-        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
-        order: The packed column order.
-        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
-        prologue: A function of :mod:`slidesparse.lifting.prologue`.
-        pairs: The index of pairs, where ``order.pairs`` is None.
-        gain: [K] in x's type, the gain of the norm.
-        residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-        eps: The norm's epsilon.
-        slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
-
-    Raises:
-        InputError: When shapes, types or strides do not fit.
-        UnsupportedError: FP8 on a GPU without FP8 conversions.
-    """
-    if x.dim() != 2:
-        raise InputError("activations to lift", got=list(x.shape), needed="[M, K]")
-    lift = find_kernel_lift(order.without_pairs, x.dtype, target, prologue, x.shape[0], x.device, slabs, rows)
-    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
-
-
-# -- one lift ------------------------------------------------------------------------------------------------------
-
-
 KEPT = (
-    *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
-    *("target", "variant", "k_packed"),
+    *("_read", "config", "device", "gathered", "index", "k_packed", "launcher", "layout", "order", "prologue"),
+    *("quantised", "source", "spec", "target", "variant"),
 )
 """The attributes that a lift shares with lifts of other numbers of tokens."""
 
@@ -86,17 +43,15 @@ KEPT = (
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
+    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
+
     Args:
-        order: The packed column order.
-        source: Type of the activations.
-        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
-        prologue: Applied first.
+        spec: What it does, to bfloat16, float16 or float32.
         tokens: M.
         device: The device of the activations.
-        slabs: Layout of the output in slabs; row-major when None.
-        rows: Allocate at least this many rows.
 
     Attributes:
+        config: The sizes of its launch.
         index: Index of the device; negative in Triton's interpreter.
         shape: Shape of the activations.
         k_packed: Packed columns K'.
@@ -110,60 +65,45 @@ class KernelLift:
 
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
-    def __init__(
-        self,
-        order: ColumnOrder,
-        source: torch.dtype,
-        target: torch.dtype,
-        prologue: Prologue,
-        tokens: int,
-        device: torch.device,
-        slabs: Slabs | None,
-        rows: int | None,
-    ) -> None:
+    def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
+        self.prologue, self.source, self.target, _, self.layout = prologue, source, target, _, layout = spec
         if source not in FLOATS:
             raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
-        if rows is not None and slabs is not None:
-            raise InputError("rows and slabs", got=rows, needed="one of them: slabs are padded by themselves")
         arch = device_arch(device)
         if target == torch.float8_e4m3fn and arch < FP8_ARCH:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
-        launch = configure(tokens, order, source.itemsize, prologue, target in QUANTISED)
-        early = device.type == "cuda" and arch >= EARLY_ARCH
-        self.variant = make_variant(order, source, target, prologue, slabs, launch, early)
-        self.launcher = _launcher(self.variant, launch, source, device)
-        self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
+        self.spec, self.device, self.order = spec, device, spec.columns
+        self.config = configure(tokens, self.order, source.itemsize, prologue, target in QUANTISED)
+        self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)
+        self.launcher = _launcher(self.variant, self.config, source, device)
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered, self.k_packed = self.variant.quant != "none", order.gathered, order.k_packed
-        self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
-        if slabs is not None:
-            slabs.shape(tokens, order.k_packed, target.itemsize)  # refuses columns that do not fill slabs
-        self._size(tokens, rows)
+        self.quantised, self.gathered = self.variant.quant != "none", self.order.gathered
+        self.k_packed, self._read = self.order.k_packed, spec.read
+        if layout.slabs is not None:
+            layout.slabs.shape(tokens, self.k_packed, target.itemsize)  # refuses columns that do not fill slabs
+        self._size(tokens)
 
-    def _size(self, tokens: int, rows: int | None) -> None:
-        if self.slabs is None:
-            self.programs, self.padded = tokens, max(tokens, rows or 0)
-        else:
-            self.programs = self.padded = self.slabs.padded(tokens)
-        self.tokens, self.shape = tokens, (tokens, self._columns)
+    def _size(self, tokens: int) -> None:
+        slabs = self.layout.slabs
+        self.padded = max(tokens, self.layout.rows(tokens)) if slabs is None else slabs.padded(tokens)
+        self.programs = tokens if slabs is None else self.padded
+        self.tokens, self.shape = tokens, (tokens, self._read)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift into slabs for another number of tokens; faster than constructing it anew."""
+        """Return the same lift for another number of tokens; faster than constructing it anew."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
-            nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
-            given = self.order, self.source, self.target, self.prologue, nearest, self.device, self.slabs, None
-            like = find_kernel_lift(*given)
+            like = find_kernel_lift(self.spec, FEW_TOKENS + (tokens > FEW_TOKENS), self.device)
         made = KernelLift.__new__(KernelLift)
         for name in KEPT:
             setattr(made, name, getattr(like, name))
-        made._size(tokens, None)
+        made._size(tokens)
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
-        """See :class:`slidesparse.lifting.choose.Lift`."""
+        """See :class:`slidesparse.lifting.choose.TorchLift`."""
         rows = None if residual is None else with_contiguous_columns(residual)
         return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
 
@@ -175,19 +115,43 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Lift checked tensors of the sizes, types and device that this lift was made for.
+        """Lift tokens.
+
+        Args:
+            x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
+            residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
+            pairs: :attr:`~slidesparse.lifting.layout.ColumnOrder.pairs`, where groups are moved.
+            gain: [K] in x's type, the gain of the norm.
+            eps: The norm's epsilon.
 
         Raises:
-            InputError: As :func:`quantize_lift`.
+            InputError: Sizes, types, strides or a device for which this lift was not made.
         """
         refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
         if refusal is not None:
             raise refusal
         index = x.get_device()
-        if index < 0 or is_current(index):
-            return self._run(index, x, residual, pairs, gain, eps)
-        with torch.cuda.device(index):
-            return self._run(index, x, residual, pairs, gain, eps)
+        if index >= 0 and not is_current(index):
+            with torch.cuda.device(index):
+                return self.run(x, residual, pairs, gain, eps)
+        pairs, padded = pairs if self.gathered else None, self.padded
+        values = empty(padded, self.k_packed, self.target, index)
+        scale = empty(self.tokens, 1, torch.float32, index) if self.quantised else None
+        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
+        if self.tokens and self.k_packed:
+            inputs = inputs_of(x, residual, pairs, gain)
+            if self.can_launch(inputs):
+                residual_out_at = None if residual_out is None else residual_out.data_ptr()
+                scale_at = None if scale is None else scale.data_ptr()
+                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
+            else:
+                written = values.view(torch.int16 if self.variant.held else torch.int8) if self.quantised else values
+                tensors = x, residual, residual_out, gain, pairs, written, scale
+                arguments = *tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps)
+                self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
+        if padded != self.tokens:
+            values.resize_(self.tokens, self.k_packed)  # keeps the memory after them; a view would be one more tensor
+        return Lifted(values, scale, residual_out)
 
     # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
@@ -227,49 +191,6 @@ class KernelLift:
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
-
-    def _run(
-        self,
-        index: int,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        eps: float,
-    ) -> Lifted:
-        tokens, k_packed = self.tokens, self.k_packed
-        values = empty(self.padded, k_packed, self.target, index)
-        scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
-        lifted = Lifted(values, scale, residual_out)
-        if tokens and k_packed:
-            inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
-            if self.can_launch(inputs):
-                residual_out_at = None if residual_out is None else residual_out.data_ptr()
-                scale_at = None if scale is None else scale.data_ptr()
-                self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
-            else:
-                self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
-        if self.padded != tokens:
-            values.resize_(tokens, k_packed)  # keeps the memory after them; a view would be one more tensor to make
-        return lifted
-
-    def _launch_by_triton(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        lifted: Lifted,
-        eps: float,
-    ) -> None:
-        values, scale, residual_out = lifted
-        if self.quantised:
-            values = values.view(torch.int16 if self.variant.held else torch.int8)
-        inputs = inputs_of(x, residual, pairs, gain)
-        tensors = x, residual, residual_out, gain, pairs, values, scale
-        arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None

@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Slabs
-from slidesparse.lifting.prologue import ADDING, Prologue
+from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, LiftSpec
+from slidesparse.lifting.prologue import ADDING
 from slidesparse.lifting.variant import CHUNKS, LiftVariant
 from slidesparse.weights.quant import QUANTISED
 
@@ -64,15 +64,6 @@ class Launch:
     write: int
     num_warps: int
     registers: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.registers) is not int or not 0 <= self.registers <= 256 or self.registers % 8:
-            raise InputError("registers of a launch", got=self.registers, needed="a multiple of 8 up to 256")
-        limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
-        for name, limit in limits.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= limit or value & (value - 1):
-                raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
 
 
 @lru_cache(maxsize=4096)
@@ -129,43 +120,16 @@ def device_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def make_variant(
-    order: ColumnOrder,
-    source: torch.dtype,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs | None,
-    launch: Launch,
-    early: bool = False,
-) -> LiftVariant:
-    """Return the constants that a launch compiles in.
-
-    Args:
-        order: The packed column order.
-        source: Type of the input.
-        target: Type of the output; the input's own type to lift only.
-        prologue: Applied first.
-        slabs: Layout of the output in slabs; row-major when None.
-        launch: Sizes of the launch.
-        early: See :class:`LiftVariant`.
-    """
+def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVariant:
+    """Return the constants that a launch compiles in; ``early``: see :class:`LiftVariant`."""
+    (prologue, source, target, order, _), slabs = spec, spec.layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
-        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
-    steps = launch.read, launch.write
-    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
-        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
+    dense = spec.columns.dense_columns
+    if slabs is not None and dense * target.itemsize % SLAB_BYTES:
+        raise InputError("a segment in slabs", got=dense, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
-        in_features=order.in_features,
-        half=order.group // 2,
-        k_offset=order.k_offset,
-        dense_groups=order.dense_groups,
-        slid_groups=order.slid_groups,
-        dense_columns=order.dense_columns,
-        slid_columns=order.slid_columns,
-        bundle=order.bundle,
-        gathered=order.gathered,
+        *order,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

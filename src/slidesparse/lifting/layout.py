@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 
 from slidesparse.errors import InputError
+from slidesparse.lifting.prologue import Prologue
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import WINDOW
 from slidesparse.weights.support import as_bits
@@ -105,24 +105,10 @@ class ColumnOrder:
         """Whether the groups are in another order than the input's, which ``pairs`` gives."""
         return self.dense_groups > 0 and self.slid_groups > 0
 
-    @cached_property
-    def without_pairs(self) -> ColumnOrder:
-        """The order without its tensor: a key for caches."""
-        return self if self.pairs is None else replace(self, pairs=None)
-
     @property
     def numbers(self) -> list[int]:
         """All fields except ``pairs``, in order: an operator can take them as one argument."""
-        return [
-            self.in_features,
-            self.group,
-            self.k_offset,
-            self.dense_groups,
-            self.slid_groups,
-            self.dense_columns,
-            self.slid_columns,
-            self.bundle,
-        ]
+        return [getattr(self, each.name) for each in fields(ColumnOrder) if each.name != "pairs"]
 
     @property
     def index_dtype(self) -> torch.dtype:
@@ -199,7 +185,7 @@ class Layout:
         multiple: Columns of each segment are padded with zeros to a multiple of this.
         rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
             rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs.
             None: they are row-major.
         bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
     """
@@ -272,6 +258,34 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
     return bundles.transpose(-4, -2).flatten(-3, -2)
 
 
+class LiftSpec(NamedTuple):
+    """What a lift does to every token.
+
+    Attributes:
+        prologue: Applied first.
+        source: Type of the activations.
+        target: torch.int8 or torch.float8_e4m3fn; ``source`` to lift only, bit for bit.
+        order: :attr:`ColumnOrder.numbers`; empty where the kernel cannot write the order.
+        layout: The layout of the backend that will read the values.
+    """
+
+    prologue: Prologue
+    source: torch.dtype
+    target: torch.dtype
+    order: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def columns(self) -> ColumnOrder:
+        """The column order, which must not be empty."""
+        return ColumnOrder(*self.order)  # type: ignore[arg-type] # mypy does not count them
+
+    @property
+    def read(self) -> int:
+        """Columns of a row that is read: K, or 2K for ``silu_mul``; the order must not be empty."""
+        return self.order[0] * (2 if self.prologue == "silu_mul" else 1)
+
+
 class LinearTensors(NamedTuple):
     """The tensors that a linear reads besides activations, the same in every call.
 
@@ -321,18 +335,6 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
-
-
-def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """Return the slabs of activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
-
-    Raises:
-        InputError: See :func:`check_slabs`.
-    """
-    tokens, k_packed = x.shape
-    shape = slabs.shape(tokens, k_packed, x.element_size())
-    check_slabs(x, math.prod(shape) * x.element_size())
-    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -106,6 +106,24 @@ def quotient(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
+def largest_of(magnitudes):
+    """Return the largest of some magnitudes, NaN if one is: a float32 scalar.
+
+    As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    """
+    return tl.max(magnitudes.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def moved_pairs(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
+    """Load the columns that feed the pairs of a step of a segment whose groups are moved: int32 [WRITE / 2]."""
+    START: tl.constexpr = P.dense_columns if SLID else 0
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    position = start // 2 + tl.arange(0, P.write // 2)
+    return tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
+
+
+@triton.jit
 def first_pair(span, SLID: tl.constexpr, P: tl.constexpr):
     """Return the pair of columns with which spans begin, counted from the start of the first group.
 

@@ -14,10 +14,10 @@ import torch
 Prologue: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm", "silu_mul"]
 """The function below that is applied to a row before it is quantised. Gemma's norms store the gain less 1."""
 
-NORMS = ("rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm")
+NORMS: tuple[Prologue, ...] = ("rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm")
 """The prologues with a gain."""
 
-ADDING = ("add_rms_norm", "add_gemma_norm")
+ADDING: tuple[Prologue, ...] = ("add_rms_norm", "add_gemma_norm")
 """The norms that add a residual first."""
 
 GEMMA = ("gemma_norm", "add_gemma_norm")

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.lifting.prologue import ADDING, GEMMA, NORMS, Prologue
 
 CHUNKS = 8
 """Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
 
 
-@dataclass(frozen=True)
-class LiftVariant:
-    """One compiled variant of a kernel, besides the types and alignments of its arguments.
+@dataclass(frozen=True, kw_only=True)
+class LiftVariant(ColumnOrder):
+    """One compiled variant of a kernel, besides the types and alignments of its arguments; an order without pairs.
 
     Attributes:
-        in_features: Input columns K.
-        half: N, half the columns of a group.
-        k_offset: Position inside its group of input column 0.
-        dense_groups: Groups of the dense segment.
-        slid_groups: Groups of the slid segment.
-        dense_columns: Length of the dense segment, padding included.
-        slid_columns: Length of the slid segment, padding included.
-        bundle: Groups whose windows are interleaved; see :func:`slidesparse.lifting.layout.in_bundles`.
-        gathered: Whether the groups are in another order than the input's.
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
         itemsize: Bytes of an output column.
@@ -35,15 +27,6 @@ class LiftVariant:
             see :func:`slidesparse.lifting.lift_math.begin`.
     """
 
-    in_features: int
-    half: int
-    k_offset: int
-    dense_groups: int
-    slid_groups: int
-    dense_columns: int
-    slid_columns: int
-    bundle: int
-    gathered: bool
     prologue: Prologue
     quant: str
     itemsize: int
@@ -52,6 +35,11 @@ class LiftVariant:
     read: int
     write: int
     early: bool
+
+    @property
+    def half(self) -> int:
+        """N, half the columns of a group."""
+        return self.group // 2
 
     @property
     def norms(self) -> bool:

@@ -21,6 +21,8 @@ from slidesparse.lifting.lift_math import (
     add,
     begin,
     first_pair,
+    largest_of,
+    moved_pairs,
     normed,
     offset_in_row,
     offset_of_row,
@@ -37,10 +39,7 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
     # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
     SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
     if P.gathered:
-        START: tl.constexpr = P.dense_columns if SLID else 0
-        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-        position = start // 2 + tl.arange(0, P.write // 2)
-        leading = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
+        leading = moved_pairs(pairs_ptr, start, SLID, P)
     else:
         span = start // SPAN + tl.arange(0, P.write // SPAN)
         leading = first_pair(span, SLID, P) * 2 - P.k_offset
@@ -95,8 +94,7 @@ def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
         column = start + tl.arange(0, P.read)
         value = _value(x_ptr, residual_ptr, gain_ptr, column, column < P.in_features, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
-    return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return largest_of(largest)
 
 
 @triton.jit
@@ -133,7 +131,7 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write(
+def _write_segment(
     x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
 ):
     """Quantise, lift and write one segment of a row."""
@@ -185,6 +183,6 @@ def walking_kernel(
         scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
         tl.store(scales_ptr + token, scale)
     if P.dense_columns > 0:
-        _write(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, False, P)
+        _write_segment(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, True, P)
+        _write_segment(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, True, P)

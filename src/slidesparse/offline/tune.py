@@ -127,10 +127,17 @@ def to_json(
 ) -> dict[str, Any]:
     """All that was found."""
     return {
-        "algorithms": [asdict(record) for record in algorithms],
+        "algorithms": [_search_json(record) for record in algorithms],
         "layers": [asdict(layer) for layer in layers],
         "wrong": [asdict(form) for form in wrong],
     }
+
+
+def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
+    best = None if record.algorithm is None else asdict(record.algorithm)
+    trials = [{"algorithm": asdict(one.algorithm), "time_us": one.time_us, "fault": one.fault} for one in record.tried]
+    there = {"key": record.key._asdict(), "rows": record.rows, "best": best}
+    return {**there, "time_us": record.time_us, "default_us": record.default_us, "trials": trials}
 
 
 def describe(
@@ -139,12 +146,12 @@ def describe(
     """What was found, for people."""
     rows = [
         (
-            f"{r.key.out}x{r.key.columns}",
+            f"{r.out}x{r.columns}",
             r.rows,
-            r.key.dtype,
+            r.dtype,
             f"{r.default_us:.1f}",
             f"{r.time_us:.1f}",
-            str(r.best) if r.best else "the default",
+            str(r.algorithm) if r.algorithm else "the default",
         )
         for r in algorithms
     ]

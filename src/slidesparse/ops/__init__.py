@@ -7,15 +7,15 @@ runner for a number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import parse_chain, parse_weight
-from slidesparse.lifting.layout import Lifted, LinearTensors
-from slidesparse.lifting.prologue import Prologue
+from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
+from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 from slidesparse.ops.register import define
 from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
 
@@ -30,7 +30,8 @@ def _lifted(
     pairs: torch.Tensor | None,
     order: Sequence[int],
 ) -> Lifted:
-    lift = resolve_lift(get_backend(backend), "none", x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    spec = LiftSpec("none", x.dtype, dtype, tuple(order), get_backend(backend).layout)
+    lift = resolve_lift(spec, x.shape[0], x.device)
     return lift(x, None, LinearTensors(column_map, pairs, (), None, None, None), 0.0)
 
 
@@ -69,29 +70,13 @@ def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tens
 # -- multiply ------------------------------------------------------------------------------------------------------
 
 
-def _gemm(
-    x: torch.Tensor,
-    scale_x: torch.Tensor | None,
-    operand: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return get_backend(backend).matmul(x, scale_x, tuple(operand), scale_w, bias, out_features, out_dtype)
+def _gemm(x: torch.Tensor, scale_x: torch.Tensor | None, operand: list[torch.Tensor], *rest: Any) -> torch.Tensor:
+    *scaling, backend = rest
+    return get_backend(backend).matmul(x, scale_x, tuple(operand), *scaling)
 
 
-def _gemm_fake(
-    x: torch.Tensor,
-    scale_x: torch.Tensor | None,
-    operand: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
+def _gemm_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *_, out_features, out_dtype, _ = rest
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
@@ -121,34 +106,30 @@ def _linear_fake(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], parse_weight(weight[-1]).out_features)
 
 
-def _rms_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
-    return _run("rms_norm", x, *weight, gain=gain, eps=eps)[0]
+def _norm_linear(norm: Prologue) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+        return _run(norm, x, *weight, gain=gain, eps=eps)[0]
+
+    return run
 
 
-def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+def _norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
     return _linear_fake(x, *weight)
 
 
-def _add_rms_norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _run("add_rms_norm", x, *weight, gain=gain, residual=residual, eps=eps)
+def _add_norm_linear(norm: Prologue) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _run(norm, x, *weight, gain=gain, residual=residual, eps=eps)
+
+    return run
 
 
-def _add_rms_norm_linear_fake(
+def _add_norm_linear_fake(
     x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _linear_fake(x, *weight), x.new_empty(x.shape)
-
-
-def _gemma_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
-    return _run("gemma_norm", x, *weight, gain=gain, eps=eps)[0]
-
-
-def _add_gemma_norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _run("add_gemma_norm", x, *weight, gain=gain, residual=residual, eps=eps)
 
 
 def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -194,30 +175,14 @@ define(
 _WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, str weight"
 
 define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
-define(
-    "rms_norm_linear",
-    f"(Tensor x, Tensor gain, float eps, {_WEIGHT}) -> Tensor",
-    _rms_norm_linear,
-    _rms_norm_linear_fake,
-)
-define(
-    "add_rms_norm_linear",
-    f"(Tensor x, Tensor residual, Tensor gain, float eps, {_WEIGHT}) -> (Tensor, Tensor)",
-    _add_rms_norm_linear,
-    _add_rms_norm_linear_fake,
-)
-define(
-    "gemma_norm_linear",
-    f"(Tensor x, Tensor gain, float eps, {_WEIGHT}) -> Tensor",
-    _gemma_norm_linear,
-    _rms_norm_linear_fake,
-)
-define(
-    "add_gemma_norm_linear",
-    f"(Tensor x, Tensor residual, Tensor gain, float eps, {_WEIGHT}) -> (Tensor, Tensor)",
-    _add_gemma_norm_linear,
-    _add_rms_norm_linear_fake,
-)
+_NORM = f"Tensor gain, float eps, {_WEIGHT}"
+
+for _name in NORMS:
+    if _name in ADDING:
+        _schema = f"(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)"
+        define(f"{_name}_linear", _schema, _add_norm_linear(_name), _add_norm_linear_fake)
+    else:
+        define(f"{_name}_linear", f"(Tensor x, {_NORM}) -> Tensor", _norm_linear(_name), _norm_linear_fake)
 define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
 define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (Tensor, Tensor)", _chain, _chain_fake)
 

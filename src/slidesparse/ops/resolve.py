@@ -17,25 +17,15 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.base.log import LOG
-from slidesparse.gemm.backend import Backend, ChainRunner, Runner
+from slidesparse.gemm.backend import ChainRunner, Runner
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import LinearSpec, Slots, parse_chain, parse_weight, slots_of
-from slidesparse.lifting.choose import Lift, find_lift
+from slidesparse.lifting.choose import find_lift
+from slidesparse.lifting.layout import LiftSpec
 from slidesparse.lifting.prologue import Prologue
 
-
-@lru_cache(maxsize=1 << 13)
-def resolve_lift(
-    backend: Backend,
-    prologue: Prologue,
-    tokens: int,
-    source: torch.dtype,
-    target: torch.dtype,
-    device: torch.device,
-    order: tuple[int, ...],
-) -> Lift:
-    """Return the lift into a backend's layout (:func:`lifting.choose.find_lift`), kept from call to call."""
-    return find_lift(backend.layout, prologue, tokens, source, target, device, order)
+resolve_lift = lru_cache(maxsize=1 << 13)(find_lift)
+"""Return the lift of a spec, for a number of tokens on a device, kept from call to call."""
 
 
 class ResolvedLinear(NamedTuple):
@@ -69,7 +59,7 @@ def resolve_linear(
     backend = get_backend(form.backend)
     runner = backend.runner_for_tokens(made[0], tokens) if made else None
     if runner is None:
-        lift = resolve_lift(backend, prologue, tokens, source, spec.weight_dtype, device, form.order)
+        lift = resolve_lift(LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout), tokens, device)
         runner = backend.runner(lift, spec.out_features)
         made[:] = [runner]
     LOG.debug("%d tokens, %d outputs, %s: %r", tokens, spec.out_features, spec.dtype, runner)

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from slidesparse.base.arguments import require_integer
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.weights.packed import PackedWeight, pack_segments
-from slidesparse.weights.pattern import STRIDE, WINDOW, Pattern
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS, FP8_MAX
-from slidesparse.weights.slide import gather
+from slidesparse.weights.slide import gather, lift
 from slidesparse.weights.support import check_weight, require_dense
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -346,11 +346,8 @@ def uniform(pattern: Pattern | str) -> Pattern:
 
 def _lifted_pairs(pattern: Pattern, fp4: Fp4Format, pairs: torch.Tensor) -> torch.Tensor:
     """Return the column of ``pairs`` that feeds every lifted pair, -1 where none does: int64, whole vectors."""
-    total = pairs.shape[1]
-    groups = torch.arange(pattern.groups(total), device=pairs.device).view(-1, 1, 1) * pattern.group
-    windows = torch.arange(pattern.windows, device=pairs.device).view(-1, 1) * STRIDE
-    source = (groups + windows + torch.arange(WINDOW, device=pairs.device)).flatten()
-    source = torch.where(source < total, source, -1)
+    numbers = torch.arange(1, pairs.shape[1] + 1, dtype=torch.float32, device=pairs.device)  # exact up to 2^24
+    source = lift(numbers, pattern).to(torch.int64) - 1
     return F.pad(source, (0, -len(source) % (fp4.vector // 2)), value=-1)
 
 

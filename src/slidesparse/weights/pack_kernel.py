@@ -10,7 +10,7 @@ One program compresses ``BLOCK`` groups of one row, a group along the second dim
     a, b    [BLOCK]           its last two zeros; a < 0 if it has fewer than two: a violation
     values  [BLOCK, 2N - 2]   entry i is at i + (i >= a) + (i + 1 >= b); read again, now from L1
 
-Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
+Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out.
 
 A second kernel finds the groups of a weight that follow a partial pattern, reading it once; a third one copies the
 groups that do not.
@@ -20,17 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import empty
 from slidesparse.base.triton_launcher import Launcher
-from slidesparse.errors import InputError
-from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import as_bits, check_form, check_groups, check_k_offset, check_weight
+from slidesparse.weights.packed import Packer, Shard
+from slidesparse.weights.support import as_bits, check_groups, check_weight
 
 BLOCK = 128
 """Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
@@ -39,20 +37,6 @@ COUNTED_ROWS = 16
 """Rows that a program counts before it adds its result to the others', by one atomic operation a group."""
 
 CODE_TYPES = {True: torch.uint8, False: torch.int16}
-
-
-class Compressed(NamedTuple):
-    """The compressed groups of a weight.
-
-    Attributes:
-        values: [out, n * keep] in the weight's type.
-        code: [out, n], uint8 while a pattern has at most 256 codes, else int16.
-        metadata: uint8 [out, n * (N - 1)], a 2:4 nibble a window (:func:`slidesparse.weights.slide.metadata`), or None.
-    """
-
-    values: torch.Tensor
-    code: torch.Tensor
-    metadata: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,6 @@ class PackVariant:
         gathered: Whether a vector names them.
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
-        metadata: Whether metadata are written too.
         checked: Whether the weight was checked before, so that nothing is checked.
         padded_group: The power of two that holds a group.
         block: Groups of a program.
@@ -80,7 +63,6 @@ class PackVariant:
     gathered: bool
     magnitude: int
     non_finite: int
-    metadata: bool
     checked: bool
     padded_group: int
     block: int = BLOCK
@@ -130,7 +112,7 @@ def _start(nth, group_ids, P: tl.constexpr):
 
 
 @triton.jit
-def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
+def pack_kernel(weight, group_ids, values, code, faults, row_stride, P: tl.constexpr):
     """Check and compress groups; see the top of this file.
 
     ``faults``: int32 [2], groups that violate the pattern, values that are not finite; None where nothing is checked.
@@ -163,15 +145,6 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
     tl.store(values + row * (P.groups * KEEP) + nth[:, None] * KEEP + entry, positive.to(bits.dtype), mask=kept)
     rank = b * (b - 1) // 2 + a
     tl.store(code + row * P.groups + nth[:, None], rank.to(code.dtype.element_ty), mask=exists)
-
-    if P.metadata:
-        WINDOWS: tl.constexpr = P.group // 2 - 1
-        window = tl.arange(0, P.padded_group // 2)[None, :]
-        first = 2 * window
-        low = (first >= a).to(tl.int32) + (first + 1 >= b).to(tl.int32)
-        high = 1 + (first + 1 >= a).to(tl.int32) + (first + 2 >= b).to(tl.int32)
-        at = metadata + row * (P.groups * WINDOWS) + nth[:, None] * WINDOWS + window
-        tl.store(at, (low | high << 2).to(tl.uint8), mask=exists & (window < WINDOWS))
 
 
 @triton.jit
@@ -209,74 +182,78 @@ def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.con
     tl.atomic_add(counts + 1, broken, mask=broken > 0)
 
 
-def find_following_groups(
-    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
-) -> torch.Tensor:
-    """Return :func:`slidesparse.weights.support.following_groups` of a weight, int64 [n], on the CPU.
+class KernelPacker(Packer):
+    """Packs by these kernels, where the weight is."""
 
-    Args:
-        weight: As :func:`compress_groups` takes it.
-        pattern: The pattern.
-        k_offset: Position inside its group of column 0.
-        name: The weight's name in error messages.
+    def following(self, shard: Shard) -> torch.Tensor:
+        """See :class:`slidesparse.weights.packed.Packer`."""
+        weight, pattern, k_offset, name = shard.by_rows()
+        rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
+        counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
+        if rows:
+            variant, launcher = _prepare(count_kernel, weight, (pattern.group, groups, k_offset), None, COUNTED_ROWS)
+            _run(launcher, -(-rows // COUNTED_ROWS) * variant.blocks, weight, (counts,), (rows,))
+        on_host = counts.cpu()
+        if bool(on_host[1]):
+            check_weight(weight, name)
+        following: torch.Tensor = (on_host[2:] <= pattern.keep).nonzero().flatten()
+        return following
 
-    Raises:
-        InputError: When the weight is malformed or holds NaN or Inf.
-    """
-    _check(weight, pattern, k_offset, name)
-    rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
-    counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
-    if rows:
-        variant, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
-        programs = -(-rows // COUNTED_ROWS) * variant.blocks
-        launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
-    on_host = counts.cpu()
-    if bool(on_host[1]):
-        check_weight(weight, name)
-    following: torch.Tensor = (on_host[2:] <= pattern.keep).nonzero().flatten()
-    return following
+    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
+        """See :class:`slidesparse.weights.packed.Packer`."""
+        weight, pattern, k_offset, _ = shard.by_rows()
+        out, count = weight.shape[0], groups.numel()
+        groups = groups.contiguous()  # read by address
+        values = weight.new_empty(out, count * pattern.group)
+        if out and count:
+            variant, launcher = _prepare(copy_kernel, weight, (pattern.group, count, k_offset), groups)
+            _run(launcher, out * variant.blocks, weight, (groups, as_bits(values)))
+        return values
+
+    def compress(
+        self, shard: Shard, groups: torch.Tensor | None, *, checked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`slidesparse.weights.packed.Packer`; waits for the device once, unless all is checked."""
+        weight, pattern, k_offset, name = shard.by_rows()
+        out, columns = weight.shape
+        groups = None if groups is None else groups.contiguous()  # read by address
+        count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
+        values = weight.new_empty(out, count * pattern.keep)
+        code = weight.new_empty(out, count, dtype=CODE_TYPES[pattern.codes <= 256])
+        faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
+        if out and count:
+            sizes = pattern.group, count, k_offset
+            variant, launcher = _prepare(pack_kernel, weight, sizes, groups, checked=checked)
+            _run(launcher, out * variant.blocks, weight, (groups, as_bits(values), code, faults))
+        if faults is not None and any(faults.tolist()):
+            # Rare, and it ends in an error: the torch definition names the place.
+            check_weight(weight, name)
+            check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+        return values, code
 
 
-def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *, k_offset: int = 0) -> torch.Tensor:
-    """Copy groups of a weight, side by side, -0 as +0: [out, n * 2N].
-
-    Args:
-        weight: As :func:`compress_groups` takes it.
-        pattern: The pattern, whose groups these are.
-        groups: int64 [n], on the weight's device.
-        k_offset: Position inside its group of column 0.
-    """
-    out, index, count = weight.shape[0], weight.get_device(), groups.numel()
-    groups = groups.contiguous()  # read by address
-    values = empty(out, count * pattern.group, weight.dtype, index)
-    if out and count:
-        variant, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
-        launcher.run(out * variant.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
-    return values
-
-
-def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> None:
-    check_form(weight, name)
-    check_k_offset(pattern, k_offset)
-    if weight.stride(1) != 1:
-        raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
+def _run(
+    launcher: Launcher,
+    programs: int,
+    weight: torch.Tensor,
+    others: tuple[torch.Tensor | None, ...],
+    free: tuple[int, ...] = (),
+) -> None:
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        launcher.run(programs, weight.get_device(), (as_bits(weight), *others), free, (weight.stride(0),))
 
 
 def _prepare(
     kernel: Any,
     weight: torch.Tensor,
-    group: int,
-    groups: int,
-    k_offset: int,
-    group_ids: torch.Tensor | None,
+    sizes: tuple[int, int, int],
+    groups: torch.Tensor | None,
     *constants: object,
-    metadata: bool = False,
     checked: bool = False,
 ) -> tuple[PackVariant, Launcher]:
-    """Return the variant of a launch and its launcher: one look-up a call."""
-    gathered = None if group_ids is None else group_ids.dtype
-    sizes = weight.shape[1], group, groups, k_offset
-    return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, metadata, checked, *constants)
+    """Return the variant of a launch and its launcher by one look-up; ``sizes``: of a group, of all groups, offset."""
+    gathered = None if groups is None else groups.dtype
+    return _prepared(kernel, weight.dtype, weight.device, (weight.shape[1], *sizes), gathered, checked, *constants)
 
 
 @lru_cache(maxsize=4096)
@@ -286,69 +263,10 @@ def _prepared(
     device: torch.device,  # a launcher is for one device and the types of all tensors
     sizes: tuple[int, int, int, int],
     gathered: torch.dtype | None,
-    metadata: bool,
     checked: bool,
     *constants: object,
 ) -> tuple[PackVariant, Launcher]:
     columns, group, groups, k_offset = sizes
-    magnitude, non_finite = MAGNITUDE[dtype]
-    variant = PackVariant(
-        columns=columns,
-        group=group,
-        k_offset=k_offset,
-        groups=groups,
-        gathered=gathered is not None,
-        magnitude=magnitude,
-        non_finite=non_finite,
-        metadata=metadata,
-        checked=checked,
-        padded_group=1 << (group - 1).bit_length(),
-    )
+    limits, size = MAGNITUDE[dtype], 1 << (group - 1).bit_length()
+    variant = PackVariant(columns, group, k_offset, groups, gathered is not None, *limits, checked, padded_group=size)
     return variant, Launcher(kernel, (variant, *constants), num_warps=4)
-
-
-def compress_groups(
-    weight: torch.Tensor,
-    pattern: Pattern,
-    groups: torch.Tensor | None = None,
-    *,
-    k_offset: int = 0,
-    metadata: bool = False,
-    checked: bool = False,
-    name: str = "weight",
-) -> Compressed:
-    """Check a weight and compress its groups; waits for the device once, to read the outcome of the checks.
-
-    Args:
-        weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
-        pattern: The pattern that the groups follow.
-        groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
-        k_offset: Position inside its group of column 0.
-        metadata: Return the 2:4 metadata too.
-        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is
-            checked again, and nothing waits.
-        name: The weight's name in error messages.
-
-    Raises:
-        PatternViolation: Naming the first row and group that violate the pattern.
-        InputError: When the weight is malformed or a compressed group holds NaN or Inf.
-    """
-    _check(weight, pattern, k_offset, name)
-    out, columns = weight.shape
-    groups = None if groups is None else groups.contiguous()  # read by address
-    count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
-    index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
-    values = empty(out, count * pattern.keep, weight.dtype, index)
-    code = empty(out, count, code_type, index)
-    nibbles = empty(out, count * pattern.windows, torch.uint8, index) if metadata else None
-    faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
-    if out and count:
-        sizes = pattern.group, count, k_offset
-        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
-        tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
-        launcher.run(out * variant.blocks, index, tensors, (), (weight.stride(0),))
-    if faults is not None and any(faults.tolist()):
-        # Rare, and it ends in an error: the torch definition names the place.
-        check_weight(weight, name)
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-    return Compressed(values, code, nibbles)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from slidesparse.weights.support import (
     is_nonzero,
     require_dense,
     value_bits,
+    with_contiguous_columns,
 )
 
 MAX_MULTIPLE = 2**31
@@ -194,13 +195,16 @@ class Shard(NamedTuple):
     k_offset: int
     name: str
 
+    def by_rows(self) -> Shard:
+        """Return it with contiguous columns, as kernels read it."""
+        return self._replace(weight=with_contiguous_columns(self.weight))
 
-ValuesAndCode: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""The kept values [out, n * (2N - 2)], and the group codes [out, n]."""
 
+class Packer:
+    """The part of packing that reads a weight's bits: the definition, in torch, for any device.
 
-class Packer(Protocol):
-    """The part of packing that reads a weight's bits. All packers return the same bits and raise the same errors."""
+    All packers return the same bits and raise the same errors.
+    """
 
     def following(self, shard: Shard) -> torch.Tensor:
         """Return ``support.following_groups`` of a shard, int64 [n], on the CPU, where their number is needed.
@@ -208,37 +212,23 @@ class Packer(Protocol):
         Raises:
             InputError: The weight holds NaN or Inf.
         """
-        ...
+        check_weight(shard.weight, shard.name)
+        return following_groups(shard.weight, shard.pattern, shard.k_offset).cpu()
 
     def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
         """Copy groups, side by side, -0.0 as +0.0, with zeros where the weight ends inside one: [out, n * 2N]."""
-        ...
+        kept = _by_group(shard)[:, groups].view(shard.weight.dtype)
+        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(shard.weight.dtype)
 
-    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
+    def compress(
+        self, shard: Shard, groups: torch.Tensor | None, *, checked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``slide.compress`` of ascending groups (None: all); ``checked``: :meth:`following` found these.
 
         Raises:
             PatternViolation: One of them violates the pattern.
             InputError: One of them holds NaN or Inf.
         """
-        ...
-
-
-class TorchPacker:
-    """A :class:`Packer` in torch, the definition, for any device."""
-
-    def following(self, shard: Shard) -> torch.Tensor:
-        """See :class:`Packer`."""
-        check_weight(shard.weight, shard.name)
-        return following_groups(shard.weight, shard.pattern, shard.k_offset).cpu()
-
-    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
-        """See :class:`Packer`."""
-        kept = _by_group(shard)[:, groups].view(shard.weight.dtype)
-        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(shard.weight.dtype)
-
-    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
-        """See :class:`Packer`."""
         if not checked:
             check_weight(shard.weight, shard.name)
             check_groups(shard.weight, shard.pattern, groups, k_offset=shard.k_offset, name=shard.name)
@@ -252,7 +242,7 @@ def _by_group(shard: Shard) -> torch.Tensor:
     return grouped(as_bits(shard.weight), shard.pattern, shard.k_offset)
 
 
-TORCH = TorchPacker()
+TORCH = Packer()
 
 
 def pack_segments(

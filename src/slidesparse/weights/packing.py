@@ -8,9 +8,9 @@ import torch
 
 from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
-from slidesparse.weights.packed import PackedWeight, Packer, Shard, ValuesAndCode
+from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import check_form, check_groups, check_share, require_dense, with_contiguous_columns
+from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
 
 
 def pack(
@@ -65,35 +65,8 @@ def slid_groups(
 @lru_cache(maxsize=64)
 def _packer(device: torch.device) -> Packer:
     """Return the kernels where they run, else torch."""
-    return KernelPacker() if runs_triton(device) else packed.TORCH
+    if not runs_triton(device):
+        return packed.TORCH
+    from slidesparse.weights.pack_kernel import KernelPacker
 
-
-class KernelPacker:
-    """A :class:`slidesparse.weights.packed.Packer` that runs Triton kernels."""
-
-    def following(self, shard: Shard) -> torch.Tensor:
-        """See :class:`slidesparse.weights.packed.Packer`."""
-        from slidesparse.weights.pack_kernel import find_following_groups
-
-        with torch.cuda.device_of(shard.weight):  # Triton launches on the current device
-            return find_following_groups(_rows(shard), shard.pattern, k_offset=shard.k_offset, name=shard.name)
-
-    def copy(self, shard: Shard, groups: torch.Tensor) -> torch.Tensor:
-        """See :class:`slidesparse.weights.packed.Packer`."""
-        from slidesparse.weights.pack_kernel import copy_groups
-
-        with torch.cuda.device_of(shard.weight):
-            return copy_groups(_rows(shard), shard.pattern, groups, k_offset=shard.k_offset)
-
-    def compress(self, shard: Shard, groups: torch.Tensor | None, *, checked: bool) -> ValuesAndCode:
-        """See :class:`slidesparse.weights.packed.Packer`."""
-        from slidesparse.weights.pack_kernel import compress_groups
-
-        weight, pattern, k_offset, name = shard
-        with torch.cuda.device_of(weight):
-            found = compress_groups(_rows(shard), pattern, groups, k_offset=k_offset, checked=checked, name=name)
-        return found.values, found.code
-
-
-def _rows(shard: Shard) -> torch.Tensor:
-    return with_contiguous_columns(shard.weight)
+    return KernelPacker()

@@ -17,8 +17,8 @@ from slidesparse.errors import SlideSparseError, UnsupportedError
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.gemm.grouped import TokenTile
 from slidesparse.layer.experts import ExpertLinear, SlideExperts
+from slidesparse.lifting.expert_order import Arrangement, arrange
 from slidesparse.lifting.layout import Lifted
-from slidesparse.lifting.routed.expert_order import Arrangement, arrange
 from slidesparse.tuning.checking import relative_error
 from slidesparse.tuning.measure import gaussian
 from slidesparse.tuning.measure_experts import TOLERANCE

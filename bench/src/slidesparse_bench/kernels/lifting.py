@@ -14,7 +14,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.gemm import get_backend
-from slidesparse.lifting.layout import ColumnOrder, LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.ops.resolve import resolve_lift
 from slidesparse.tuning.checking import ends, relative_error
@@ -99,7 +99,8 @@ def _fused(
     *given, lifted = tensors
     gain = given.pop() if given else None
     residual = given.pop() if given else None
-    lift = resolve_lift(get_backend("reference"), first, x.shape[0], x.dtype, dtype, x.device, tuple(order))
+    spec = LiftSpec(first, x.dtype, dtype, tuple(order), get_backend("reference").layout)
+    lift = resolve_lift(spec, x.shape[0], x.device)
     made = lift(x, residual, LinearTensors(lifted, None, (), None, None, gain), EPS)
     return tuple(result for result in made if result is not None)
 

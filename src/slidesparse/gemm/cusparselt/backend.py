@@ -37,7 +37,7 @@ from slidesparse.gemm.cusparselt.plan import (
     handle_of,
     plan_for,
 )
-from slidesparse.gemm.cusparselt.table import known_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import AlgorithmRecord, known_algorithms, nearest_record, table_path
 from slidesparse.lifting.layout import Layout, with_rows
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE
@@ -150,15 +150,13 @@ class CuSparseLt(Backend):
         Raises:
             UnsupportedError: When no group is slid (a shard of a partial weight can be so).
         """
-        matrices, start, columns = {}, 0, as_bits(packed.columns())
+        matrices, start, whole, pattern = {}, 0, as_bits(packed.columns()), packed.pattern
         for segment in packed.segments:
-            width = (
-                len(segment.groups) * packed.pattern.slid_group if segment.kind == "2:4" else segment.values.shape[1]
-            )
-            padding = (0, -width % MULTIPLE, 0, -len(columns) % MULTIPLE)
-            matrix = F.pad(columns[:, start : start + width], padding)
+            columns = len(segment.groups) * (pattern.slid_group if segment.kind == "2:4" else pattern.group)
+            padding = (0, -columns % MULTIPLE, 0, -len(whole) % MULTIPLE)
+            matrix = F.pad(whole[:, start : start + columns], padding)
             matrices[segment.kind] = matrix.contiguous().view(packed.dtype)
-            start += width
+            start += columns
         if "2:4" not in matrices:
             raise UnsupportedError(
                 "cuSPARSELt multiplies 2:4 segments", got="a weight without one", remedy="use backend='dense'"
@@ -171,22 +169,20 @@ class CuSparseLt(Backend):
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
-        shape = self._shape(problem, tokens)
-        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-        if record is None:
-            return []
-        first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
+        record = self._record(self._shape(problem, tokens))
+        first = sorted(record.tried, key=lambda trial: trial.algorithm != record.algorithm) if record else []
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
         """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
-        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-        timed = [
-            (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
-        ]
+        record = self._record(shape)
+        timed = [(trial.time_us, trial.algorithm) for trial in (record.tried if record else ()) if trial.time_us]
         fastest = sorted(timed, key=lambda pair: pair[0])[:count]
         return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
+
+    def _record(self, shape: Shape) -> AlgorithmRecord | None:
+        return nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
 
     def _shape(self, problem: Problem, tokens: int) -> Shape:
         groups = problem.pattern.groups(problem.in_features)
@@ -211,21 +207,9 @@ class CuSparseLt(Backend):
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        if is_current(device):
-            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-        with torch.cuda.device(device):
-            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-
-    def _matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens = len(x)
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if accumulator == x.dtype and out_dtype != x.dtype:

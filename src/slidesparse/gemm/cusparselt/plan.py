@@ -196,7 +196,7 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 def plan_for(shape: Shape) -> MatmulPlan:
     """Return the plan of a shape, with the algorithm that a search found for it, or the library's default."""
     record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-    return MatmulPlan(shape, None if record is None else record.best)
+    return MatmulPlan(shape, None if record is None else record.algorithm)
 
 
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.file_lock import file_lock
@@ -57,9 +58,11 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Trial:
-    """One algorithm of a search: the time of one GEMM, or why it was rejected."""
+    """One algorithm of a search, by the numbers of :class:`Algorithm`: the time of one GEMM, or why it was rejected."""
 
-    algorithm: Algorithm
+    id: int
+    split_k: int
+    split_k_mode: int
     time_us: float | None
     fault: str | None
 
@@ -67,19 +70,14 @@ class Trial:
         if self.time_us is not None:
             _check_time("a tried algorithm", self.time_us)
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm."""
+        return Algorithm(self.id, self.split_k, self.split_k_mode)
 
-@dataclass(frozen=True)
-class Key:
-    """The GPU, library, weight and types that a record is about.
 
-    Attributes:
-        gpu: Name of the device.
-        library: Version of cuSPARSELt.
-        out: Rows of the weight, padded.
-        columns: Columns of the 2:4 segment, padded.
-        dtype: Type of the operands.
-        accumulator: Type of the product.
-    """
+class Key(NamedTuple):
+    """The GPU, library, weight and types that a record is about; see :class:`AlgorithmRecord`."""
 
     gpu: str
     library: str
@@ -88,43 +86,64 @@ class Key:
     dtype: str
     accumulator: str
 
-    def __post_init__(self) -> None:
-        if min(self.out, self.columns) < 1:
-            raise InputError("size of a weight", got=f"[{self.out}, {self.columns}]", needed="at least [1, 1]")
-
 
 @dataclass(frozen=True)
 class AlgorithmRecord:
     """The outcome of one search.
 
     Attributes:
-        key: The GPU, library, weight and types.
+        gpu: Name of the device.
+        library: Version of cuSPARSELt.
+        out: Rows of the weight, padded.
+        columns: Columns of the 2:4 segment, padded.
+        dtype: Type of the operands.
+        accumulator: Type of the product.
         rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
-        best: The fastest algorithm; None when the library's default is the fastest.
+        algorithm: The fastest one; None when the library's default is the fastest.
         time_us: Its time; ``default_us`` that of the library's default.
-        trials: Every algorithm that was tried.
+        tried: Every algorithm that was tried.
     """
 
-    key: Key
+    gpu: str
+    library: str
+    out: int
+    columns: int
+    dtype: str
+    accumulator: str
     rows: int
-    best: Algorithm | None
+    algorithm: Algorithm | None
     time_us: float
     default_us: float
-    trials: tuple[Trial, ...]
+    tried: tuple[Trial, ...]
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise InputError("rows of a search", got=self.rows, needed="at least 1")
+        if min(self.out, self.columns, self.rows) < 1:
+            raise InputError("sizes of a search", got=[self.out, self.columns, self.rows], needed="at least 1")
         _check_time("the fastest algorithm", self.time_us)
         _check_time("the library's default", self.default_us)
+
+    @property
+    def key(self) -> Key:
+        """The GPU, library, weight and types."""
+        return Key(self.gpu, self.library, self.out, self.columns, self.dtype, self.accumulator)
+
+
+AlgorithmTable = tuple[AlgorithmRecord, ...]
+
+
+@dataclass(frozen=True)
+class _StoredTable:
+    version: int
+    records: AlgorithmTable
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise InputError("version of the table", got=self.version, needed=str(VERSION))
 
 
 def _check_time(whose: str, time_us: float) -> None:
     if not 0 < time_us < math.inf:
         raise InputError(f"time of {whose}", got=time_us, needed="microseconds, above zero")
-
-
-AlgorithmTable = tuple[AlgorithmRecord, ...]
 
 
 def table_path() -> Path:
@@ -142,70 +161,6 @@ def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecor
     return min(known, key=distance) if known else None
 
 
-# -- the file ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _StoredTrial:
-    """A :class:`Trial` as the file has it."""
-
-    id: int
-    split_k: int
-    split_k_mode: int
-    time_us: float | None
-    fault: str | None
-
-    @classmethod
-    def of(cls, trial: Trial) -> _StoredTrial:
-        return cls(**asdict(trial.algorithm), time_us=trial.time_us, fault=trial.fault)
-
-    def trial(self) -> Trial:
-        return Trial(Algorithm(self.id, self.split_k, self.split_k_mode), self.time_us, self.fault)
-
-
-@dataclass(frozen=True)
-class _StoredRecord:
-    """An :class:`AlgorithmRecord` as the file has it."""
-
-    gpu: str
-    library: str
-    out: int
-    columns: int
-    dtype: str
-    accumulator: str
-    rows: int
-    algorithm: Algorithm | None
-    time_us: float
-    default_us: float
-    tried: tuple[_StoredTrial, ...]
-
-    @classmethod
-    def of(cls, record: AlgorithmRecord) -> _StoredRecord:
-        return cls(
-            **asdict(record.key),
-            rows=record.rows,
-            algorithm=record.best,
-            time_us=record.time_us,
-            default_us=record.default_us,
-            tried=tuple(map(_StoredTrial.of, record.trials)),
-        )
-
-    def record(self) -> AlgorithmRecord:
-        key = Key(self.gpu, self.library, self.out, self.columns, self.dtype, self.accumulator)
-        trials = tuple(stored.trial() for stored in self.tried)
-        return AlgorithmRecord(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
-
-
-@dataclass(frozen=True)
-class _StoredTable:
-    version: int
-    records: tuple[_StoredRecord, ...]
-
-    def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise InputError("version of the table", got=self.version, needed=str(VERSION))
-
-
 @lru_cache(maxsize=4)
 def load_algorithms(path: Path) -> AlgorithmTable:
     """Read the records of a file, none when it does not exist; once a process.
@@ -215,7 +170,7 @@ def load_algorithms(path: Path) -> AlgorithmTable:
     """
     try:
         table: _StoredTable = decode(_StoredTable, load_json(path), "table")
-        return tuple(stored.record() for stored in table.records)
+        return table.records
     except FileNotFoundError:
         return ()
     except InputError as error:
@@ -246,6 +201,6 @@ def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
             )
         load_algorithms.cache_clear()
         kept = [record for record in known_algorithms(path) if (record.key, record.rows) not in added]
-        table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
+        table = _StoredTable(VERSION, (*kept, *added.values()))
         replace_file(path, json.dumps(asdict(table), indent=1))
         load_algorithms.cache_clear()

@@ -8,6 +8,7 @@ operands, since zeros raise the clocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -143,9 +144,9 @@ def _search(shape: Shape) -> AlgorithmRecord:
 
     times = time_ways(ways(), len(bench.operands))
     best = min(times, key=lambda algorithm: times[algorithm])
-    trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items() if algorithm is not None]
-    trials += [Trial(algorithm, None, fault) for algorithm, fault in faults.items()]
-    return AlgorithmRecord(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
+    tried = [Trial(**asdict(one), time_us=time_us, fault=None) for one, time_us in times.items() if one]
+    tried += [Trial(**asdict(one), time_us=None, fault=fault) for one, fault in faults.items()]
+    return AlgorithmRecord(*shape.key, shape.rows, best, times[best], times[None], tuple(tried))
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:

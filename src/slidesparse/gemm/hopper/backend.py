@@ -8,7 +8,6 @@ quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -39,9 +38,6 @@ from slidesparse.lifting.layout import check_slabs
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 from slidesparse.weights.support import check_vector
-
-if TYPE_CHECKING:
-    from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 REVISION = "hopper-7"
 """Incremented when the kernel or its tiles change in speed: measured times belong to one revision."""
@@ -106,8 +102,7 @@ class Hopper(Backend):
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
-        kernel_lift = cast("KernelLift", lift)
-        return HopperLinear(kernel_lift, by_parts, self.value_bits) if kernel_lift.tokens else by_parts
+        return HopperLinear(lift, by_parts, self.value_bits) if lift.tokens else by_parts
 
     def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""

@@ -66,7 +66,7 @@ class CheckedWeight(NamedTuple):
 
 
 class HopperChain:
-    """Runs several linears for one number of tokens; see :class:`slidesparse.gemm.backend.ChainRunner`.
+    """Runs several linears for one number of tokens; see :data:`slidesparse.gemm.backend.ChainRunner`.
 
     Args:
         linears: Two or more linears, each on the product of the one before it, with the slots of their tensors.
@@ -95,7 +95,7 @@ class HopperChain:
         self._ready = False
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """See :class:`slidesparse.gemm.backend.ChainRunner`."""
+        """See :data:`slidesparse.gemm.backend.ChainRunner`."""
         weights = self._weights(tensors) if self._ready or self._can_launch() else None
         if weights is None or not self._takes(x, residual):
             self._log_one_by_one(weights)

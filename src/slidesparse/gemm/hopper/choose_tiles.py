@@ -20,7 +20,7 @@ import torch
 
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import TILE_ROWS
-from slidesparse.lifting.routed.expert_order import rows_needed
+from slidesparse.lifting.expert_order import rows_needed
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 SXM. An H100 PCIe has 114 and an H20 78: other tiles fill their waves there."""
@@ -41,8 +41,8 @@ SECOND_LAUNCH = 8000
 """Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
 number the choice between one and two bands is 0.8 % slower than the better one, and never 5 % slower than one."""
 
-MOST_PLANNED = 1 << 15
-"""The largest number of tokens that the plan of a weight's tiles covers."""
+MOST_TOKENS = 1 << 15
+"""The largest number of tokens whose choice is made in advance."""
 
 
 # -- the cost of a product -------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ def choose_bands(
     ['33792 in 192x256', '4096 in 96x128']
     """
     steps = sparse_slabs + 2 * dense_slabs
-    if tokens > MOST_PLANNED:
+    if tokens > MOST_TOKENS:
         return (Band(cheapest(tokens, channels, steps, multiprocessors), channels),)
-    ends, bands = plan(channels, steps, multiprocessors)
+    ends, bands = bands_by_tokens(channels, steps, multiprocessors)
     return bands[bisect_left(ends, tokens)]
 
 
@@ -155,13 +155,15 @@ def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULT
 
 
 @lru_cache(maxsize=1024)
-def plan(channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[list[int], list[tuple[Band, ...]]]:
-    """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
+def bands_by_tokens(
+    channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[list[int], list[tuple[Band, ...]]]:
+    """Return the choice for all numbers of tokens up to :data:`MOST_TOKENS`: a server meets most of them.
 
     Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise. Of each range of tokens come
     the largest number, in order, and the launches.
     """
-    tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
+    tokens = torch.arange(TOKEN_STEP, MOST_TOKENS + 1, TOKEN_STEP, device="cpu")  # others set a default device
     cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
     bands: list[tuple[Band, ...]] = [(Band(tile, channels),) for tile in best]
     some = (tokens >= TWO_BAND_TOKENS.start) & (tokens < TWO_BAND_TOKENS.stop)

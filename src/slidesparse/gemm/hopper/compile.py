@@ -169,11 +169,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def compile_sources(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, str]:
-    """Return machine code and the compiler's log.
-
-    Args:
-        files: As :func:`sources` returns them.
-        opts: From :func:`options`.
+    """Return the machine code of :func:`sources` with :func:`options`, and the compiler's log.
 
     Raises:
         UnsupportedError: With the first line of the log when the compiler refuses.

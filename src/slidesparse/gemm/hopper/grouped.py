@@ -1,6 +1,6 @@
 """Grouped GEMM on Hopper: one launch multiplies the rows of all experts of a mixture by their weights.
 
-Rows of X are sorted by expert, and each token tile has one expert (lifting/routed/expert_order.py). The kernel of a
+Rows of X are sorted by expert, and each token tile has one expert (lifting/expert_order.py). The kernel of a
 single weight runs, and reads the expert of each tile and the number of used tiles from memory.
 """
 
@@ -13,20 +13,20 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
-from slidesparse.gemm.grouped import GroupedOperand
+from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.kernel import Arguments, load_grouped, load_kernels, multiprocessors
+from slidesparse.gemm.hopper.kernel import Arguments, load_kernel, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
+from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
-from slidesparse.lifting.routed.expert_order import Arrangement
 from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.support import check_vector
 
 
-class HopperExperts:
-    """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
+class HopperExperts(GroupedProduct):
+    """Multiplies by the weights of many experts."""
 
     layout = COUNTS
     """Each expert gets few tokens, so the bytes of its weight decide."""
@@ -107,7 +107,7 @@ class HopperExperts:
             windows=form.windows,
             row=out,
         )
-        kernel = load_grouped(tile, dtype, out_dtype, device, count_bits, form.value_bits)
+        kernel = load_kernel(tile, dtype, out_dtype, device, count_bits, form.value_bits, True)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y
 

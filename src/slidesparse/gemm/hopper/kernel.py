@@ -108,35 +108,16 @@ def multiprocessors(device: int) -> int:
 
 @cache
 def load_kernel(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
 ) -> Kernel:
-    """Return the variant, loaded on a device for the life of the process.
+    """Return the variant, loaded on a device, given by its index, for the life of the process.
 
-    Args:
-        tile: The geometry.
-        dtype: Type of weights and activations.
-        out_dtype: Type of the product.
-        device: Index of the CUDA device.
-        count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
-        value_bits: Bits of a kept value in memory.
+    The other arguments are those of :func:`slidesparse.gemm.hopper.compile.options`. They are positional, all of them,
+    or the cache would not know a variant again.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
     """
-    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, False)
-
-
-@cache
-def load_grouped(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int
-) -> Kernel:
-    """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(tile, dtype, out_dtype, device, count_bits, value_bits, True)
-
-
-def _load(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
-) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
@@ -175,9 +156,8 @@ def load_kernels(
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits), tiles))
-    load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
     for tile in tiles:
-        load(tile, dtype, out_dtype, device, count_bits, value_bits)
+        load_kernel(tile, dtype, out_dtype, device, count_bits, value_bits, grouped)
 
 
 @lru_cache(maxsize=1)

@@ -74,7 +74,7 @@ class GemmLaunch:
 
     Args:
         bands: The tiles, and the channels of each; none where there is nothing to compute.
-        types: What :func:`slidesparse.gemm.hopper.kernel.load_kernel` takes besides the tile.
+        types: What :func:`slidesparse.gemm.hopper.kernel.load_kernel` takes between its first and last argument.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         row_bytes: See :class:`BandLaunch`.
@@ -97,7 +97,7 @@ class GemmLaunch:
         self.bands: list[BandLaunch] = []
         start = 0
         for tile, channels in bands:
-            own, kernel = Arguments.from_buffer_copy(sizes), load_kernel(tile, *types)
+            own, kernel = Arguments.from_buffer_copy(sizes), load_kernel(tile, *types, False)
             own.channels, own.row = channels, sizes.channels
             own.band = WHOLE if len(bands) == 1 else FOLLOWING if start else LEADING
             grid = kernel.grid(kernel.tile.count(sizes.tokens, channels))

@@ -27,7 +27,7 @@ FLOAT32 = (torch.float32,)
 
 
 class HopperLinear:
-    """Runs a linear for one number of tokens and weights of one size; see :class:`slidesparse.gemm.backend.Runner`.
+    """Runs a linear for one number of tokens and weights of one size; see :data:`slidesparse.gemm.backend.Runner`.
 
     Args:
         lift: Quantises and lifts the tokens.
@@ -54,7 +54,7 @@ class HopperLinear:
         item_bytes = lift.target.itemsize
         form = SparseForm.of_order(lift.order, item_bytes, value_bits)
         self._dense, self._sparse = dense_shape(lift.order, item_bytes, self.out), form.shape(self.out, item_bytes)
-        self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
+        self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))
         sizes = activations, lift.target, form, self._dense, self._sparse, self.out
         self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
@@ -76,7 +76,7 @@ class HopperLinear:
         return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
-        """See :class:`slidesparse.gemm.backend.Runner`."""
+        """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, weight = self.lift, self.weight_addresses(tensors)
         inputs = lift.inputs(x, residual, tensors.pairs, tensors.gain)
         if inputs is None or weight is None:

@@ -30,7 +30,7 @@ def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> 
             needed="[P, N], int64 [M, k] and float32 [M, k] on one device, all contiguous",
         )
     if runs_triton(x.device):
-        from slidesparse.lifting.routed import weighted_sum as kernel
+        from slidesparse.lifting import expert_sum_kernel as kernel
 
         return kernel.weighted_sum(x, rows, weights)
     total = torch.zeros(rows.shape[0], x.shape[1], dtype=torch.float32, device=x.device)

@@ -149,13 +149,13 @@ def takes(experts: int) -> bool:
 def arrange(
     chosen: torch.Tensor, experts: int, tile: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of a :class:`slidesparse.lifting.routed.expert_order.Arrangement`; nothing is checked.
+    """Return the fields of a :class:`slidesparse.lifting.expert_order.Arrangement`; nothing is checked.
 
     Args:
         chosen: Contiguous integers [M, k].
         experts: Number of experts on this GPU, for which :func:`takes` holds.
         tile: Tokens of a tile.
-        rows: P, from :func:`slidesparse.lifting.routed.expert_order.rows_needed`.
+        rows: P, from :func:`slidesparse.lifting.expert_order.rows_needed`.
     """
     index, device = chosen.get_device(), chosen.device
     if index >= 0 and not is_current(index):

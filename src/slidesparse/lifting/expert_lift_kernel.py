@@ -16,11 +16,10 @@ import triton.language as tl
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.base.triton_launcher import Launcher, early_start
 from slidesparse.lifting.held import quantised, write
-from slidesparse.lifting.kernel import KernelLift, find_kernel_lift
-from slidesparse.lifting.launch import configure
-from slidesparse.lifting.layout import ColumnOrder, Lifted, Slabs
+from slidesparse.lifting.kernel import find_kernel_lift
+from slidesparse.lifting.launch import Launch
+from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.lift_math import begin, offset_of_row
-from slidesparse.lifting.prologue import Prologue
 from slidesparse.lifting.variant import LiftVariant
 
 MOST_COPIES = 16
@@ -62,54 +61,37 @@ def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl
 
 
 def lift_routed(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    order: ColumnOrder,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs,
-    *,
-    gather: bool,
+    x: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, spec: LiftSpec, *, gather: bool
 ) -> Lifted | None:
     """Lift by a kernel; None where none can: rows too long to be held in registers, or an odd ``k_offset``.
 
-    Arguments are checked; see :func:`lifting.routed.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
-    :class:`slidesparse.lifting.routed.expert_order.Arrangement`.
+    Arguments are checked; see :func:`lifting.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
+    :class:`slidesparse.lifting.expert_order.Arrangement`.
     """
     index, count = x.get_device(), len(tokens)
     if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
-            return lift_routed(x, rows, tokens, order, target, prologue, slabs, gather=gather)
-    like = find_kernel_lift(order, x.dtype, target, prologue, count, x.device, slabs, None)
+            return lift_routed(x, rows, tokens, spec, gather=gather)
+    like = find_kernel_lift(spec, count, x.device)
     if not like.variant.held or like.gathered:
         return None
-    values, scale = empty(like.padded, like.k_packed, target, index), empty(count, 1, torch.float32, index)
+    kind = like.variant, like.config, like.source, like.device
+    values, scale = empty(like.padded, like.k_packed, spec.target, index), empty(count, 1, torch.float32, index)
     if gather and rows.shape[1] <= MOST_COPIES:
-        launcher = _launcher_like(like, None, rows.shape[1])
+        launcher = _launcher(*kind, None, rows.shape[1])
         launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))
     elif count:
         tensors = x, tokens, values.view(torch.int16), scale
-        _launcher_like(like, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
+        _launcher(*kind, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
     return Lifted(values.resize_(count, like.k_packed), scale, None)
-
-
-def _launcher_like(lift: KernelLift, gather: bool | None, copies: int) -> Launcher:
-    launch = configure(lift.tokens, lift.order, lift.source.itemsize, lift.prologue)
-    return _launcher(lift.variant, launch.num_warps, launch.registers, gather, copies, lift.source, lift.device)
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    variant: LiftVariant,
-    warps: int,
-    registers: int,
-    gather: bool | None,
-    copies: int,
-    source: torch.dtype,
-    device: torch.device,
+    variant: LiftVariant, config: Launch, source: torch.dtype, device: torch.device, gather: bool | None, copies: int
 ) -> Launcher:
     """Return the launcher for all numbers of rows; a compiled kernel belongs to ``source`` and ``device``."""
     early = early_start() if variant.early else {}
     kernel, constant = (spread_kernel, copies) if gather is None else (routed_kernel, gather)
-    return Launcher(kernel, (constant, variant), num_warps=warps, maxnreg=registers or None, **early)
+    options = {"num_warps": config.num_warps, "maxnreg": config.registers or None, **early}
+    return Launcher(kernel, (constant, variant), **options)

@@ -37,7 +37,7 @@ def weighted_sum_kernel(x, row_ptr, weight_ptr, y, tokens, columns, K: tl.conste
 
 
 def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum by the kernel; the arguments are those of :func:`lifting.routed.expert_sum.weighted_sum`, and checked."""
+    """Sum by the kernel; the arguments are those of :func:`lifting.expert_sum.weighted_sum`, and checked."""
     tokens, k = rows.shape
     index = x.get_device()
     if index >= 0 and not is_current(index):

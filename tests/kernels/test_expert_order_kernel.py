@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse.lifting.routed import arrange_experts
-from slidesparse.lifting.routed.expert_order import arrange, rows_needed
+from slidesparse.lifting import expert_order_kernel
+from slidesparse.lifting.expert_order import arrange, rows_needed
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_the_kernel_gives_what_torch_does(
     for least in (0, -1):  # -1: experts that are elsewhere
         chosen = torch.randint(least, experts, (tokens, k), generator=generator).to(dtype)
         wanted = arrange(chosen, experts, tile)
-        found = arrange_experts.arrange(chosen.to(device), experts, tile, rows_needed(tokens * k, experts, tile))
+        found = expert_order_kernel.arrange(chosen.to(device), experts, tile, rows_needed(tokens * k, experts, tile))
         rows, of_rows, of_tiles, used = (tensor.cpu() for tensor in found)
         assert torch.equal(used, wanted.used)
         assert torch.equal(rows, wanted.rows)
@@ -32,15 +32,15 @@ def test_the_kernel_gives_what_torch_does(
 
 
 def test_the_kernels_take_what_they_can_count() -> None:
-    assert arrange_experts.takes(1023)
-    assert not arrange_experts.takes(1024)
+    assert expert_order_kernel.takes(1023)
+    assert not expert_order_kernel.takes(1024)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "tiles"), [(300, 19), (4100, 257)])
 def test_all_tokens_may_go_to_one_expert(device: str, pairs: int, tiles: int) -> None:
     chosen = torch.full((pairs, 1), 2, dtype=torch.int32)
-    rows, tokens, experts, used = arrange_experts.arrange(chosen.to(device), 4, 16, rows_needed(pairs, 4, 16))
+    rows, tokens, experts, used = expert_order_kernel.arrange(chosen.to(device), 4, 16, rows_needed(pairs, 4, 16))
     assert rows.flatten().tolist() == list(range(pairs))
     assert tokens[:pairs].tolist() == list(range(pairs))
     assert int(used) == tiles
