@@ -8,7 +8,8 @@ from typing import Any
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
-from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.quantisation_keys import FROM_FLOAT
 from slidesparse.models.config_keys import MARKER_KEY
 
 GENERATION_FILE = "generation_config.json"

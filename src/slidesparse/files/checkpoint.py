@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from pathlib import Path
 
 import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.base.whole_file import kind_of, require_no_holes
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.json_files import read_json
+from slidesparse.files.marker import is_bitnet, quantisation_words, source_quantisation
+from slidesparse.files.quantisation_keys import refuse_other_places, refuse_unknown_keys
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.wrapped_names import refuse_adapter, unwrapped, wrappers
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,7 +28,12 @@ TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 
 NEEDED = "a folder with config.json and weights in safetensors"
 
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+
 ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_model.safetensors", "adapter_model.bin")
 PICKLES = (".bin", ".pt", ".pth")
 """Ends of the names of weights that are no safetensors."""
 
@@ -39,9 +49,12 @@ class Checkpoint:
         config: config.json.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
+        wrappers: What was removed from all names, as :func:`slidesparse.files.wrapped_names.wrappers` returns it.
 
     Raises:
-        CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent.
+        CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent; or there are
+            two sets of weights, or an adapter beside them; or a quantisation that the weights do not have, or with keys
+            that we do not follow.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,21 +69,19 @@ class Checkpoint:
         if not os.path.lexists(self.path / "config.json"):
             raise _lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
-        index_path = self.path / INDEX_FILE
-        promised: dict[str, str] = {}
-        if (self.path / SINGLE_FILE).exists():
-            names = [SINGLE_FILE]
-        elif index_path.exists():
-            promised = read_json(index_path).get("weight_map") or {}
-            if not isinstance(promised, dict) or not promised:
-                raise CheckpointError(f"{index_path} has no weight_map")
-            for name in promised.values():  # shards are written under these names: no other folder
-                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                    raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
-            names = sorted(set(promised.values()))
-        else:
-            raise _lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+        promised = self._promised()
+        names = sorted(set(promised.values())) or [SINGLE_FILE]
+        self._refuse_other_sets(names)
         self.readers = {name: TensorReader(self.path / name) for name in names}
+        for tensor, name in promised.items():
+            if tensor not in self.readers[name].stored:
+                raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
+        self.wrappers = wrappers(tensor for reader in self.readers.values() for tensor in reader.stored)
+        if self.wrappers:
+            for reader in self.readers.values():
+                reader.rename(lambda name: unwrapped(name, self.wrappers))
+            found = " and ".join(self.wrappers.values())
+            warnings.warn(f"{found} in names of tensors of {self.path} is left out", SlideSparseWarning, stacklevel=2)
         self.shards = {name: reader.stored for name, reader in self.readers.items()}
         self.files: dict[str, str] = {}
         for name, tensors in self.shards.items():
@@ -78,9 +89,55 @@ class Checkpoint:
                 if tensor in self.files:
                     raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
                 self.files[tensor] = name
-        for tensor, name in promised.items():
-            if tensor not in self.shards[name]:
-                raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
+        self._check_quantisation()
+
+    def _promised(self) -> dict[str, str]:
+        """Return what the index says, tensor -> file; nothing where there is none, and the one file."""
+        path = self.path / INDEX_FILE
+        if not path.exists():
+            if not (self.path / SINGLE_FILE).exists():
+                raise _lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+            return {}
+        promised = read_json(path).get("weight_map") or {}
+        if not isinstance(promised, dict) or not promised:
+            raise CheckpointError(f"{path} has no weight_map")
+        for name in promised.values():  # shards are written under these names: no other folder
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(f"shard name in {path}", got=repr(name), needed="NAME.safetensors")
+        return promised
+
+    def _refuse_other_sets(self, names: list[str]) -> None:
+        """Refuse weights beside those of some files, of which programs would take the others, or both."""
+        inside = sorted(os.listdir(self.path))
+        # Without an index servers read all files; with one, transformers reads the single file all the same.
+        others = [name for name in inside if SHARD.fullmatch(name)] if names == [SINGLE_FILE] else [SINGLE_FILE]
+        if others := [name for name in others if name in inside]:
+            indexed = f"the {len(names)} files of {INDEX_FILE}, which vLLM and SGLang read"
+            single = f"{SINGLE_FILE}, which transformers reads"
+            both = f"{single}, and {', '.join(others[:3])}, which vLLM and SGLang read too"
+            raise CheckpointError(
+                f"{self.path} holds two sets of weights",
+                got=both if names == [SINGLE_FILE] else f"{single}, and {indexed}",
+                needed="one",
+                remedy="remove the one that is not meant",
+            )
+        if (named := self.config.get("transformers_weights")) not in (None, INDEX_FILE, *names):
+            what = f"transformers_weights of {self.path}/config.json"
+            raise CheckpointError(what, got=f"{named!r:.80}", needed="no such key, which servers pass over")
+        refuse_adapter(self.path, [name for name in ADAPTER_FILES if name in inside])
+
+    def _check_quantisation(self) -> None:
+        """Refuse what config.json says of a quantisation, where the weights have none or we would pass over a part."""
+        refuse_other_places(self.config)
+        value = source_quantisation(self.config)
+        types = {one.dtype for tensors in self.shards.values() for one in tensors.values() if len(one.shape) > 1}
+        if value and types <= FLOATS and not is_bitnet(self.config):
+            raise CheckpointError(
+                "quantisation of the source",
+                got=f"{quantisation_words(self.config)} in config.json, and all weights in {' and '.join(sorted(types))}",
+                remedy="remove quantization_config from config.json, which is of other weights",
+            )
+        refuse_unknown_keys(value)
 
     def stored(self, name: str) -> Stored:
         """Return the type and shape of a tensor."""

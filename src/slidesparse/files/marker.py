@@ -32,6 +32,7 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.quantisation_keys import FROM_FLOAT, KEYS
 from slidesparse.models.config_keys import (
     EXPERTS_VERSION,
     LINEAR,
@@ -44,8 +45,6 @@ from slidesparse.weights.pattern import Pattern
 
 _HEAD = re.compile(re.escape(head_target("NAME")).replace("NAME", r"\w+"))
 """What :func:`slidesparse.models.config_keys.head_target` returns, of any name."""
-
-FROM_FLOAT = "start from the model as it was before it was quantised"
 
 
 @dataclass(frozen=True)
@@ -136,18 +135,26 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         CheckpointError: It is no object, or its ``ignore`` is no list of names.
     """
-    value = config.get("quantization_config") or config.get("compression_config") or {}
+    value = next((config[key] for key in KEYS if config.get(key)), {})
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
     ignore = value.get("ignore")
-    if ignore is not None and not (isinstance(ignore, list) and all(isinstance(entry, str) for entry in ignore)):
-        raise CheckpointError("ignore of quantization_config", got=repr(ignore)[:80], needed="a list of names")
+    for entry in () if ignore is None else ignore if isinstance(ignore, list) else [ignore]:
+        if not isinstance(ignore, list) or not isinstance(entry, str):
+            raise CheckpointError("ignore of quantization_config", got=f"{entry!r:.80}", needed="a list of names")
     return value
 
 
 def is_bitnet(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a BitNet model, whose master has weights in a float type."""
     return source_quantisation(config).get("quant_method") == "bitnet"
+
+
+def quantisation_words(config: Mapping[str, Any]) -> str:
+    """Return what a ``quantization_config`` calls its method."""
+    value = source_quantisation(config)
+    words = [str(value[key])[:80] for key in ("quant_method", "quant_algo") if value.get(key) is not None]
+    return " ".join(words) or "no quant_method"
 
 
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -165,37 +172,84 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
 
-    def other(what: str, got: str, needed: str = "none, or compressed-tensors W8A8 with one group") -> CheckpointError:
-        return CheckpointError(f"quantisation {what}of the source", got=got[:300], needed=needed, remedy=FROM_FLOAT)
+    def other(what: str, got: str, needed: str = "none, or compressed-tensors W8A8 of one type") -> CheckpointError:
+        return CheckpointError(f"quantisation {what}of the source", got=got, needed=needed, remedy=FROM_FLOAT)
 
-    method, groups = value.get("quant_method"), value.get("config_groups") or {}
-    if method != "compressed-tensors":
-        words = [str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None]
-        raise other("", " ".join(words) or "no quant_method")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        found = f"{len(groups)} config groups" if isinstance(groups, Mapping) else f"config groups {groups!r:.80}"
-        raise other("", f"{method}, {found}")
-    (group,) = (_object(value, "a config group") for value in groups.values())
-    weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
-    keys = ("num_bits", "type", "strategy", "symmetric")
-    scheme = {
-        "targets": _without_head(group.get("targets")),
-        "weights": tuple(weights.get(key) for key in keys),
-        "activations": tuple(activations.get(key) for key in (*keys, "dynamic")),
-    }
-    for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
-        as_needed = {"weights": (8, kind, "channel", True), "activations": (8, kind, "token", True, True)}
-        if scheme == {"targets": [LINEAR], **as_needed}:
-            return dtype
-    needed = "8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers"
-    raise other("scheme ", str(scheme), needed)
+    words, groups = quantisation_words(config), value.get("config_groups") or {}
+    if value.get("quant_method") != "compressed-tensors":
+        raise other("", words)
+    if not isinstance(groups, Mapping) or not groups:
+        raise other("", f"{words}, {f'config groups {groups!r:.80}' if groups else '0 config groups'}")
+    found = {name: _Scheme.of(_object(group, "a config group"), value.get("format")) for name, group in groups.items()}
+    for name, scheme in found.items():
+        if wrong := scheme.wrong():
+            needed = "8-bit symmetric channel-wise weights and dynamic per-token activations"
+            raise other("scheme ", f"{', '.join(wrong)} in {name}", needed)
+    if len(types := {scheme.dtype for scheme in found.values()}) > 1:
+        raise other("", f"{words}, {len(types)} types in {len(found)} config groups")
+    targets = quantised_targets(value)
+    if not _are_linears(targets):
+        raise other("scheme ", f"targets {', '.join(targets)[:200]}", f"{LINEAR}, or names of linears")
+    return types.pop()
 
 
-def _without_head(targets: Any) -> Any:
-    """Return a group's targets without the output embedding that :func:`quantization_config` names besides linears."""
-    if isinstance(targets, list) and len(targets) == 2 and _HEAD.fullmatch(str(targets[1])):
-        return targets[:1]
-    return targets
+@dataclass(frozen=True)
+class _Scheme:
+    """What a config group says, with compressed-tensors' defaults for what it leaves out."""
+
+    weights: Mapping[str, Any]
+    input_activations: Mapping[str, Any]
+    format: object
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], common_format: object) -> _Scheme:
+        parts = []
+        for key in ("weights", "input_activations"):
+            said = _object(group.get(key) or {}, key)
+            by_row = "channel" if said.get("group_size") == -1 else None
+            usual = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None}
+            part = {**usual, **said, "strategy": said.get("strategy") or by_row} if said else {}
+            parts.append({**part, "group_size": None} if by_row else part)
+        return cls(*parts, group.get("format") or common_format)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.weights.get("type") == "float" else torch.int8
+
+    def wrong(self) -> list[str]:
+        """Return what is not as we need it, in words."""
+        kind = "float" if self.dtype == torch.float8_e4m3fn else "int"
+        common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
+        needed = {
+            "weights": {**common, "strategy": "channel", "dynamic": False},
+            "input_activations": {**common, "strategy": "token", "dynamic": True},
+        }
+        found = [f"no {part}" for part in needed if not getattr(self, part)]
+        for part, wanted in needed.items() if not found else ():
+            said = getattr(self, part)
+            found += [f"{part}.{key} {said[key]!r:.40}" for key, value in wanted.items() if said[key] != value]
+        formats = (None, f"{kind}-quantized", "naive-quantized")
+        return found + ([] if self.format in formats else [f"format {self.format!r:.40}"])
+
+
+def quantised_targets(value: Mapping[str, Any]) -> list[str]:
+    """Return what the groups of a ``quantization_config`` name: classes, layers, or regular expressions of them."""
+    targets: list[str] = []
+    for group in (value.get("config_groups") or {}).values():
+        named = group.get("targets")
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise CheckpointError("targets of quantization_config", got=f"{named!r:.80}", needed="a list of names")
+        targets += named
+    return list(dict.fromkeys(targets))
+
+
+def _are_linears(targets: list[str]) -> bool:
+    """Return whether targets are all linears, perhaps with the output embedding, or name some of them."""
+    others = [target for target in targets if target != LINEAR]
+    is_head = len(others) == 1 and _HEAD.fullmatch(others[0]) is not None
+    if LINEAR in targets:
+        return not others or is_head
+    return bool(others) and not is_head and not any(target[:1].isupper() for target in others)
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:

@@ -195,6 +195,8 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     if _is_readable(checkpoint.config):  # transformers renames the tensors of other formats
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if checkpoint.wrappers:
+        local["key_mapping"] = dict.fromkeys(checkpoint.wrappers, "")
     try:
         with other_library():
             model, found = known.from_pretrained(
