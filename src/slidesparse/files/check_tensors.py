@@ -48,13 +48,12 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
 def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
     """Return the linears that a ``quantization_config`` leaves in floats: it ignores them, or no group names them."""
     value = source_quantisation(config)
-    targets, ignore = quantised_targets(value), value.get("ignore") or ()
-    named = None if LINEAR in targets or not targets else targets
+    ignore, targets = value.get("ignore") or (), quantised_targets(value) or [LINEAR]
 
-    def matches(name: str, entries: Iterable[str]) -> bool:
+    def are(name: str, entries: Iterable[str]) -> bool:
         return any(matches_entry(name, entry) for entry in entries)
 
-    return {name for name in linears if matches(name, ignore) or (named is not None and not matches(name, named))}
+    return {name for name in linears if are(name, ignore) or not (LINEAR in targets or are(name, targets))}
 
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:
@@ -142,7 +141,8 @@ class _Allowed:
 def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
     found, scale = checkpoint.stored(tensor).dtype, f"{tensor}_scale"
     if found not in types:
-        needed = f"{' or '.join(sorted(types))}: {why}" if types else why
+        offered = sorted(types - {"F64"})  # which may stay as it is, and which nothing is pruned in
+        needed = f"{' or '.join(offered)}: {why}" if types else why
         yield CheckpointError(f"type of {tensor}", got=found, needed=needed)
     elif found in QUANTISED_NAMES and scale not in checkpoint.files:
         yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {found}", needed="its scales")

@@ -24,7 +24,7 @@ tensor that holds all experts of a layer has its own name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.quantisation_keys import FROM_FLOAT, KEYS
+from slidesparse.files.quantisation_keys import FROM_FLOAT, KEYS, OF_A_SCHEME, PARTS, refuse_keys, refuse_other_places
 from slidesparse.models.config_keys import (
     EXPERTS_VERSION,
     LINEAR,
@@ -135,13 +135,10 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         CheckpointError: It is no object, or its ``ignore`` is no list of names.
     """
-    value = next((config[key] for key in KEYS if config.get(key)), {})
+    value: Any = next((config[key] for key in KEYS if config.get(key)), {})
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
-    ignore = value.get("ignore")
-    for entry in () if ignore is None else ignore if isinstance(ignore, list) else [ignore]:
-        if not isinstance(ignore, list) or not isinstance(entry, str):
-            raise CheckpointError("ignore of quantization_config", got=f"{entry!r:.80}", needed="a list of names")
+    _require_names("ignore", value.get("ignore") or [])
     return value
 
 
@@ -150,9 +147,23 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
     return source_quantisation(config).get("quant_method") == "bitnet"
 
 
-def quantisation_words(config: Mapping[str, Any]) -> str:
-    """Return what a ``quantization_config`` calls its method."""
+def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
+    """Refuse a quantisation that no tensor has, or that is not at the top of config.json, or that we follow in part.
+
+    ``types`` are safetensors' names of the types of all tensors but vectors.
+    """
     value = source_quantisation(config)
+    if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
+        raise CheckpointError(
+            "quantisation of the source",
+            got=f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}",
+            remedy="remove quantization_config from config.json: it is of other weights",
+        )
+    refuse_other_places(config, value)
+    refuse_keys(value, but=OF_A_SCHEME)
+
+
+def _method(value: Mapping[str, Any]) -> str:
     words = [str(value[key])[:80] for key in ("quant_method", "quant_algo") if value.get(key) is not None]
     return " ".join(words) or "no quant_method"
 
@@ -172,75 +183,34 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
 
-    def other(what: str, got: str, needed: str = "none, or compressed-tensors W8A8 of one type") -> CheckpointError:
-        return CheckpointError(f"quantisation {what}of the source", got=got, needed=needed, remedy=FROM_FLOAT)
-
-    words, groups = quantisation_words(config), value.get("config_groups") or {}
-    if value.get("quant_method") != "compressed-tensors":
-        raise other("", words)
-    if not isinstance(groups, Mapping) or not groups:
-        raise other("", f"{words}, {f'config groups {groups!r:.80}' if groups else '0 config groups'}")
-    found = {name: _Scheme.of(_object(group, "a config group"), value.get("format")) for name, group in groups.items()}
-    for name, scheme in found.items():
-        if wrong := scheme.wrong():
-            needed = "8-bit symmetric channel-wise weights and dynamic per-token activations"
-            raise other("scheme ", f"{', '.join(wrong)} in {name}", needed)
-    if len(types := {scheme.dtype for scheme in found.values()}) > 1:
-        raise other("", f"{words}, {len(types)} types in {len(found)} config groups")
+    groups = value.get("config_groups") or {}
+    if value.get("quant_method") != "compressed-tensors" or not groups:
+        got = f"{_method(value)}, {len(groups)} config groups" if "config_groups" in value else _method(value)
+        needed = "none, or compressed-tensors W8A8"
+        raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
+    refuse_keys(value)
+    types = {(group[part] or {}).get("type", "int") for group in groups.values() for part in PARTS}
     targets = quantised_targets(value)
-    if not _are_linears(targets):
-        raise other("scheme ", f"targets {', '.join(targets)[:200]}", f"{LINEAR}, or names of linears")
-    return types.pop()
-
-
-@dataclass(frozen=True)
-class _Scheme:
-    """What a config group says, with compressed-tensors' defaults for what it leaves out."""
-
-    weights: Mapping[str, Any]
-    input_activations: Mapping[str, Any]
-    format: object
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], common_format: object) -> _Scheme:
-        parts = []
-        for key in ("weights", "input_activations"):
-            said = _object(group.get(key) or {}, key)
-            by_row = "channel" if said.get("group_size") == -1 else None
-            usual = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None}
-            part = {**usual, **said, "strategy": said.get("strategy") or by_row} if said else {}
-            parts.append({**part, "group_size": None} if by_row else part)
-        return cls(*parts, group.get("format") or common_format)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn if self.weights.get("type") == "float" else torch.int8
-
-    def wrong(self) -> list[str]:
-        """Return what is not as we need it, in words."""
-        kind = "float" if self.dtype == torch.float8_e4m3fn else "int"
-        common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
-        needed = {
-            "weights": {**common, "strategy": "channel", "dynamic": False},
-            "input_activations": {**common, "strategy": "token", "dynamic": True},
-        }
-        found = [f"no {part}" for part in needed if not getattr(self, part)]
-        for part, wanted in needed.items() if not found else ():
-            said = getattr(self, part)
-            found += [f"{part}.{key} {said[key]!r:.40}" for key, value in wanted.items() if said[key] != value]
-        formats = (None, f"{kind}-quantized", "naive-quantized")
-        return found + ([] if self.format in formats else [f"format {self.format!r:.40}"])
+    if len(types) > 1 or not _are_linears(targets):
+        got = "types int and float" if len(types) > 1 else f"targets {', '.join(targets)[:200]}"
+        needed = f"one type, and {LINEAR} or names of linears as targets"
+        raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
+    return torch.int8 if types == {"int"} else torch.float8_e4m3fn
 
 
 def quantised_targets(value: Mapping[str, Any]) -> list[str]:
     """Return what the groups of a ``quantization_config`` name: classes, layers, or regular expressions of them."""
-    targets: list[str] = []
-    for group in (value.get("config_groups") or {}).values():
-        named = group.get("targets")
-        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
-            raise CheckpointError("targets of quantization_config", got=f"{named!r:.80}", needed="a list of names")
-        targets += named
-    return list(dict.fromkeys(targets))
+    targets = [group.get("targets") for group in (value.get("config_groups") or {}).values()]
+    for named in targets:
+        _require_names("targets", named)
+    return list(dict.fromkeys(one for named in targets for one in named))
+
+
+def _require_names(key: str, value: Any) -> None:
+    """Refuse what is no list of names, and show the first that is none."""
+    wrong = [one for one in value if not isinstance(one, str)][:1] if isinstance(value, list) else [value]
+    if wrong:
+        raise CheckpointError(f"{key} of quantization_config", got=f"{wrong[0]!r:.80}", needed="a list of names")
 
 
 def _are_linears(targets: list[str]) -> bool:
@@ -250,9 +220,3 @@ def _are_linears(targets: list[str]) -> bool:
     if LINEAR in targets:
         return not others or is_head
     return bool(others) and not is_head and not any(target[:1].isupper() for target in others)
-
-
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{name} of quantization_config", got=f"{value!r:.80}", needed="an object")
-    return value

@@ -16,10 +16,10 @@ from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import Checkpoint, unmerged
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
-from slidesparse.files.wrapped_names import ADAPTER, refuse_adapter
+from slidesparse.files.wrapped_names import ADAPTER
 from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.weights.quant import FLOATS
 
@@ -157,7 +157,8 @@ def build_meta_model(
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
-    refuse_adapter(checkpoint.path, (name for name in names.unused if ADAPTER.search(name)))
+    for name in filter(ADAPTER.search, names.unused):
+        raise unmerged(f"{checkpoint.path} holds more than a model", name)
     return MetaModel(model.eval(), names)
 
 

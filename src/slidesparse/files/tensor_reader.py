@@ -6,7 +6,6 @@ The safetensors library reads. The file is opened for each tensor, so that its p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class TensorReader:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
             self.metadata: dict[str, str] = file.metadata() or {}
-        self._own = {name: name for name in self.stored}
         try:
             digests = parse_json(self.metadata.get(DIGESTS, "{}"), DIGESTS)
             self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
@@ -63,28 +61,16 @@ class TensorReader:
                 remedy="remove it, and run again what wrote it",
             )
 
-    def rename(self, renamed: Callable[[str], str]) -> None:
-        """Give the tensors other names from now on.
-
-        Raises:
-            CheckpointError: Two get one name.
-        """
-        own = {renamed(name): name for name in self._own.values()}
-        if len(own) < len(self._own):
-            raise CheckpointError(f"{self.path} holds tensors whose names differ in a wrapper alone")
-        self.stored = {name: self.stored[old] for name, old in own.items()}
-        self._own = own
-
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor; on a CPU it is mapped, not copied."""
         with _opened(self.path, device) as file:
-            tensor: torch.Tensor = file.get_tensor(self._own.get(name, name))
+            tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
     def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read what a tensor holds at an index of its first dimension, and nothing else of it."""
         with _opened(self.path, device) as file:
-            tensor: torch.Tensor = file.get_slice(self._own.get(name, name))[index]
+            tensor: torch.Tensor = file.get_slice(name)[index]
             return tensor
 
     def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:

@@ -40,7 +40,7 @@ def require_fetched(files: SourceFiles) -> None:
                     )
             if file.name.name in READ_AS_JSON:
                 try:
-                    json.loads(Path(file.path).read_bytes())
+                    json.loads(Path(file.path).read_text("utf-8"))  # bytes may have a mark, which tokenizers refuses
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(
                         f"{file.name} holds no tokenizer", got=first_line(error), needed="JSON", remedy=AGAIN
