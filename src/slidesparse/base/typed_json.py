@@ -54,9 +54,7 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     {'a': [1, 2.5]}
     """
     if isinstance(text, bytes) and text.startswith(MARKS):
-        raise InputError(
-            f"{where} cannot be read", got="a byte-order mark", needed="JSON in UTF-8", remedy=WITHOUT_MARK
-        )
+        raise InputError(f"{where} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
 
     def constant(name: str) -> float:
         return float(name) if non_finite else _refuse(f"the number {name}")

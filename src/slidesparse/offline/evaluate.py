@@ -193,9 +193,8 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
-    if (
-        not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None
-    ):  # transformers renames the tensors of other formats
+    # transformers renames the tensors of other formats.
+    if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if checkpoint.wrappers:
