@@ -116,11 +116,11 @@ TENSORS: dict[str, tuple[Damage, str]] = {
 MARKS: dict[str, tuple[Damage, str]] = {
     "ignored and quantised": (
         lambda _, config: config["slidesparse_config"]["ignore"].append(Q),
-        f"type of {Q}.weight; got I8; needed BF16 or F16 or F32 or F64: slidesparse_config ignores the layer",
+        f"type of {Q}.weight; got I8; needed BF16 or F16 or F32: slidesparse_config ignores the layer",
     ),
     "no quantization_config": (
         lambda _, config: config.pop("quantization_config"),
-        "weight; got I8; needed BF16 or F16 or F32 or F64: config.json has no quantization_config",
+        "weight; got I8; needed BF16 or F16 or F32: config.json has no quantization_config",
     ),
     "float weight": (put(f"{Q}.weight", lambda t: t.float()), f"type of {Q}.weight; got F32; needed I8"),
     "ignored in one place": (

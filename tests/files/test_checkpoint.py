@@ -13,6 +13,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -184,6 +185,16 @@ def test_broken_config(tmp_path: Path) -> None:
     (path / "config.json").write_text("{ not json")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    path = tmp_path / "m" / name
+    path.write_text(path.read_text(), encoding=encoding)
+    with pytest.raises(CheckpointError, match=rf"{name} .*; save it as UTF-8 without a byte-order mark"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
 def test_missing_shard(tmp_path: Path) -> None:

@@ -233,6 +233,11 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
         "checkpoint-500/optimizer.pt",
         "tf_model.h5",
         "model.ckpt.data-00000-of-00001",
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        "model.safetensors.index.fp32.json",
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "speech-lora/adapter_config.json",
         "slidesparse.packed",
     ],
 )

@@ -64,6 +64,71 @@ def test_what_is_no_chat(tmp_path: Path, line: dict[str, Any]) -> None:
         read_documents(tmp_path / "c.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ({"messages": [*CHAT * 50, {"role": "user", "content": None}]}, "None in message 101"),
+        ({"messages": [*CHAT * 50, "hello"]}, "'hello' in message 101"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "[{'type': 'text'}] in message 1"),
+        ({"id": "x" * 500, "text": None}, "{'text': None}"),
+        ({"id": "x" * 500, "body": "hello"}, "['id', 'body']"),
+        ("hello", "'hello'"),
+    ],
+)
+def test_a_long_document_shows_its_wrong_part(tmp_path: Path, line: Any, got: str) -> None:
+    (tmp_path / "c.ndjson").write_text('{"text": "right"}\n' + json.dumps(line))
+    with pytest.raises(InputError) as error:
+        read_documents(tmp_path / "c.ndjson")
+    assert f"c.ndjson, line 2; got {got}; needed an object" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b'{"text": "a"}\n{"text": "' + b"x" * 500 + b'" "y"}',
+            r"line 2 cannot be read; got Expecting ',' .*x\" \"y\"}'",
+        ),
+        (b"one\ntwo \xff", "is not text; got .*, line 2; needed UTF-8$"),
+        (b"one\n\0", "got NUL characters, line 2"),
+        ("text".encode("utf-16"), "line 1; needed UTF-8; save it as UTF-8 without a byte-order mark"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "c.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=rf"c\.jsonl.*{says}"):
+        read_documents(tmp_path / "c.jsonl")
+
+
+def test_a_template_that_fails_names_the_chat(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}")
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"messages": CHAT * times}) for times in (1, 1, 2)))
+    with pytest.raises(CheckpointError, match=r"template fails on .*c\.jsonl, line 3; got TemplateError: no"):
+        read_text(tmp_path / "c.jsonl", load_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.CSV", "t.tsv.gz"])
+def test_tables_are_not_read_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"id,text") if name.endswith("gz") else b"id,text\n1,hello\n")
+    with pytest.raises(InputError, match=r"is a table; got \.[ct]sv; .*\.jsonl"):
+        read_documents(tmp_path / name)
+
+
+def test_the_chat_template_of_a_processor_is_read(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": CHAT}))
+    text = read_text(tmp_path / "c.jsonl", load_tokenizer(tmp_path))
+    assert text == "(user) what is two. (assistant) a number. "
+    (tmp_path / "chat_template.jinja").write_text("the tokenizer's own")
+    assert read_text(tmp_path / "c.jsonl", load_tokenizer(tmp_path)) == "the tokenizer's own"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("command", ["wanda", "eval"])
 def test_chats_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     """With transformers' own tokenizer, whose template is a file of the checkpoint."""

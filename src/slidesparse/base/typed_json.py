@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import math
@@ -21,6 +22,10 @@ MAX_DEPTH = 64
 
 MAX_DIGITS = 20
 """Most characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
+
+MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""How files begin that editors on Windows wrote."""
+WITHOUT_MARK = "save it as UTF-8 without a byte-order mark"
 
 SHOWN = 200
 """Most characters of a wrong value that a message shows."""
@@ -48,6 +53,8 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     >>> parse_json('{"a": [1, 2.5]}', "example")
     {'a': [1, 2.5]}
     """
+    if isinstance(text, bytes) and text.startswith(MARKS):
+        raise InputError(f"{where} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
 
     def constant(name: str) -> float:
         return float(name) if non_finite else _refuse(f"the number {name}")
@@ -63,6 +70,10 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
         _check_values(value)
     except RecursionError as error:
         raise InputError(f"{where} cannot be read", got="too many levels", needed=f"at most {MAX_DEPTH}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if "\n" in error.doc else f"column {error.colno}"
+        got = f"{error.msg} at {place}: {error.doc[max(error.pos - 20, 0) : error.pos + 20]!r}"
+        raise InputError(f"{where} cannot be read", got=got, needed="JSON in UTF-8") from error
     except ValueError as error:
         raise InputError(f"{where} cannot be read", got=str(error), needed="JSON in UTF-8") from error
     return value

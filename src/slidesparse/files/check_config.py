@@ -8,7 +8,8 @@ from typing import Any
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
-from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.quantisation_keys import FROM_FLOAT
 from slidesparse.models.config_keys import MARKER_KEY
 
 GENERATION_FILE = "generation_config.json"
@@ -81,13 +82,19 @@ def _is_listed(model_class: Any, config: Any) -> bool:
     return any(model_class.__name__ in ((name,) if isinstance(name, str) else name) for name in found)
 
 
+def unread_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
+    """Return why we do not read the quantisation that a config.json names; None for ours, for BitNet's and for none."""
+    try:
+        quantisation_dtype(config)
+    except CheckpointError as error:
+        return None if is_bitnet(config) else error
+    return None
+
+
 def other_quantisation(checkpoint: Checkpoint) -> CheckpointError | None:
     """Return the error that names the quantisation of a checkpoint that lacks weights; None where nothing shows one."""
     config = checkpoint.config
-    try:
-        if not is_bitnet(config):
-            quantisation_dtype(config)
-    except CheckpointError as error:
+    if (error := unread_quantisation(config)) is not None:
         return error
     signs = [] if source_quantisation(config) or MARKER_KEY in config else _signs(checkpoint)
     if not signs:

@@ -7,7 +7,8 @@ show, and the values of scales, which are few.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,10 @@ from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.check_config import generation_settings, other_quantisation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
-from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, quantised_targets, source_quantisation
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
+from slidesparse.models.config_keys import LINEAR
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_finite, is_nonzero
@@ -41,6 +43,17 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
         raise other_quantisation(checkpoint) or error from None
     for fault in find_faults(meta, checkpoint):
         raise fault
+
+
+def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
+    """Return the linears that a ``quantization_config`` leaves in floats: it ignores them, or no group names them."""
+    value = source_quantisation(config)
+    ignore, targets = value.get("ignore") or (), quantised_targets(value) or [LINEAR]
+
+    def are(name: str, entries: Iterable[str]) -> bool:
+        return any(matches_entry(name, entry) for entry in entries)
+
+    return {name for name in linears if are(name, ignore) or not (LINEAR in targets or are(name, targets))}
 
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:
@@ -90,8 +103,8 @@ class _Allowed:
         self.marker = Marker.from_config(checkpoint.config)
         dtype = None if is_bitnet(checkpoint.config) else quantisation_dtype(checkpoint.config)
         self.quantised = None if dtype is None else STORED_NAMES[dtype]
-        self.entries = [str(entry) for entry in source_quantisation(checkpoint.config).get("ignore") or ()]
         self.linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)}
+        self.left = left_alone(checkpoint.config, self.linears)
         try:
             self.experts = set(find_expert_tensors(meta, checkpoint))
         except UnsupportedError:  # they are as they are, and of a float type
@@ -109,7 +122,7 @@ class _Allowed:
             return both, f"the quantization_config says {self.quantised}"
         if layer in self.marker.ignore:
             return FLOAT_NAMES, "slidesparse_config ignores the layer"
-        if any(matches_entry(layer, entry) for entry in self.entries):
+        if layer in self.left:
             why = "quantization_config does, slidesparse_config does not"
             return frozenset(), f"both configs to ignore the layer, or neither: {why}"
         return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
@@ -128,7 +141,8 @@ class _Allowed:
 def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
     found, scale = checkpoint.stored(tensor).dtype, f"{tensor}_scale"
     if found not in types:
-        needed = f"{' or '.join(sorted(types))}: {why}" if types else why
+        offered = sorted(types - {"F64"})  # which may stay as it is, and which nothing is pruned in
+        needed = f"{' or '.join(offered)}: {why}" if types else why
         yield CheckpointError(f"type of {tensor}", got=found, needed=needed)
     elif found in QUANTISED_NAMES and scale not in checkpoint.files:
         yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {found}", needed="its scales")

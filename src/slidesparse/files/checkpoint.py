@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.base.whole_file import kind_of, require_no_holes
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.json_files import read_json
+from slidesparse.files.marker import check_quantisation
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.wrapped_names import unwrapped
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 """Ends of the names of files that libraries read whole."""
@@ -23,7 +29,7 @@ TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 
 NEEDED = "a folder with config.json and weights in safetensors"
 
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PICKLES = (".bin", ".pt", ".pth")
 """Ends of the names of weights that are no safetensors."""
 
@@ -39,9 +45,12 @@ class Checkpoint:
         config: config.json.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
+        wrappers: What names of tensors are read without: see :mod:`slidesparse.files.wrapped_names`.
 
     Raises:
-        CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent.
+        CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent; or there are
+            two sets of weights; or config.json tells of a quantisation that the weights do not have, or that we would
+            follow in part.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,31 +65,42 @@ class Checkpoint:
         if not os.path.lexists(self.path / "config.json"):
             raise _lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
-        index_path = self.path / INDEX_FILE
+        index_path, inside = self.path / INDEX_FILE, frozenset(os.listdir(self.path))
         promised: dict[str, str] = {}
-        if (self.path / SINGLE_FILE).exists():
-            names = [SINGLE_FILE]
-        elif index_path.exists():
+        if INDEX_FILE in inside:
             promised = read_json(index_path).get("weight_map") or {}
             if not isinstance(promised, dict) or not promised:
                 raise CheckpointError(f"{index_path} has no weight_map")
             for name in promised.values():  # shards are written under these names: no other folder
                 if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                     raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
-            names = sorted(set(promised.values()))
-        else:
+        elif SINGLE_FILE not in inside:
             raise _lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+        names = sorted(set(promised.values())) or [SINGLE_FILE]
+        _refuse_other_sets(self.path, names, inside)
         self.readers = {name: TensorReader(self.path / name) for name in names}
-        self.shards = {name: reader.stored for name, reader in self.readers.items()}
+        self.wrappers, bare = unwrapped([tensor for reader in self.readers.values() for tensor in reader.stored])
+        self._own = {new: old for old, new in bare.items()}
+        if self.wrappers:
+            new, old = next(reversed(self._own.items()))
+            told = f"{self.path}: names of tensors are read without those of wrappers, {old} as {new}"
+            warnings.warn(told, SlideSparseWarning, stacklevel=2)
+        self.shards = {
+            name: {bare[tensor]: stored for tensor, stored in reader.stored.items()}
+            for name, reader in self.readers.items()
+        }
         self.files: dict[str, str] = {}
         for name, tensors in self.shards.items():
             for tensor in tensors:
                 if tensor in self.files:
                     raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
                 self.files[tensor] = name
+        if len(self._own) < len(bare):
+            raise CheckpointError(f"{self.path} holds tensors twice, with and without the name of a wrapper")
         for tensor, name in promised.items():
-            if tensor not in self.shards[name]:
+            if tensor not in self.readers[name].stored:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
+        check_quantisation(self.config, {self.stored(name).dtype for name in self.files if self.stored(name).shape[1:]})
 
     def stored(self, name: str) -> Stored:
         """Return the type and shape of a tensor."""
@@ -88,11 +108,11 @@ class Checkpoint:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        return self.readers[self._file(name)].tensor(name, device)
+        return self.readers[self._file(name)].tensor(self._own[name], device)
 
     def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one part of a tensor: what it holds at an index of its first dimension."""
-        return self.readers[self._file(name)].part(name, index, device)
+        return self.readers[self._file(name)].part(self._own[name], index, device)
 
     def _file(self, name: str) -> str:
         if name not in self.files:
@@ -129,6 +149,23 @@ def _refuse_endless_files(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
 
 
+def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:
+    """Refuse weights beside those of some files: one program reads the former, another the latter, or both."""
+    what = f"{folder} holds two sets of weights"
+    for adapter in filter(inside.__contains__, ADAPTER_FILES):
+        raise unmerged(what, adapter, "one, since adapters are added to it only where PEFT is installed")
+    shards = sorted(filter(SHARD.fullmatch, inside)) if names == [SINGLE_FILE] else [INDEX_FILE]
+    if SINGLE_FILE in inside and shards:
+        got = f"{SINGLE_FILE}, which transformers reads, and {shards[0]}, which vLLM and SGLang read"
+        raise CheckpointError(what, got=got, needed="one", remedy="remove what is not meant")
+
+
+def unmerged(what: str, found: str, needed: str = NEEDED) -> CheckpointError:
+    """Return the error for an adapter, by one of its files or tensors."""
+    remedy = "merge it into its model first: PEFT's merge_and_unload(), then save_pretrained(); or remove it"
+    return CheckpointError(what, got=f"an adapter that is not merged ({found})", needed=needed, remedy=remedy)
+
+
 def _no_folder(path: Path) -> CheckpointError:
     """Return the error for a path that is no folder."""
     if not path.exists():
@@ -141,13 +178,8 @@ def _no_folder(path: Path) -> CheckpointError:
 def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
     """Return the error for a folder without a file that every checkpoint has, by what it holds in its place."""
     names = sorted(file.name for file in folder.iterdir())
-    if ADAPTER_FILE in names:
-        return CheckpointError(
-            f"{folder} is no model",
-            got=f"an adapter ({ADAPTER_FILE})",
-            needed=NEEDED,
-            remedy="merge it into its model first: PEFT's merge_and_unload(), then save_pretrained()",
-        )
+    if ADAPTER_FILES[0] in names:
+        return unmerged(f"{folder} is no model", ADAPTER_FILES[0])
     if any(name.endswith(".gguf") for name in names):
         return _gguf(folder)
     if "config.json" not in names:

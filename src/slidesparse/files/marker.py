@@ -24,7 +24,7 @@ tensor that holds all experts of a layer has its own name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.quantisation_keys import FROM_FLOAT, KEYS, OF_A_SCHEME, PARTS, refuse_keys, refuse_other_places
 from slidesparse.models.config_keys import (
     EXPERTS_VERSION,
     LINEAR,
@@ -44,8 +45,6 @@ from slidesparse.weights.pattern import Pattern
 
 _HEAD = re.compile(re.escape(head_target("NAME")).replace("NAME", r"\w+"))
 """What :func:`slidesparse.models.config_keys.head_target` returns, of any name."""
-
-FROM_FLOAT = "start from the model as it was before it was quantised"
 
 
 @dataclass(frozen=True)
@@ -136,18 +135,37 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         CheckpointError: It is no object, or its ``ignore`` is no list of names.
     """
-    value = config.get("quantization_config") or config.get("compression_config") or {}
+    value: Any = next((config[key] for key in KEYS if config.get(key)), {})
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
-    ignore = value.get("ignore")
-    if ignore is not None and not (isinstance(ignore, list) and all(isinstance(entry, str) for entry in ignore)):
-        raise CheckpointError("ignore of quantization_config", got=repr(ignore)[:80], needed="a list of names")
+    _require_names("ignore", value.get("ignore") or [])
     return value
 
 
 def is_bitnet(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a BitNet model, whose master has weights in a float type."""
     return source_quantisation(config).get("quant_method") == "bitnet"
+
+
+def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
+    """Refuse a quantisation that no tensor has, or that is not at the top of config.json, or that we follow in part.
+
+    ``types`` are safetensors' names of the types of all tensors but vectors.
+    """
+    value = source_quantisation(config)
+    if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
+        raise CheckpointError(
+            "quantisation of the source",
+            got=f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}",
+            remedy="remove quantization_config from config.json: it is of other weights",
+        )
+    refuse_other_places(config, value)
+    refuse_keys(value, but=OF_A_SCHEME)
+
+
+def _method(value: Mapping[str, Any]) -> str:
+    words = [str(value[key])[:80] for key in ("quant_method", "quant_algo") if value.get(key) is not None]
+    return " ".join(words) or "no quant_method"
 
 
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -165,40 +183,40 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
 
-    def other(what: str, got: str, needed: str = "none, or compressed-tensors W8A8 with one group") -> CheckpointError:
-        return CheckpointError(f"quantisation {what}of the source", got=got[:300], needed=needed, remedy=FROM_FLOAT)
-
-    method, groups = value.get("quant_method"), value.get("config_groups") or {}
-    if method != "compressed-tensors":
-        words = [str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None]
-        raise other("", " ".join(words) or "no quant_method")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        found = f"{len(groups)} config groups" if isinstance(groups, Mapping) else f"config groups {groups!r:.80}"
-        raise other("", f"{method}, {found}")
-    (group,) = (_object(value, "a config group") for value in groups.values())
-    weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
-    keys = ("num_bits", "type", "strategy", "symmetric")
-    scheme = {
-        "targets": _without_head(group.get("targets")),
-        "weights": tuple(weights.get(key) for key in keys),
-        "activations": tuple(activations.get(key) for key in (*keys, "dynamic")),
-    }
-    for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
-        as_needed = {"weights": (8, kind, "channel", True), "activations": (8, kind, "token", True, True)}
-        if scheme == {"targets": [LINEAR], **as_needed}:
-            return dtype
-    needed = "8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers"
-    raise other("scheme ", str(scheme), needed)
+    groups = value.get("config_groups") or {}
+    if value.get("quant_method") != "compressed-tensors" or not groups:
+        got = f"{_method(value)}, {len(groups)} config groups" if "config_groups" in value else _method(value)
+        needed = "none, or compressed-tensors W8A8"
+        raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
+    refuse_keys(value)
+    types = {(group[part] or {}).get("type", "int") for group in groups.values() for part in PARTS}
+    targets = quantised_targets(value)
+    if len(types) > 1 or not _are_linears(targets):
+        got = "types int and float" if len(types) > 1 else f"targets {', '.join(targets)[:200]}"
+        needed = f"one type, and {LINEAR} or names of linears as targets"
+        raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
+    return torch.int8 if types == {"int"} else torch.float8_e4m3fn
 
 
-def _without_head(targets: Any) -> Any:
-    """Return a group's targets without the output embedding that :func:`quantization_config` names besides linears."""
-    if isinstance(targets, list) and len(targets) == 2 and _HEAD.fullmatch(str(targets[1])):
-        return targets[:1]
-    return targets
+def quantised_targets(value: Mapping[str, Any]) -> list[str]:
+    """Return what the groups of a ``quantization_config`` name: classes, layers, or regular expressions of them."""
+    targets = [group.get("targets") for group in (value.get("config_groups") or {}).values()]
+    for named in targets:
+        _require_names("targets", named)
+    return list(dict.fromkeys(one for named in targets for one in named))
 
 
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{name} of quantization_config", got=f"{value!r:.80}", needed="an object")
-    return value
+def _require_names(key: str, value: Any) -> None:
+    """Refuse what is no list of names, and show the first that is none."""
+    wrong = [one for one in value if not isinstance(one, str)][:1] if isinstance(value, list) else [value]
+    if wrong:
+        raise CheckpointError(f"{key} of quantization_config", got=f"{wrong[0]!r:.80}", needed="a list of names")
+
+
+def _are_linears(targets: list[str]) -> bool:
+    """Return whether targets are all linears, perhaps with the output embedding, or name some of them."""
+    others = [target for target in targets if target != LINEAR]
+    is_head = len(others) == 1 and _HEAD.fullmatch(others[0]) is not None
+    if LINEAR in targets:
+        return not others or is_head
+    return bool(others) and not is_head and not any(target[:1].isupper() for target in others)

@@ -16,9 +16,10 @@ from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import Checkpoint, unmerged
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
+from slidesparse.files.wrapped_names import ADAPTER
 from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.weights.quant import FLOATS
 
@@ -121,11 +122,13 @@ class MetaModel:
                 shape = self.names.misshapen[name]
                 needed = f"{list(value.shape)}, as config.json says"
                 raise CheckpointError(f"shape of {name}", got=list(shape), needed=needed)
-        if self.names.missing:
+        if missing := self.names.missing:
+            like = [name for name in self.names.unused if name.endswith(f".{missing[0]}")][:1]
             raise CheckpointError(
-                f"the checkpoint lacks {counted(len(self.names.missing), 'tensor')} of {type(self.model).__name__}",
-                got=f"no {', '.join(self.names.missing[:3])}",
+                f"the checkpoint lacks {counted(len(missing), 'tensor')} of {type(self.model).__name__}",
+                got=f"no {', '.join(missing[:3])}{''.join(f', and {name}' for name in like)}",
                 needed="all of them, under the names that the installed transformers gives them",
+                remedy=f"save the model that is inside of {like[0].removesuffix(f'.{missing[0]}')}" if like else None,
             )
 
 
@@ -154,6 +157,8 @@ def build_meta_model(
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
+    for name in filter(ADAPTER.search, names.unused):
+        raise unmerged(f"{checkpoint.path} holds more than a model", name)
     return MetaModel(model.eval(), names)
 
 

@@ -28,11 +28,13 @@ MAX_FILES = 100_000
 """Most files and folders of a source. A link that leads far away, or to and fro, brings more."""
 
 WEIGHTS = re.compile(
-    r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb)(\.index\.json)?$"
-    r"|\.onnx[._]?data|\.ckpt\.|\.gguf\.",
+    r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb|distcp|nemo|npz|engine)"
+    r"(\.index(\.\w+)?\.json)?$|\.onnx[._]?data|\.ckpt\.|\.gguf\."
+    r"|^(hf_quant|quant|quantize|adapter)_config\.json$",
     re.IGNORECASE,
 )
-"""Names of files that hold weights, or the index of them, in the form of any library."""
+"""Names of files that hold weights, the index of them, or how other weights are quantised, in the form of any library.
+Servers go by a left-over hf_quant_config.json."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class SourceFiles:
 
     Attributes:
         copied: Files to copy.
-        not_copied: Names of files with other copies of the weights.
+        not_copied: Names of files with other copies of the weights, and what describes those.
         links: Names of links that lead out of the source, or nowhere, and are left out.
     """
 

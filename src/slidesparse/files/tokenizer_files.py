@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slidesparse.base.typed_json import MARKS, WITHOUT_MARK
 from slidesparse.errors import CheckpointError, first_line
 from slidesparse.files.source_files import SourceFiles
 from slidesparse.files.tensor_reader import AGAIN, LFS_POINTER
@@ -39,8 +40,11 @@ def require_fetched(files: SourceFiles) -> None:
                         remedy="fetch it with: git lfs pull",
                     )
             if file.name.name in READ_AS_JSON:
+                content = Path(file.path).read_bytes()
+                if content.startswith(MARKS):  # which Python's json reads, and tokenizers does not
+                    raise CheckpointError(f"{file.name} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
                 try:
-                    json.loads(Path(file.path).read_bytes())
+                    json.loads(content)
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(
                         f"{file.name} holds no tokenizer", got=first_line(error), needed="JSON", remedy=AGAIN

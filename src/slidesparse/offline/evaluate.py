@@ -17,6 +17,7 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.check_config import unread_quantisation
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
@@ -192,9 +193,12 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
-    if _is_readable(checkpoint.config):  # transformers renames the tensors of other formats
+    # transformers renames the tensors of other formats.
+    if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if checkpoint.wrappers:
+        local["key_mapping"] = dict.fromkeys(checkpoint.wrappers, "")
     try:
         with other_library():
             model, found = known.from_pretrained(
@@ -211,17 +215,6 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     for name, parameter in model.named_parameters():
         check_finite(parameter.detach(), name)
     return model
-
-
-def _is_readable(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint holds its weights as they are, or in the one quantised form that we read."""
-    if is_bitnet(config):
-        return False
-    try:
-        quantisation_dtype(config)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _harness() -> Any:

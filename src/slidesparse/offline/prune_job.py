@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slidesparse.base.ranks import Ranks
-from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
+from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
@@ -81,7 +82,7 @@ class PruneJob:
             check_type(tensor, checkpoint.stored(tensor), self.source_dtype, self.dtype)
 
     def _find_targets(self, options: PruneOptions, ignore: Sequence[str]) -> Targets:
-        quantised = source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+        linears = [name for name, module in self.meta.model.named_modules() if isinstance(module, nn.Linear)]
         return find_treated(
             self.meta,
             self.experts.found,
@@ -90,7 +91,7 @@ class PruneJob:
             self.run,
             quantise=self.rounds,
             lm_head=options.lm_head,
-            also_ignore=quantised.get("ignore", []),
+            also_ignore=left_alone(self.checkpoint.config, linears) if self.source_dtype else (),
             part=options.part,
         )
 

@@ -118,7 +118,8 @@ def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: t
     """Refuse a treated tensor of a type that the source does not have elsewhere, or that the output changes."""
     allowed = {STORED_NAMES[one] for one in ([source] if source else FLOATS)}
     if stored.dtype not in allowed:
-        raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
+        remedy = f"leave it alone with --ignore {tensor.removesuffix('.weight')}" if source else None
+        raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)), remedy=remedy)
     if dtype not in QUANTISED and stored.dtype != STORED_NAMES[dtype]:
         raise InputError(
             f"pruning without quantising keeps the type of {tensor}",

@@ -14,6 +14,7 @@ import torch
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.files.tokenizer_files import has_tokenizer_files
 from slidesparse.models.causal import vocabulary_of
@@ -96,13 +97,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
     try:
         with other_library():
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
             got=first_line(error) if has_tokenizer_files(folder) else "no file of one",
             needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
         ) from error
+    file = folder / "chat_template.json"  # where processors of multimodal models have had it
+    if getattr(found, "chat_template", None) is None and file.exists():
+        found.chat_template = read_json(file).get("chat_template")
+    return found
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
@@ -20,6 +20,15 @@ from slidesparse.errors import CheckpointError, InputError, first_line
 
 Chat: TypeAlias = "list[dict[str, str]]"
 """Messages, each with a ``role`` and a ``content``."""
+
+
+class PlacedChat(list[dict[str, str]]):
+    """A chat that knows its file and line."""
+
+    def __init__(self, where: str, messages: Iterable[dict[str, str]]) -> None:
+        super().__init__(messages)
+        self.where = where
+
 
 SECONDS, SECONDS_OF_A_CHAT = 10.0, 0.01
 """Seconds that a template may take: the first, and the second again for each chat."""
@@ -113,6 +122,7 @@ def _most(chat: Chat) -> int:
 def _checked(chat: Chat, answer: Any) -> str:
     if isinstance(answer, str):
         return answer
+    fails = f"{FAILS} on {where}" if (where := getattr(chat, "where", "")) else FAILS
     if "length" in answer:
-        raise CheckpointError(FAILS, got=f"{answer['length']} characters", needed=f"at most {_most(chat)}")
-    raise CheckpointError(FAILS, got=answer["error"])
+        raise CheckpointError(fails, got=f"{answer['length']} characters", needed=f"at most {_most(chat)}")
+    raise CheckpointError(fails, got=answer["error"])

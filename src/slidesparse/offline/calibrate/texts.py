@@ -10,16 +10,17 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
-from slidesparse.base.typed_json import parse_json
+from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
 from slidesparse.errors import InputError, UnsupportedError, first_line
-from slidesparse.offline.calibrate.chats import Chat, templated
+from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 
 Document: TypeAlias = "str | Chat"
 
@@ -28,8 +29,12 @@ DEFAULT = "default"
 
 DEFAULT_FILE = Path(__file__).with_name("default_text.txt")
 
-KINDS = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet")
+LINES = (".jsonl", ".ndjson")
+KINDS = (".txt", ".md", ".text", *LINES, ".json", ".parquet")
 """Endings of the files of a folder that are read; with ``.gz`` after them too."""
+
+TABLES = (".csv", ".tsv", ".arrow", ".xlsx")
+"""Endings of tables, of which not every column is a text."""
 
 DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files by which a folder that ``datasets`` wrote is known."""
@@ -116,10 +121,15 @@ def _files(folder: Path) -> list[Path]:
 
 def _of_file(path: Path) -> Iterable[Document]:
     kind = _kind(path)
+    if not path.exists():
+        raise InputError(f"cannot read {path}", got="No such file or directory")
+    if kind in TABLES:
+        remedy = 'write its texts as a .jsonl file, a {"text": "..."} a line'
+        raise InputError(f"{path} is a table", got=kind, needed=f"text, or {', '.join(KINDS)}", remedy=remedy)
     if kind == ".parquet":
         return _parquet(path)
     text = _file_text(path)
-    if kind == ".jsonl":
+    if kind in LINES:
         return _lines(path, text)
     return _list(path, text) if kind == ".json" else [text]
 
@@ -129,13 +139,16 @@ def _file_text(path: Path) -> str:
         content = _unpacked(path) if path.suffix.lower() == ".gz" else read_regular(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not text", got=first_line(error), needed="UTF-8") from error
+        got = f"{first_line(error)}, line {content.count(10, 0, error.start) + 1}"
+        remedy = WITHOUT_MARK if content.startswith(MARKS) else None
+        raise InputError(f"{path} is not text", got=got, needed="UTF-8", remedy=remedy) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is damaged", got=first_line(error), needed="a file that gzip wrote") from error
     except OSError as error:
         raise InputError(f"cannot read {path}", got=error.strerror) from error
     if "\0" in text:
-        raise InputError(f"{path} is not text", got="NUL characters", needed="UTF-8")
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise InputError(f"{path} is not text", got=f"NUL characters, line {line}", needed="UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -163,87 +176,66 @@ def _list(path: Path, text: str) -> list[Document]:
     return [_document(f"{path}, entry {number}", document) for number, document in enumerate(documents, start=1)]
 
 
+@contextmanager
+def _read_by(missing: str, remedy: str, failed: str, *, needed: str | None = None, fix: str | None = None) -> Any:
+    """Explain in one line that a library is missing, or what it raises."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ImportError as error:
+        raise UnsupportedError(missing, remedy=remedy) from error
+    except Exception as error:  # a damaged file, or the network, can raise anything in a library
+        raise InputError(failed, got=first_line(error), needed=needed, remedy=fix) from error
+
+
 def _parquet(path: Path) -> Iterator[Document]:
     if path.suffix.lower() == ".gz":
         raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
-    try:
+    missing, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
+    with _read_by(missing, remedy, f"{path} is damaged", needed="a parquet file"):
         import pyarrow.parquet
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{path} is parquet, and pyarrow is not installed", remedy="pip install pyarrow, or use a .jsonl file"
-        ) from error
-    try:
+
         require_regular(path)
         file = pyarrow.parquet.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
         if not columns:
-            raise InputError(
-                f"{path} has no texts",
-                got=f"the columns {', '.join(names[:5])}",
-                needed="a column text or messages",
-            )
+            got = f"the columns {', '.join(names[:5])}"
+            raise InputError(f"{path} has no texts", got=got, needed="a column text or messages")
         for number, row in enumerate(file.read(columns).to_pylist(), start=1):
             yield _document(f"{path}, row {number}", row)
-    except InputError:
-        raise
-    except FileNotFoundError as error:
-        raise InputError(f"cannot read {path}", got=error.strerror) from error
-    except Exception as error:  # a damaged file can raise anything in a library
-        raise InputError(f"{path} is damaged", got=first_line(error), needed="a parquet file") from error
 
 
 def _data_set(folder: Path) -> Iterator[Document]:
-    try:
+    missing = f"{folder} is a folder without text files, and datasets is not installed"
+    remedy = f"pip install datasets for a data set on disk, or use files that end in {', '.join(KINDS)}"
+    needed = "a folder that datasets' save_to_disk wrote, with a column text or messages; or text files"
+    with _read_by(missing, remedy, f"{folder} is no data set with texts", needed=needed):
         import datasets
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{folder} is a folder without text files, and datasets is not installed",
-            needed=f"files that end in {', '.join(KINDS)}",
-            remedy="pip install datasets for a data set on disk, or use a text file",
-        ) from error
-    try:
+
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
         column = "text" if "text" in loaded.column_names else "messages"
         for number, row in enumerate(loaded.select_columns([column])):
             yield _document(f"{folder}, row {number}", row)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged folder can raise anything in a library
-        raise InputError(
-            f"{folder} is no data set with texts",
-            got=first_line(error),
-            needed="a folder that datasets' save_to_disk wrote, with a column text or messages; or text files",
-        ) from error
 
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
     """Yield the first documents of a data set of the hub, as many as :data:`MAX_FETCHED` allows."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnsupportedError(
-            f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed",
-            remedy="correct the path, or pip install datasets",
-        ) from error
+    missing = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
+    failed = f"there is no file {name}, and a data set of that name cannot be fetched"
+    fix = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
     length = 0
-    try:
-        with other_library():
-            rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
-            for number, row in enumerate(rows):
-                yield (document := _document(f"{name}, row {number}", row))
-                length += len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
-                if length >= MAX_FETCHED:
-                    return
-    except InputError:
-        raise
-    except Exception as error:  # of the network or the library
-        raise InputError(
-            f"there is no file {name}, and a data set of that name cannot be fetched",
-            got=first_line(error),
-            remedy="correct the name; NAMESPACE/NAME:CONFIG names one of several configurations",
-        ) from error
+    with _read_by(missing, "correct the path, or pip install datasets", failed, fix=fix), other_library():
+        import datasets
+
+        rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
+        for number, row in enumerate(rows):
+            yield (document := _document(f"{name}, row {number}", row))
+            length += len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
+            if length >= MAX_FETCHED:
+                return
 
 
 def _document(where: str, document: Any) -> Document:
@@ -253,8 +245,19 @@ def _document(where: str, document: Any) -> Document:
         if isinstance(text, str):
             return text
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return [{"role": one["role"], "content": one["content"]} for one in messages]
-    raise InputError(where, got=f"{document!r:.80}", needed=NEEDED)
+            return PlacedChat(where, ({"role": one["role"], "content": one["content"]} for one in messages))
+    raise InputError(where, got=_wrong_part(document), needed=NEEDED)
+
+
+def _wrong_part(document: Any) -> str:
+    """Return what is wrong with a document, which may be long: its first message that is none, or its keys."""
+    said = document if isinstance(document, dict) else {}
+    for number, one in enumerate(said["messages"] if isinstance(said.get("messages"), list) else (), start=1):
+        if not _is_message(one):
+            parts = [one.get("role"), one.get("content")] if isinstance(one, dict) else [one]
+            wrong = next(part for part in parts if not isinstance(part, str) or part is one)
+            return f"{wrong!r:.80} in message {number}"
+    return f"{ ({key: said[key] for key in ('text', 'messages') if key in said} or [*said] or document)!r:.80}"
 
 
 def _is_message(one: Any) -> bool:

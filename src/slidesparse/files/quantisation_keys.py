@@ -1,0 +1,84 @@
+"""Which keys a ``quantization_config`` may have, and with which values they leave what we compute as it is.
+
+A program that passes over a key computes something else than the writer meant: a ``transform_config`` turns the input
+of every layer. The keys are compressed-tensors' (quantization/quant_{config,scheme,args}.py) and transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from slidesparse.errors import CheckpointError
+
+FROM_FLOAT = "start from the model as it was before it was quantised"
+KEYS = ("quantization_config", "compression_config")
+"""Where a config.json has it; the second is the name in old files."""
+
+Known = Mapping[str, Collection[Any] | None]
+"""Key -> the values that it may have; None: all, since it is read elsewhere or only tells how values were found."""
+
+FORMAT: Known = {"format": (None, "int-quantized", "float-quantized", "naive-quantized")}
+TOP: Known = {
+    **dict.fromkeys(["quant_method", "config_groups", "ignore", "sparsity_config", "quantization_status", "version"]),
+    **dict.fromkeys(("global_compression_ratio", "use_optimized_inference")),
+    **{"kv_cache_scheme": (None,), "moe_sparsity_config": (None,), "transform_config": (None, {})},
+    **{"dequantize": (None, False), "run_compressed": (None, True)},
+}
+GROUP: Known = {"targets": None, "weights": None, "input_activations": None, "output_activations": (None,)}
+BOTH: Known = {
+    **{"num_bits": (8,), "type": ("int", "float"), "symmetric": (True,), "group_size": (None, -1)},
+    **dict.fromkeys(("zp_dtype", "observer", "observer_kwargs")),
+    **{"block_structure": (None,), "scale_dtype": (None,), "actorder": (None, False, "weight", "static")},
+}
+PARTS: Mapping[str, Known] = {
+    "weights": {**BOTH, "strategy": ("channel",), "dynamic": (False,)},
+    "input_activations": {**BOTH, "strategy": ("token",), "dynamic": (True,)},
+}
+DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False}
+OF_A_SCHEME = frozenset({*DEFAULTS, *FORMAT, "group_size", "block_structure", "scale_dtype"})
+"""Keys of which other programs know more values: those of schemes that are not ours."""
+
+BITNET: Known = {
+    **dict.fromkeys(("quant_method", "linear_class", "quantization_mode", "rms_norm_eps")),
+    **{"modules_to_not_convert": (None, [], ["lm_head"]), "use_rms_norm": (None, False)},
+}
+
+
+def refuse_keys(value: Mapping[str, Any], but: Collection[str] = ()) -> None:
+    """Raise a CheckpointError for a key, or a value of one, that we do not follow, ``but`` for some keys."""
+    for place, part, known in _parts(value):
+        for key, found in part.items():
+            if (allowed := known.get(key, ())) is not None and found not in allowed and key not in but:
+                needed = " or ".join(map(json.dumps, allowed)) or "no such key, which may change the result"
+                got = f"{place}{key} {found!r:.80}"
+                raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
+
+
+def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
+    """Yield where each part of a ``quantization_config`` is, the part, and its keys; nothing of methods of others."""
+    if value.get("quant_method") == "bitnet":
+        yield "", value, BITNET
+    if value.get("quant_method") == "compressed-tensors":
+        yield "", value, {**TOP, **FORMAT}
+        for name, group in _object(value.get("config_groups") or {}, "config_groups").items():
+            yield f"{name}.", _object(group, "a config group"), {**GROUP, **FORMAT}
+            for part, known in PARTS.items():
+                yield f"{name}.{part}.", {**DEFAULTS, **_object(group.get(part) or {}, part)}, known
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} of quantization_config", got=f"{value!r:.80}", needed="an object")
+    return value
+
+
+def refuse_other_places(config: Mapping[str, Any], top: object, place: str = "") -> None:
+    """Raise a CheckpointError for a ``quantization_config`` that is not the one at the top: in a part, or a second."""
+    for key, value in config.items():
+        if key in KEYS and value and value != top:
+            remedy = f"move it to the top of config.json, as {KEYS[0]}, or remove what is not meant"
+            raise CheckpointError(f"{place}{key} of config.json", got=f"{value!r:.80}", needed="one", remedy=remedy)
+        if isinstance(value, Mapping) and key not in KEYS:
+            refuse_other_places(value, top, f"{place}{key}.")
