@@ -22,7 +22,15 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
-from slidesparse.models.smooth import MOST, Fold, best_exponents, channel_squares, exponents, find_folds, find_inner_folds
+from slidesparse.models.smooth import (
+    MOST,
+    Fold,
+    best_exponents,
+    exponents,
+    find_folds,
+    find_inner_folds,
+    squared_shares,
+)
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
@@ -304,7 +312,7 @@ def test_factors_that_do_not_help_are_left_out() -> None:
     eight = partial(quantize_rows, dtype=torch.int8)
 
     def best(x: torch.Tensor) -> torch.Tensor:
-        return best_exponents(x, channel_squares(x), [weight], eight, eight)
+        return best_exponents(x, squared_shares(x), [weight], eight, eight)
 
     assert not bool(best(x.sign()).any())
     x[:, 5] *= 50
@@ -326,7 +334,7 @@ def test_one_large_token_does_not_decide_for_all_others() -> None:
     x[:, 5] *= 50
     x[0, 9] = 1e5
     eight = partial(quantize_rows, dtype=torch.int8)
-    powers = best_exponents(x, channel_squares(x), [weight], eight, eight)
+    powers = best_exponents(x, squared_shares(x), [weight], eight, eight)
     others = powers[[channel for channel in range(32) if channel != 5]].float()
     assert powers[5] > 1 + others.median()
     assert powers[9] <= 1 + others.median()

@@ -145,7 +145,7 @@ def _is_norm(module: nn.Module) -> bool:
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
 
 
-def channel_squares(inputs: torch.Tensor) -> torch.Tensor:
+def squared_shares(inputs: torch.Tensor) -> torch.Tensor:
     """Return the sum over tokens [n, in] of each channel's squared share of a token's largest input: float32 [in]."""
     wide = inputs.to(torch.float32)
     largest = wide.abs().amax(1, keepdim=True)
@@ -156,7 +156,7 @@ def exponents(squares: torch.Tensor, weights: Iterable[torch.Tensor], strength: 
     """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
 
     Args:
-        squares: From :func:`channel_squares`, [in]; a common factor does not matter.
+        squares: From :func:`squared_shares`, [in]; a common factor does not matter.
         weights: Those of all readers, [out, in] each.
         strength: How far outliers move from inputs, at 0, into weights, at 1.
     """
@@ -181,7 +181,7 @@ def best_exponents(
 
     Args:
         inputs: Some tokens of what they read, [tokens, in].
-        squares: From :func:`channel_squares`, over all tokens.
+        squares: From :func:`squared_shares`, over all tokens.
         weights: Those of all readers, [out, in] each.
         of_inputs: How inputs are rounded where the model is served.
         of_weights: How weights are.

@@ -17,7 +17,7 @@ from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list
-from slidesparse.models.smooth import Fold, Quantise, best_exponents, channel_squares, find_folds, find_inner_folds, fold
+from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold, squared_shares
 from slidesparse.offline.calibrate.dense_layers import DenseLayers
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
@@ -197,7 +197,7 @@ def _smoothed(
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             inputs = args[0].flatten(0, -2)
             some.setdefault(name, inputs[:: max(len(inputs) // TOKENS, 1)].clone())
-            squares[name] = squares.get(name, 0) + channel_squares(inputs)
+            squares[name] = squares.get(name, 0) + squared_shares(inputs)
 
         return hook
 
