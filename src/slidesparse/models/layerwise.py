@@ -21,7 +21,7 @@ from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import LayerList, Sample, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.prune import Linears, Pruner, output_error, rounding_error
+from slidesparse.prune import Linears, Pruner, RoundedForOutputs, output_error, rounding_error
 from slidesparse.weights.pattern import DENSE, Pattern
 
 
@@ -92,7 +92,7 @@ def prune_layers(
         layer_list: Its layers, from :func:`find_layer_list`.
         sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
         patterns: Linear -> pattern; ``DENSE`` ones are left alone.
-        pruner: The method.
+        pruner: The method. One that rounds does so after matching.
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
         store: Loads the layers' weights, and keeps the pruned ones.
         prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
@@ -101,6 +101,8 @@ def prune_layers(
             whose experts are pruned cannot be matched.
     """
     store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
+    rounder = pruner if matching is not None and isinstance(pruner, RoundedForOutputs) else None
+    method = pruner if rounder is None else rounder.method
     dense = [] if matching is None else [sample.apart() for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
@@ -116,10 +118,13 @@ def prune_layers(
             losses: list[SetLoss] = []
             if pruned is None:
                 examples = [] if matching is None or not here else _examples(layer, index, samples, dense)
-                pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
+                pruned, losses = prune_layer(layer, index, here, linears, patterns, method, samples, store)
                 if matching is not None and examples:
                     _fill(linears, pruned)
                     pruned = _matched(layer, linears, pruned, examples, matching)
+                    if rounder is not None:
+                        _fill(linears, pruned)
+                        pruned = _rounded(layer, index, here, linears, pruned, rounder, samples)
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
@@ -163,6 +168,23 @@ def _matched(
     leaf_of = {id(module): leaf for leaf, module in layer.named_modules()}
     free = {f"{leaf_of[id(linears[name])]}.weight": weight.dtype for name, weight in pruned.items()}
     return dict(zip(pruned, match_layer(layer, free, examples, matching).values(), strict=True))
+
+
+def _rounded(
+    layer: nn.Module,
+    index: int,
+    sets: Sequence[Sequence[str]],
+    linears: Mapping[str, Any],
+    pruned: Mapping[str, torch.Tensor],
+    rounder: RoundedForOutputs,
+    samples: Sequence[Sample],
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a matched layer, rounded by what its linears read now."""
+    grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
+    found: dict[str, torch.Tensor] = {}
+    for names in sets:
+        found |= rounder.round({name: pruned[name] for name in names}, grams[names[0]])
+    return found
 
 
 def _prune_layer(

@@ -1,0 +1,68 @@
+"""Rounding for outputs: the integers of the definition, nearer outputs than to nearest, zeros and scales in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from correlated_linears import correlated_inputs, linears_with
+
+from slidesparse.prune import RoundedForOutputs, get_pruner, output_error
+from slidesparse.prune.round_outputs import round_for_outputs
+from slidesparse.prune.sparsegpt import inverse_factor
+from slidesparse.weights.quant import Rounding, dequantize, quantize_weight
+
+MOST: dict[Rounding, float] = {"absmax": 127.0, "6bit": 31.0}
+
+
+def served(weight: torch.Tensor, recipe: Rounding) -> torch.Tensor:
+    """The weight that its INT8 form stands for."""
+    return dequantize(*quantize_weight(weight, torch.int8, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", MOST)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_quantising_gives_the_rounded_integers_and_the_scales_stay(dtype: torch.dtype, recipe: Rounding) -> None:
+    x = correlated_inputs(512, 200)
+    weight = torch.randn(48, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight[5] = 0
+    weight[:, ::4] = 0
+    found = round_for_outputs(weight, inverse_factor(x.T @ x)[0], MOST[recipe])
+    (values, scale), (_, before) = (quantize_weight(one, torch.int8, recipe=recipe) for one in (found, weight))
+    assert found.dtype == dtype
+    assert torch.equal(scale, before)
+    assert torch.equal(dequantize(values, scale).to(dtype), found)
+    assert not bool(found[weight == 0].any())
+
+
+def test_each_column_is_rounded_where_the_best_of_the_columns_before_leaves_it() -> None:
+    """The definition, in float64: with some columns given, the others are those that least squares make of them."""
+    x, columns = correlated_inputs(400, 150).double(), 150
+    weight = torch.randn(5, columns, generator=torch.Generator().manual_seed(2))
+    weight[:, ::3] = 0
+    factor, damping = inverse_factor((x.T @ x).float())
+    gram = x.T @ x + damping * torch.eye(columns, dtype=torch.float64)
+    found = round_for_outputs(weight, factor, 31.0).double()
+    for row, exact in zip(found, weight.double(), strict=True):
+        scale = exact.abs().max() / 31
+        for column in range(columns):
+            left, wrong = slice(column, None), (row - exact)[:column]
+            best = exact[left] - torch.linalg.solve(gram[left, left], gram[left, :column] @ wrong)
+            unit = float(best[0] / scale)
+            if exact[column] == 0 or exact[column].abs() == exact.abs().max():
+                assert row[column] == exact[column]
+            elif abs(unit % 1 - 0.5) > 1e-2:  # float32 may take either neighbour of a half
+                assert round(float(row[column] / scale)) == min(max(round(unit), -31), 31)
+
+
+@pytest.mark.parametrize("recipe", MOST)
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_outputs_are_nearer_than_by_rounding_to_nearest(method: str, recipe: Rounding) -> None:
+    torch.manual_seed(0)
+    linears, x = linears_with(160, "6:8", 32, 24)
+    pruned = get_pruner(method).prune(linears)
+    found = RoundedForOutputs(get_pruner(method), recipe).prune(linears)
+    nearest, ours = (
+        output_error(pruned, {name: served(weight, recipe) for name, weight in one.items()}, x.T @ x)
+        for one in (pruned, found)
+    )
+    assert 0 < ours < 0.5 * nearest
