@@ -90,7 +90,7 @@ def _answer(words: list[str], signals: Signals) -> int:
 
 def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all commands; it says wrong usage in JSON too, or leaves that to another process."""
-    from slidesparse import __version__
+    from slidesparse.base.version import __version__
     from slidesparse.cli import checkpoints, measuring, recover
     from slidesparse.cli.arguments import Parser
     from slidesparse.cli.completion import add_completion

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from slidesparse import __version__
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.version import __version__
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import write_json

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from slidesparse import __version__
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.version import __version__
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from slidesparse.errors import InputError
 from slidesparse.files.marker import Marker
 from slidesparse.models.experts import find_experts, find_routers
-from slidesparse.recover.held_zeros import prunable_weights
+from slidesparse.models.held_zeros import prunable_weights
 from slidesparse.recover.options import Trained
 from slidesparse.weights.support import check_pattern, tightest_pattern
 
