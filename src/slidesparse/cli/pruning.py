@@ -21,7 +21,7 @@ from slidesparse.cli.arguments import (
     print_outcome,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
+from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 from slidesparse.errors import InputError
 
@@ -159,12 +159,12 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.base.ranks import ALONE
-    from slidesparse.models.choose_patterns import Target
+    from slidesparse.offline.plan.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
-    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain
+    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain, refuse_samples
     from slidesparse.offline.plan.plan_words import describe
 
-    refuse_samples(options)
+    refuse_samples(options.samples, options.method)
     source, device = source_of(options), device_of(options)
     own = own_chats_of(options, source, device, ALONE)
     same = {name: getattr(options, name) for name in ("method", "dtype", "gpu", "recipe")}

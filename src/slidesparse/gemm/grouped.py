@@ -80,6 +80,10 @@ class GroupedProduct(Protocol):
         """
         ...
 
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
+        """Compile and load what multiplies by these weights of type ``dtype``."""
+        ...
+
     def multiply(
         self,
         x: Lifted,
@@ -124,6 +128,9 @@ class TorchExperts:
     def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Rows, ...]:
         """Return tiles of four rows."""
         return tuple(Rows(4) for _ in operands)
+
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
+        """See :class:`GroupedProduct`: nothing is compiled."""
 
     def multiply(
         self,

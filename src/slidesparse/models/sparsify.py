@@ -13,7 +13,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.layer.linear import SlideLinear, checked_bias, pack_weight
+from slidesparse.layer.linear import SlideLinear, checked_bias
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
@@ -33,6 +33,7 @@ from slidesparse.models.targets import (
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.prune import Linears, Pruner, get_pruner
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
 from slidesparse.weights.support import check_pattern, check_weight

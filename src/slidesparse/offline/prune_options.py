@@ -14,10 +14,10 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.gemm.cards import describe_trade
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.cards import describe_trade
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, dtype_name, parse_dtype

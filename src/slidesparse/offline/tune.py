@@ -7,7 +7,7 @@ weight of random numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from slidesparse.base.cache_folder import lasting_cache_folder
 from slidesparse.base.device import require_cuda
 from slidesparse.base.file_lock import file_lock
+from slidesparse.base.from_bench import from_bench
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.errors import UnsupportedError
@@ -27,7 +28,6 @@ from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation, wrong_form
 from slidesparse.gemm.speed import DENSE, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
-from slidesparse.layer.linear import pack_weight
 from slidesparse.offline.tune_job import Kind, TuneJob
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.at_load import usable_times
@@ -35,6 +35,7 @@ from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.measure import THOROUGH, LayerMeasurement, gaussian
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES, QUANTISED, parse_dtype, rounded_bits
 
@@ -122,38 +123,54 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
     return path
 
 
-def to_json(
-    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm]
-) -> dict[str, Any]:
-    """All that was found."""
-    return {
-        "algorithms": [asdict(record) for record in algorithms],
-        "layers": [asdict(layer) for layer in layers],
-        "wrong": [asdict(form) for form in wrong],
-    }
+@dataclass
+class Tuned:
+    """All that was found, and the file that keeps the layers; None where none was stored."""
+
+    algorithms: Sequence[AlgorithmRecord] = ()
+    layers: Sequence[LayerSpeed] = ()
+    wrong: Sequence[WrongForm] = ()
+    path: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that was found."""
+        found = {"algorithms": self.algorithms, "layers": self.layers, "wrong": self.wrong}
+        return {name: [asdict(one) for one in some] for name, some in found.items()}
+
+    def describe(self) -> str:
+        """Return all that was found, for people."""
+        rows = [
+            (
+                f"{r.key.out}x{r.key.columns}",
+                r.rows,
+                r.key.dtype,
+                f"{r.default_us:.1f}",
+                f"{r.time_us:.1f}",
+                str(r.best) if r.best else "the default",
+            )
+            for r in self.algorithms
+        ]
+        columns = ("weight, packed", "tokens", "type", "default us", "best us", "algorithm")
+        found = [table(columns, rows), f"stored in {table_path()}"] if rows else []
+        if self.path is not None:
+            found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
+            found.append(f"stored in {self.path}")
+        return "\n".join([*found, *describe_wrong(self.wrong)])
 
 
-def describe(
-    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm], path: Path | None
-) -> str:
-    """What was found, for people."""
-    rows = [
-        (
-            f"{r.key.out}x{r.key.columns}",
-            r.rows,
-            r.key.dtype,
-            f"{r.default_us:.1f}",
-            f"{r.time_us:.1f}",
-            str(r.best) if r.best else "the default",
-        )
-        for r in algorithms
-    ]
-    found = [table(("weight, packed", "tokens", "type", "default us", "best us", "algorithm"), rows)] if rows else []
-    found += [f"stored in {table_path()}"] if rows else []
-    if path is not None:
-        found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(layers)))
-        found.append(f"stored in {path}")
-    return "\n".join([*found, *describe_wrong(wrong)])
+def tune(job: TuneJob, *, layers: bool = True) -> Tuned:
+    """Measure a job, layers only where these are wanted, and store what is found."""
+    tuned = Tuned(search_algorithms(job))
+    for found, faulty in measure_layers(job) if layers else ():
+        tuned.path = store_layers(found, faulty)  # whatever becomes of the rest
+        tuned.layers, tuned.wrong = [*tuned.layers, *found], [*tuned.wrong, *faulty]
+    return tuned
+
+
+def tune_from(records: Sequence[Path]) -> Tuned:
+    """Store the layer times of files that bench wrote on this GPU."""
+    layers, wrong, driver = from_bench("layer-times", "slidesparse tune --from")(records)
+    return Tuned(layers=layers, wrong=wrong, path=store_layers(layers, wrong, driver))
 
 
 def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:

@@ -98,4 +98,4 @@ class SGLangConfig(CompressedTensorsConfig):
     def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
         """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
         tuner = None if self.options.tune == "off" else LoadTuner(self.most, dtype, log)
-        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log=log)
+        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log)

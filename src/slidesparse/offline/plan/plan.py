@@ -27,18 +27,18 @@ from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.models.causal import refuse_masked, require_causal
-from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import LEAVE_DENSE, find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
-from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once
 from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.offline.evaluate import load_any
+from slidesparse.offline.plan.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.offline.plan.plan_file import PLAN_VERSION, about, described
 from slidesparse.offline.plan.plan_options import HELD_OUT, SERVED_LOADS, PlanOptions
 from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
+from slidesparse.offline.plan.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern

@@ -17,9 +17,9 @@ from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json
-from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.targets import matches_entry
 from slidesparse.offline.calibrate.calibration import digest
+from slidesparse.offline.plan.choose_patterns import Plan
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding

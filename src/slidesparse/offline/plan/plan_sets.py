@@ -14,13 +14,13 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import text_config
-from slidesparse.models.sensitivity import may_have
 from slidesparse.models.sparsify import require_alike, sets_to_prune
 from slidesparse.models.targets import find_targets, matches_entry
+from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.plan.sensitivity import may_have
 from slidesparse.offline.prune_experts import can_be_quantised
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import get_pruner

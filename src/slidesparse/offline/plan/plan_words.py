@@ -8,9 +8,9 @@ from shlex import quote
 
 from slidesparse.base.progress import wrapped
 from slidesparse.base.readable_size import readable_size
-from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.choose_patterns import Plan
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.prune import get_pruner
 

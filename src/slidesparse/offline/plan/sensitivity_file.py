@@ -18,7 +18,7 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import kind_of
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.write_errors import write_errors
-from slidesparse.models.sensitivity import Sensitivity
+from slidesparse.offline.plan.sensitivity import Sensitivity
 
 NOT_COMPARED = ("model", "ignore")
 """Keys of the first line that may differ: the weights are compared, and not their path; and a set of linears is pruned
