@@ -134,8 +134,7 @@ class Tuned:
 
     def to_json(self) -> dict[str, Any]:
         """Return all that was found."""
-        found = {"algorithms": self.algorithms, "layers": self.layers, "wrong": self.wrong}
-        return {name: [asdict(one) for one in some] for name, some in found.items()}
+        return {name: value for name, value in asdict(self).items() if name != "path"}
 
     def describe(self) -> str:
         """Return all that was found, for people."""
