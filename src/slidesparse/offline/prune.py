@@ -110,7 +110,7 @@ def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     record = {
         "version": MARKER_VERSION,
         "slidesparse": __version__,
-        "options": {**asdict(options), "smooth": prepared.job.steps.smooth is not None},
+        "options": {**asdict(options), "smooth": bool(prepared.job.folds)},
         "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
@@ -152,7 +152,7 @@ def prune_checkpoint(
         summary = _summary(prepared, files, resumed, kept_card)
         if ranks.is_first:
             _write_the_rest(prepared, work, files)
-            words = _method_words(options, job.windows, job.steps.smooth is not None)
+            words = _method_words(options, job.windows, bool(job.folds))
             write_card(work.output, checkpoint.path, summary, options, words)
     return summary
 

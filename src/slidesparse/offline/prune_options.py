@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -133,18 +133,8 @@ def _gpus() -> list[tuple[str, tuple[int, int]]]:
     return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 
 
-class _Asked(NamedTuple):
-    """A step around pruning, in words."""
-
-    option: str
-    doing: str
-    done: str
-
-
-STEPS = (
-    _Asked("--match", "matching", "layers are matched"),
-    _Asked("--smooth", "smoothing", "layers are smoothed"),
-)
+STEPS = {"match": ("matching", "layers are matched"), "smooth": ("smoothing", "layers are smoothed")}
+"""Option of a step around pruning -> what it is and does, in words."""
 
 
 def check_options(options: PruneOptions) -> None:
@@ -174,16 +164,10 @@ def require_one_process(options: PruneOptions, processes: int) -> None:
     Raises:
         InputError: There are several, and such a step is asked for.
     """
-    for step in _asked(options) if processes > 1 else ():
-        raise InputError(
-            f"{step.done} by one process",
-            got=f"{processes} processes",
-            remedy=f"run without torchrun, or leave out {step.option}",
-        )
-
-
-def _asked(options: PruneOptions) -> list[_Asked]:
-    return [step for step in STEPS if getattr(options, step.option.removeprefix("--"))]
+    for option, (_, done) in STEPS.items():
+        if processes > 1 and getattr(options, option):
+            remedy = f"run without torchrun, or leave out --{option}"
+            raise InputError(f"{done} by one process", got=f"{processes} processes", remedy=remedy)
 
 
 def _require_text(options: PruneOptions) -> None:
@@ -197,12 +181,13 @@ def _require_text(options: PruneOptions) -> None:
         raise InputError(f"{pruner.name} needs calibration text", remedy="add --calibration FILE")
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
-    for step in _asked(options) if calibration is None else ():
-        raise InputError(
-            f"{step.doing} needs calibration text",
-            got=f"--method {options.method}",
-            remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {step.option}",
-        )
+    for option, (doing, _) in STEPS.items():
+        if calibration is None and getattr(options, option):
+            raise InputError(
+                f"{doing} needs calibration text",
+                got=f"--method {options.method}",
+                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out --{option}",
+            )
 
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
