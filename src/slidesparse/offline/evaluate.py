@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults
@@ -194,11 +194,10 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     known, config = model_class(checkpoint)
     if _is_readable(checkpoint.config):  # transformers renames the tensors of other formats
         refuse_faults(build_meta_model(checkpoint), checkpoint)
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         with other_library():
             model, found = known.from_pretrained(
-                str(path), config=config, dtype="auto", output_loading_info=True, **local
+                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL
             )
             model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers

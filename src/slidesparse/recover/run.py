@@ -34,7 +34,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
@@ -173,7 +173,7 @@ class _Pair:
         meta = build_meta_model(checkpoint, real_buffers=True)
         refuse_masked(type(meta.model))
         refuse_faults(meta, checkpoint)
-        tie(meta.model, meta.names.tied)
+        meta.tie()
         model: Any = meta.model
         if not all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output")) or (
             model.get_output_embeddings() is None

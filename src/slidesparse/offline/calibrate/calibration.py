@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.base.paths import usable_path
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.files.tokenizer_files import has_tokenizer_files
 from slidesparse.models.causal import vocabulary_of
@@ -90,13 +90,10 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         CheckpointError: It has none that transformers can load.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    tokenizers = need("transformers").AutoTokenizer
     try:
         with other_library():
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            return tokenizers.from_pretrained(str(folder), **LOCAL)
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",

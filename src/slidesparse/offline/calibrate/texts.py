@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
-from slidesparse.errors import InputError, UnsupportedError, first_line
+from slidesparse.errors import InputError, first_line
 from slidesparse.offline.calibrate.chats import Chat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -44,11 +44,6 @@ MAX_FETCHED = 1 << 25
 """Characters after which no more documents of a data set of the hub are fetched."""
 
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-
-
-def read_text(source: str | Path, tokenizer: Any = None) -> str:
-    """Return all documents of a source as one text: see :func:`read_documents` and :func:`as_text`."""
-    return as_text(read_documents(source), tokenizer)
 
 
 def read_documents(source: str | Path) -> list[Document]:
@@ -166,15 +161,11 @@ def _list(path: Path, text: str) -> list[Document]:
 def _parquet(path: Path) -> Iterator[Document]:
     if path.suffix.lower() == ".gz":
         raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{path} is parquet, and pyarrow is not installed", remedy="pip install pyarrow, or use a .jsonl file"
-        ) from error
+    what, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
+    parquet = need("pyarrow.parquet", remedy, what=what)
     try:
         require_regular(path)
-        file = pyarrow.parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
         if not columns:
@@ -194,14 +185,9 @@ def _parquet(path: Path) -> Iterator[Document]:
 
 
 def _data_set(folder: Path) -> Iterator[Document]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{folder} is a folder without text files, and datasets is not installed",
-            needed=f"files that end in {', '.join(KINDS)}",
-            remedy="pip install datasets for a data set on disk, or use a text file",
-        ) from error
+    what, needed = f"{folder} is a folder without text files", f"files that end in {', '.join(KINDS)}"
+    remedy = "pip install datasets for a data set on disk, or use a text file"
+    datasets = need("datasets", remedy, what=f"{what}, and datasets is not installed", needed=needed)
     try:
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
@@ -220,13 +206,8 @@ def _data_set(folder: Path) -> Iterator[Document]:
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
     """Yield the first documents of a data set of the hub, as many as :data:`MAX_FETCHED` allows."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnsupportedError(
-            f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed",
-            remedy="correct the path, or pip install datasets",
-        ) from error
+    what = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
+    datasets = need("datasets", "correct the path, or pip install datasets", what=what)
     length = 0
     try:
         with other_library():
