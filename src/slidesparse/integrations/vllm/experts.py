@@ -22,10 +22,9 @@ from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import Experts
-from slidesparse.integrations.vllm.private import given_back_workspace
+from slidesparse.integrations.vllm.private import give_blocks_back, given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
