@@ -61,14 +61,14 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from slidesparse.offline import share, tune
+    from slidesparse.offline import tune
     from slidesparse.offline.tune_job import make_job
 
     models = [*options.models, *options.more_models]
     _refuse_measuring(options, models)
     if options.share is not None:
-        table = share.write(options.share)
-        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        shared = tune.share_times(options.share)
+        print(json.dumps(str(options.share)) if options.json else tune.describe_shared(shared, options.share))
         return 0
     if options.records:
         tuned = tune.tune_from(options.records)

@@ -171,8 +171,8 @@ def _plan(options: argparse.Namespace) -> int:
     from slidesparse.base.ranks import ALONE
     from slidesparse.offline.plan.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
+    from slidesparse.offline.plan.plan_file import describe
     from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain, refuse_samples
-    from slidesparse.offline.plan.plan_words import describe
 
     refuse_samples(options.samples, options.method)
     source, device = source_of(options), device_of(options)

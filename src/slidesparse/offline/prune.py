@@ -22,7 +22,7 @@ from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.json_files import write_json
+from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
@@ -214,8 +214,7 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
 def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> None:
     """Write the index, the source's other files and the config."""
     if list(prepared.outputs) != [SINGLE_FILE]:
-        weight_map = {tensor: shard for shard, tensors in prepared.outputs.items() for tensor in tensors}
-        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": prepared.n_bytes}, "weight_map": weight_map})
+        write_index(work.output / INDEX_FILE, prepared.outputs, prepared.n_bytes)
     files.copy_to(work.output)
     write_json(work.output / "config.json", prepared.job.config())
 

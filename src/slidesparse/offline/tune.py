@@ -20,14 +20,16 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.base.from_bench import from_bench
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
-from slidesparse.errors import UnsupportedError
+from slidesparse.base.whole_file import replace_file
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation, wrong_form
-from slidesparse.gemm.speed import DENSE, LayerSpeed, WrongForm
-from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
+from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, table_text, tuned_path
+from slidesparse.gemm.time_model import explain
 from slidesparse.offline.tune_job import Kind, TuneJob
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.at_load import usable_times
@@ -193,3 +195,43 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
 def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
     """Return a line for each form that was wrong."""
     return [f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here" for one in wrong]
+
+
+def share_times(path: Path) -> SpeedTable:
+    """Write the times measured here into a file for others, and return them; forms that were wrong have none.
+
+    The file is a table like all others (:mod:`slidesparse.gemm.speed_files`): the names of the GPU, its driver and the
+    libraries, sizes, and times. It says nothing else about the machine.
+
+    Raises:
+        InputError: There are none, or the file is there already.
+        UnsupportedError: There is no CUDA device.
+    """
+    require_cuda("slidesparse tune --share")
+    here = installation()
+    known = load_speeds(tuned_path(here))
+    if known is None:
+        raise InputError(
+            f"nothing was measured on this {here.gpu} with this driver and these libraries",
+            remedy="run slidesparse tune ./MODEL first",
+        )
+    if path.exists():
+        raise InputError(f"{path} is there already", remedy="name another file, or delete it")
+    shared = replace(known, wrong=())  # a wrong result concerns this machine alone
+    replace_file(path, table_text(shared))
+    return shared
+
+
+def describe_shared(shared: SpeedTable, path: Path) -> str:
+    """Return what a file holds, for people."""
+    there = shared.installation
+    libraries = ", ".join(there.libraries.values())
+    lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]
+    lines += [f"{layer_name(layer)}: {explain(as_linear(layer)[1])}" for layer in shared.layers]
+    return "\n".join([*lines, f"{path}: these lines are all that it says about this machine"])
+
+
+def layer_name(layer: LayerSpeed) -> str:
+    """Return ``int8 4096x4096``, or ``int8 1536x2048, 128 experts, 8 a token``."""
+    prefix, _ = as_linear(layer)
+    return f"{layer.dtype} {layer.out}x{layer.columns}" + (f", {prefix[:-2]}" if prefix else "")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from slidesparse.base.traced_tensor import Origin, replay, sources
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from slidesparse.files.json_files import write_json
+from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.source_files import SourceFiles
 from slidesparse.files.staging import Workplace
@@ -86,8 +86,7 @@ def write_result(
             for name in tensors:
                 writer.write(name, trained[name] if name in trained else checkpoint.tensor(name))
     if list(checkpoint.shards) != [SINGLE_FILE]:
-        weight_map = {tensor: shard for shard, tensors in checkpoint.shards.items() for tensor in tensors}
-        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": checkpoint.n_bytes}, "weight_map": weight_map})
+        write_index(work.output / INDEX_FILE, checkpoint.shards, checkpoint.n_bytes)
     files.copy_to(work.output)
     # Without the marker it is a source for ``prune`` once more, which keeps the zeros and quantises the rest.
     config = {key: value for key, value in checkpoint.config.items() if key != MARKER_KEY}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-from slidesparse.base.python_stack import with_room
 from slidesparse.integrations.vllm.attention import cut_less_between_graphs
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.graph_sizes import graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.private import loops
+from slidesparse.integrations.vllm.private import add_stack_room
 from slidesparse.integrations.vllm.refused import require_supported
 
 
@@ -30,15 +28,3 @@ def prepare_engine(vllm_config: Any, serve_dense: str) -> ModelState:
     cut_less_between_graphs()
     add_stack_room()
     return state
-
-
-@lru_cache  # once a process
-def add_stack_room() -> None:
-    """Let vLLM's long-running loops start at the beginning of a large chunk of stack; skip those that vLLM has moved.
-
-    Whether a loop happens to run at the end of a chunk (:mod:`slidesparse.base.python_stack`) depends on every frame
-    above it, and our model's frames differ from stock vLLM's: one of them holds the weights of all layers as variables.
-    Room around every step instead of around the loop would cost 0.1 ms a step.
-    """
-    for owner, loop in loops():
-        setattr(owner, loop, with_room(getattr(owner, loop)))

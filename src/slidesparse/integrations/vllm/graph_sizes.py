@@ -17,11 +17,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from slidesparse.base.log import log_once
 from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.private import vllm_config_class
-from slidesparse.integrations.vllm.unasked import tell_if_unasked
+from slidesparse.models.config_keys import MARKER_KEY
 
 HOST_BOUND = 480_000_000_000
 """Tokens times weights of a decoder layer up to which the host may be the slower one: 2048 of Qwen2.5-7B on an H200."""
@@ -31,6 +32,11 @@ MOST = 4096
 
 PER_OCTAVE = 16
 """Graphs an octave: a batch is padded to the next one, by 3 % at most on average."""
+
+UNASKED = (
+    f"slidesparse: %s is pruned, but served dense. For BF16 and FP16 vLLM asks no plugin by itself:"
+    f' add --quantization {NAME}, or for a draft "quantization": "{NAME}" in --speculative-config'
+)
 
 log = logging.getLogger(LOGGER)
 
@@ -138,6 +144,17 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
             )
 
     return set_more
+
+
+def tell_if_unasked(model_config: Any) -> None:
+    """Warn of a model that carries our marker, and that vLLM loads without any quantisation method.
+
+    vLLM asks a method about checkpoints with a ``quantization_config``, and one in BF16 or FP16 has none.
+    """
+    if model_config is None or model_config.quantization is not None:
+        return
+    if getattr(model_config.hf_config, MARKER_KEY, None) is not None:
+        log_once(UNASKED % model_config.model, logging.WARNING, log)
 
 
 def takes_larger_graphs(vllm_config: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.python_stack import with_room
 from slidesparse.integrations.vllm import LOGGER
 
 POST_PASS = "post_grad_custom_post_pass"
@@ -140,9 +141,15 @@ def _find(name: str) -> Any:
         return None
 
 
-def loops() -> Iterator[tuple[type, str]]:
-    """Give those of :data:`LOOPS` that this process has imported, and can therefore run: class and method."""
+@lru_cache(maxsize=1)
+def add_stack_room() -> None:
+    """Let those of :data:`LOOPS` that this process has imported, and so can run, start on a large chunk of stack.
+
+    Whether a loop happens to run at the end of a chunk (:mod:`slidesparse.base.python_stack`) depends on every frame
+    above it, and our model's frames differ from stock vLLM's: one of them holds the weights of all layers as variables.
+    Room around every step instead of around the loop would cost 0.1 ms a step.
+    """
     for module, name, loop in LOOPS:
-        found: Any = getattr(sys.modules.get(module), name, None)
-        if hasattr(found, loop):
-            yield found, loop
+        owner: Any = getattr(sys.modules.get(module), name, None)
+        if hasattr(owner, loop):
+            setattr(owner, loop, with_room(getattr(owner, loop)))

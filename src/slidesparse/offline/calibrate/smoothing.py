@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
-from slidesparse.offline.calibrate.dense_layers import DenseLayers
+from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_batch
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
@@ -101,6 +103,55 @@ def _cannot_smooth(model: nn.Module) -> InputError:
     )
 
 
+class DenseLayers:
+    """The layers of a checkpoint, loaded one after the other, and what a text sends through them.
+
+    Attributes:
+        meta: The meta model.
+        samples: What the current layer reads.
+
+    Raises:
+        InputError: The model or its activations cannot be used.
+        CheckpointError: The checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        linears: Iterable[str],
+        windows: torch.Tensor,
+        device: torch.device,
+        compute: torch.dtype | None = None,
+    ) -> None:
+        self.layer_list, self.store = open_layers(checkpoint, linears, checkpoint.path, device, compute=compute)
+        self.meta = self.store.meta
+        self.model = self.meta.model
+        batches = windows.split(windows_of_a_batch(windows))
+        inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
+        self.samples = record_inputs(self.model, self.layer_list, inputs)
+        self._outputs: list[torch.Tensor] = []
+
+    def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
+        """Load layer after layer, and yield its name and number; what takes one calls :meth:`outputs`."""
+        with progress_bar(label, len(self.layer_list.layers), unit="layers", show=progress) as advance:
+            for index, (name, layer) in enumerate(self.layer_list.items()):
+                self.store.load(name, layer)
+                yield name, index
+                for sample, hidden in zip(self.samples, self._outputs, strict=True):
+                    sample.hidden = hidden
+                self.store.release(name, layer)
+                advance(1)
+
+    def outputs(self, index: int) -> list[torch.Tensor]:
+        """Run a layer on all samples; the next layer reads what comes out, whatever happens to this one after."""
+        self._outputs = [run_layer(self.layer_list.layers[index], sample, index) for sample in self.samples]
+        return self._outputs
+
+    def output(self, index: int) -> torch.Tensor:
+        """Run a layer on the first sample, as it is now; what later layers read of this one stays what it was."""
+        return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
+
+
 def smooth_checkpoint(
     checkpoint: Checkpoint,
     folds: Sequence[Fold],
@@ -131,27 +182,19 @@ def smooth_checkpoint(
         InputError: No layer stays the same when it is smoothed.
         CheckpointError: The checkpoint is damaged, or the factors that were kept.
     """
-
-    def find() -> dict[str, torch.Tensor]:
-        layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
-        rounding = partial(quantize_rows, dtype=dtype), _of_weights(dtype, recipe)
-        return _find_factors(layers, folds, progress, *rounding, required=required)
-
-    return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
-
-
-def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the type in which layers are tried; None: the usual one.
-
-    A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors round
-    weights below 2^-14.
-    """
-    stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
-    return torch.float32 if STORED_NAMES[torch.float16] in stored else None
-
-
-def _of_weights(dtype: torch.dtype, recipe: Rounding) -> Quantise:
-    return quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
+    kept = folder / KEPT
+    if not kept.exists():
+        folder.mkdir(exist_ok=True)
+        # A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors
+        # round weights below 2^-14.
+        stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
+        compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
+        layers = DenseLayers(checkpoint, linears, windows, device, compute=compute)
+        of_weights = quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
+        rounding = partial(quantize_rows, dtype=dtype), of_weights
+        write_tensors(kept, _find_factors(layers, folds, progress, *rounding, required=required))
+    reader = TensorReader(kept)
+    return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
 
 
 @torch.no_grad()
@@ -189,7 +232,8 @@ def _smoothed(
     layers: DenseLayers, index: int, folds: Sequence[Fold], of_inputs: Quantise, of_weights: Quantise
 ) -> tuple[dict[Fold, torch.Tensor], bool]:
     """Run a layer, and return the exponents of its folds where they help, and whether others changed its outputs."""
-    modules = layers.modules(name for one in folds for name in (one.writer, *one.linears))
+    names = (name for one in folds for name in (one.writer, *one.linears))
+    modules = {name: layers.model.get_submodule(name) for name in names}
     largest: dict[str, torch.Tensor] = {}
     some: dict[str, torch.Tensor] = {}
 
