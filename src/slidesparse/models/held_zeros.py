@@ -69,7 +69,7 @@ class HeldZeros:
         """Return a transformers ``TrainerCallback`` that calls :meth:`apply_` after each optimiser step."""
         apply, base = self.apply_, need("transformers").TrainerCallback
 
-        class HoldZeros(base):  # type: ignore[misc] # mypy wants a class with a name
+        class HoldZeros(base):  # type: ignore[misc, valid-type] # mypy wants a name
             def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
                 apply()
 

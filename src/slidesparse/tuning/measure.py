@@ -187,7 +187,13 @@ class Measurement:
         return times
 
     def _taken(
-        self, columns: Mapping[int, Mapping[str, float]], keys: Mapping[str, str], wrong: Container[str], *kind: Any
+        self,
+        columns: Mapping[int, Mapping[str, float]],
+        keys: Mapping[str, str],
+        wrong: Container[str],
+        dtype: str,
+        out: int,
+        k: int,
     ) -> TakenTimes:
         """Return what was found: M -> form -> time; forms by ``keys`` of a table, wrong ones without any time.
 
@@ -196,7 +202,7 @@ class Measurement:
         self.stopwatch.begin()  # frees what the last graphs held
         tokens = sorted(columns)
         us = {key: tuple(None if name in wrong else columns[m].get(name) for m in tokens) for name, key in keys.items()}
-        layer = LayerSpeed(*kind, tuple(tokens), us) if tokens else None
+        layer = LayerSpeed(dtype, out, k, tuple(tokens), us) if tokens else None
         noise = median(self._noises) if self._noises else 0.0
         return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE})
 

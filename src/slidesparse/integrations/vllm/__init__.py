@@ -2,7 +2,7 @@
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
 and must not touch CUDA, since workers may fork afterwards. Read ``config.py`` first, then
-``engine.py``, ``model_state.py`` and ``scheme.py``, by which a loaded layer becomes a SlideLinear or stays as it is;
+``model_state.py`` and ``scheme.py``, by which a loaded layer becomes a SlideLinear or stays as it is;
 ``graph_pass.py`` rewrites graphs by the files that begin with ``fuse``; ``private.py`` is the one door to what vLLM
 does not offer to plugins.
 """

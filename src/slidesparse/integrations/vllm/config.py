@@ -37,10 +37,12 @@ from slidesparse.integrations.names import (
     why_not_w8a8,
 )
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
+from slidesparse.integrations.vllm.graph_pass import install_pass
+from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
+from slidesparse.integrations.vllm.private import add_stack_room
+from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE, require_supported
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, tell_when_loaded
 from slidesparse.integrations.vllm.status import Outcome
@@ -166,9 +168,20 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Return the state of the model that is being built; on the first call, prepare the engine for it.
 
         vLLM makes this object before its own configuration is complete, and tells it nothing before the first layer.
+        Then vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake, and
+        busy loops get room on Python's stack, once a process however many models it holds.
+
+        Raises:
+            InputError: An unknown option.
+            UnsupportedError: An option of vLLM's that sparse layers cannot follow.
         """
         if self._model is None:
-            self._model = prepare_engine(get_current_vllm_config(), self.serve_dense)
+            vllm_config: Any = get_current_vllm_config()
+            require_supported(vllm_config, self.serve_dense)
+            self._model = ModelState.create(vllm_config)
+            install_pass(vllm_config.compilation_config, self._model, graphed_tokens(vllm_config))
+            cut_less_between_graphs()
+            add_stack_room()
             self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
