@@ -24,11 +24,7 @@ HF = 'pip install "slidesparse[hf]"'
 
 
 def need(module: str, remedy: str = HF, *, what: str | None = None, needed: str | None = None) -> Any:
-    """Import an optional library, or raise an UnsupportedError that says how to install it, and ``what`` asks for it.
-
-    Raises:
-        UnsupportedError: It cannot be imported.
-    """
+    """Import an optional library; an UnsupportedError says how to install it, and ``what`` cannot go on without it."""
     try:
         return import_module(module)
     except ImportError as error:

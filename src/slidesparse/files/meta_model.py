@@ -43,8 +43,7 @@ class MetaModel:
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
         """Return the linears that are not on a marker's ignore list and no parts of experts, by module name.
 
-        Raises:
-            CheckpointError: When the marker names a layer that the model does not have.
+        A marker that names a layer which the model does not have is a CheckpointError.
         """
         modules = dict(self.model.named_modules())
         known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -83,22 +82,14 @@ class MetaModel:
         return Counter(origin for origin in self.names.origins.values() if isinstance(origin, str))
 
     def prefix(self, module: str) -> str:
-        """Return the name that the checkpoint has for a module.
-
-        Raises:
-            CheckpointError: Its weight is in no shard, or in another form.
-        """
+        """Return the name that the checkpoint has for a module, or raise a CheckpointError where it stores none."""
         tensor = self.names.origins.get(f"{module}.weight")
         if not isinstance(tensor, str):
             raise CheckpointError(f"the checkpoint holds no {module}.weight")
         return tensor.removesuffix(".weight")
 
     def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return a value of the model's state, computed as transformers computes it.
-
-        Raises:
-            CheckpointError: Nothing of the checkpoint fills it.
-        """
+        """Return a value of the model's state as transformers computes it; a CheckpointError where nothing fills it."""
         if name in self.names.made:
             return self.names.made[name]
         if name not in self.names.origins:
@@ -165,11 +156,7 @@ def build_meta_model(
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Return the transformers class and the config of a checkpoint.
-
-    Raises:
-        CheckpointError: When config.json names no model that the installed transformers knows.
-    """
+    """Return the class and the config that transformers has for a checkpoint; a CheckpointError where it has none."""
     transformers = need("transformers")
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:

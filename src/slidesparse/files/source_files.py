@@ -81,11 +81,7 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files into a folder, with their times and permissions but no other metadata.
-
-        Raises:
-            CheckpointError: A file has changed since it was looked at.
-        """
+        """Copy the files into a folder, with times and permissions; a CheckpointError where one has changed since."""
         for file in self.copied:
             target = folder / file.name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -166,9 +166,5 @@ def shard_start(shard_columns: int, columns: int, rank: int) -> int:
 
 
 def require_marker(config: object) -> Marker | None:
-    """Return the marker of a Hugging Face config object, or None.
-
-    Raises:
-        CheckpointError: It is there and cannot be read.
-    """
+    """Return the marker of a Hugging Face config object, or None; a CheckpointError where it cannot be read."""
     return Marker.from_config({MARKER_KEY: getattr(config, MARKER_KEY, None)})

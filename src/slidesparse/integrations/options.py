@@ -31,11 +31,7 @@ class ServerOptions:
 
     @classmethod
     def read(cls: type[Options], given: object, option: str) -> Options:
-        """Read the value of our key; None gives the defaults. ``option`` is the server's that holds the key.
-
-        Raises:
-            InputError: An unknown key or value.
-        """
+        """Read the value of our key in the server's ``option``, or raise an InputError; None gives the defaults."""
         given, kinds = {} if given is None else given, get_type_hints(cls)
         if not isinstance(given, Mapping) or given.keys() - kinds.keys():
             raise InputError(f"{NAME} in {option}", got=repr(given), needed=f"keys {sorted(kinds)}")

@@ -47,11 +47,7 @@ def require_causal(model: Any) -> None:
 
 
 def refuse_masked(model_class: type) -> None:
-    """Refuse a class of transformers that predicts masked tokens: its name says so, before any weight is loaded.
-
-    Raises:
-        InputError: It is one.
-    """
+    """Raise an InputError for a class of transformers that predicts masked tokens: its name says so."""
     if model_class.__name__.endswith("ForMaskedLM"):
         raise InputError(
             f"{model_class.__name__} has no causal loss", got="a model that predicts masked tokens", needed=NEEDED

@@ -60,11 +60,7 @@ class Sample:
     seconds: dict[Second, Any] = field(default_factory=dict)
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's other arguments, once the layers before have run.
-
-        Raises:
-            InputError: A layer before gave nothing next to the hidden state.
-        """
+        """Return a layer's other arguments; an InputError where one before it gave nothing next to the hidden state."""
         args, kwargs = self.arguments[index]
         return tuple(self._present(one) for one in args), {name: self._present(one) for name, one in kwargs.items()}
 
@@ -152,11 +148,7 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
 
 
 def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
-    """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
-
-    Raises:
-        InputError: Naming such a layer.
-    """
+    """Raise an InputError for layers that run several times in a pass, as ALBERT's: calibration would see one alone."""
     if run is None:
         return
     names = {layer: name for name, layer in layer_list.items()}

@@ -45,10 +45,9 @@ OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another; the first entry counts.
+    """Return each layer's pattern: ``pattern``, or that of the first entry of ``layers`` that matches it.
 
-    Raises:
-        InputError: An entry matches no layer.
+    An entry that matches no layer is an InputError.
     """
     names = list(names)
     default = Pattern.parse(pattern)

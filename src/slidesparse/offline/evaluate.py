@@ -150,11 +150,7 @@ def _perplexity(
     batch: int,
     progress: bool | None,
 ) -> Perplexity:
-    """Return the perplexity on a text, by the arguments of :func:`evaluate`.
-
-    Raises:
-        InputError: The windows are longer than the model reads, or the model answers with NaN.
-    """
+    """Return the perplexity on a text, by the arguments of :func:`evaluate`."""
     window = min(positions(model.config), len(tokens)) if window is None else window
     if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]

@@ -181,11 +181,7 @@ def _range(values: list[float], digits: int) -> str:
 
 
 def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
-    """Read every linear of a local checkpoint and say which patterns it satisfies.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged or of an unknown architecture.
-    """
+    """Read every linear of a local checkpoint, and say which patterns it satisfies."""
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)

@@ -138,11 +138,7 @@ STEPS = {"match": ("matching", "layers are matched"), "smooth": ("smoothing", "l
 
 
 def check_options(options: PruneOptions) -> None:
-    """Refuse options that are wrong whatever the source is.
-
-    Raises:
-        InputError: A pattern, a type, a method or a number is none; or two options contradict each other.
-    """
+    """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
     if options.recipe == "6bit" and patterns == {DENSE}:
@@ -159,11 +155,7 @@ def check_options(options: PruneOptions) -> None:
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:
-    """Refuse steps that several processes cannot share.
-
-    Raises:
-        InputError: There are several, and such a step is asked for.
-    """
+    """Raise an InputError for steps that are asked for, and that several processes cannot share."""
     for option, (_, done) in STEPS.items():
         if processes > 1 and getattr(options, option):
             remedy = f"run without torchrun, or leave out --{option}"

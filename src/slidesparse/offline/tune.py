@@ -107,11 +107,7 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
 
 
 def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
-    """Put layer times into the user's table, from which ``auto`` chooses from now on.
-
-    Raises:
-        UnsupportedError: The table cannot be written.
-    """
+    """Put layer times into the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
     here = installation()
     there = here if driver is None else replace(here, driver=driver)
     with file_lock(lock_path(there), LOCK_S) as held:

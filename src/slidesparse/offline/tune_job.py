@@ -204,11 +204,7 @@ def _dtypes(checkpoint: Checkpoint, meta: MetaModel, names: Sequence[str], marke
 
 
 def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return the names that a user picked, each once, or those that are usual.
-
-    Raises:
-        InputError: An unknown name.
-    """
+    """Return the names that a user picked, each once, or those that are usual; an InputError for an unknown one."""
     known = tuple(known)
     for name in names or ():
         if name not in known:
@@ -219,8 +215,7 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
 def select_patterns(texts: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns that a user picked, each once, or those that are usual.
 
-    Raises:
-        InputError: One that is none, or slides nothing: its times would pass for those of the dense baseline.
+    One that slides nothing is an InputError: its times would pass for those of the dense baseline.
     """
     chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in texts or ()))
     if str(DENSE) in chosen:

@@ -80,11 +80,7 @@ def needed_bytes(size: Size, options: RecoverOptions, world: int, fit: Fit) -> i
 
 
 def fit_memory(size: Size, options: RecoverOptions, world: int, device: torch.device) -> Fit:
-    """Choose how a run fits the memory: as fast as it can.
-
-    Raises:
-        UnsupportedError: It fits in no way; the error says how much is needed.
-    """
+    """Choose how a run fits the memory, as fast as it can, or raise an UnsupportedError that says how much it needs."""
     recompute = {"auto": (False, True), "on": (True,), "off": (False,)}[options.recompute]
     micro = min(options.micro, max(1, options.windows // world))
     if device.type != "cuda":

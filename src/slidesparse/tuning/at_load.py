@@ -53,11 +53,7 @@ NOISE = 0.15
 
 
 def check_tune(value: object, where: str) -> None:
-    """Refuse anything but the values of :data:`Tune`.
-
-    Raises:
-        InputError: With the place where it was given.
-    """
+    """Raise an InputError, with the place where it was given, for anything but the values of :data:`Tune`."""
     if value not in ("auto", "off"):
         raise InputError(where, got=repr(value), needed="auto or off")
 

@@ -198,11 +198,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
-    """Refuse a vLLM or GPU that cannot work, and warn of a vLLM that was not tried.
-
-    Raises:
-        UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
-    """
+    """Raise an UnsupportedError for a vLLM or GPU that cannot work, and warn of a vLLM that was not tried."""
     text = metadata.version("vllm")
     if is_older(text):
         raise UnsupportedError(

@@ -313,11 +313,7 @@ def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
 
 
 def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> SlideExperts:
-    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are.
-
-    Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
-    """
+    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are."""
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()

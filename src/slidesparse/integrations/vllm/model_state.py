@@ -74,11 +74,7 @@ class ModelState:
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
-        """Read the user's options and the model's largest batch from vLLM's configuration.
-
-        Raises:
-            InputError: An unknown option.
-        """
+        """Read the user's options (:meth:`Options.parse`) and the model's largest batch from vLLM's configuration."""
         options = Options.parse(vllm_config.additional_config)
         log.info("slidesparse options: %s", options.to_json())
         misplaced = find_misplaced(vllm_config.additional_config)

@@ -41,11 +41,7 @@ class Options(ServerOptions):
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
-        """Read vLLM's ``additional_config``; without our key, return the defaults.
-
-        Raises:
-            InputError: An unknown key or value.
-        """
+        """Read vLLM's ``additional_config``, or raise an InputError; without our key, return the defaults."""
         given = additional_config.get(NAME, {}) if isinstance(additional_config, Mapping) else {}
         options = cls.read(given, OPTION)
         if not 0 <= options.host_us < math.inf:

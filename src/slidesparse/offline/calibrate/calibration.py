@@ -85,11 +85,7 @@ class Calibration:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a local checkpoint.
-
-    Raises:
-        CheckpointError: It has none that transformers can load.
-    """
+    """Load the tokenizer of a local checkpoint; a CheckpointError where it has none that transformers can load."""
     tokenizers = need("transformers").AutoTokenizer
     try:
         with other_library():
@@ -147,11 +143,7 @@ def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
 
 
 def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
-    """Refuse tokens that a model does not have, as a tokenizer with a larger vocabulary makes them.
-
-    Raises:
-        CheckpointError: Naming the largest.
-    """
+    """Raise a CheckpointError for tokens that a model does not have, as of a tokenizer with a larger vocabulary."""
     vocabulary = vocabulary_of(config)
     if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
         raise CheckpointError(
@@ -172,8 +164,7 @@ def sample_windows(
 ) -> torch.Tensor:
     """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
 
-    Raises:
-        InputError: The text is too short.
+    A text that is too short is an InputError.
     """
     windows = cut_windows(tokens, length, torch.as_tensor(before, dtype=tokens.dtype))
     if len(windows) < samples:

@@ -212,22 +212,14 @@ Times = Sequence[StepTime]
 
 
 def choose_patterns(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> Plan:
-    """Return the plan of least damage that reaches a target.
-
-    Raises:
-        InputError: Even the sparsest choices do not reach it; the error says what they reach.
-    """
+    """Return the plan of least damage that reaches a target; see :func:`require_reachable`."""
     require_reachable(sets, target, times)
     damages = [[choice.damage for choice in one.choices] for one in sets]
     return _make_plan(sets, _solve(damages, _limits(sets, target, times)), times)
 
 
 def require_reachable(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> None:
-    """Refuse a target that no choice reaches: costs are known before any damage is.
-
-    Raises:
-        InputError: Even the sparsest choices do not reach it; the error says what they reach.
-    """
+    """Raise an InputError for a target that no choice reaches: costs are known before any damage is."""
     for limit in _limits(sets, target, times):
         least = [min(range(len(cost)), key=cost.__getitem__) for cost in limit.costs]
         if sum(cost[i] for cost, i in zip(limit.costs, least, strict=True)) > limit.budget * (1 + 1e-9):

@@ -109,12 +109,7 @@ def plan_checkpoint(
 
 
 def _usable_model(checkpoint: Checkpoint) -> MetaModel:
-    """Return the meta model of a checkpoint, which can be planned for.
-
-    Raises:
-        CheckpointError: It is pruned, quantised or damaged, or holds files that prune never copies.
-        InputError: It predicts masked tokens.
-    """
+    """Return the meta model of a checkpoint that can be planned for: dense, whole, causal, and fit to be copied."""
     if checkpoint.config.get(MARKER_KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
         raise CheckpointError(
             f"{checkpoint.path} is pruned or quantised already", needed="the dense model in a float type"
@@ -127,11 +122,7 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
 
 
 def _refuse_mixture(model: nn.Module) -> None:
-    """Refuse to predict how fast a mixture is served: its experts take time whether they stay dense or not.
-
-    Raises:
-        UnsupportedError: It has experts.
-    """
+    """Raise an UnsupportedError for the speed of a served mixture: its experts take time, dense or not."""
     if experts := find_experts(model):
         raise UnsupportedError(
             "the speed of a served mixture of experts cannot be predicted",
@@ -144,12 +135,7 @@ def _refuse_mixture(model: nn.Module) -> None:
 def _times(
     options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
 ) -> tuple[Times, list[Pattern], tuple[str, ...]]:
-    """Return what a step takes, the patterns of which that is known, and what it rests on.
-
-    Raises:
-        InputError: A load is none.
-        UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
-    """
+    """Return what a step takes, the patterns of which that is known, and what it rests on."""
     if not options.at:
         left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
         return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()

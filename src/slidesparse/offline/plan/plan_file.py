@@ -64,11 +64,7 @@ class StoredPlan:
     recipe: Rounding = "absmax"
 
     def without(self, entries: Sequence[str]) -> StoredPlan:
-        """Return the plan that leaves more alone.
-
-        Raises:
-            InputError: Nothing of it is left.
-        """
+        """Return the plan that leaves more alone; an InputError where nothing of it is left."""
         layers = {
             name: pattern
             for name, pattern in self.layers.items()
@@ -122,11 +118,7 @@ def _warn(message: str) -> None:
 
 
 def read_plan(path: str | Path) -> StoredPlan:
-    """Read a file that ``plan`` wrote.
-
-    Raises:
-        InputError: It is no such file.
-    """
+    """Read a file that ``plan`` wrote; an InputError for any other."""
     try:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:

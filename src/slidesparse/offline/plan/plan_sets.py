@@ -126,12 +126,7 @@ def _shape(linear: nn.Linear) -> tuple[int, int]:
 def _planned_experts(
     found: Sequence[Experts], meta: MetaModel, checkpoint: Checkpoint, options: PlanOptions
 ) -> list[Experts]:
-    """Return the experts that get a pattern, those of a layer one together.
-
-    Raises:
-        InputError: Some weights of a layer's experts are on the ignore list, and others are not.
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
-    """
+    """Return the experts that get a pattern, those of a layer one together."""
     planned = []
     for one in found:
         layers = [one.layer(leaf) for leaf in one.weights]
