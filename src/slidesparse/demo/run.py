@@ -109,16 +109,9 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
 
 
 def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
-    """Run the demonstration; :func:`draw_demo` draws what it returns.
+    """Run the demonstration on ``cpu`` or ``cuda``, dense first; :func:`draw_demo` draws what it returns.
 
-    Args:
-        output: File that the plot will have, or None. It is checked before anything runs.
-        device: ``cpu`` or ``cuda``.
-        patterns: Patterns to try; dense comes first in any case.
-
-    Raises:
-        UnsupportedError: An optional package or the device is missing.
-        InputError: An argument cannot be used.
+    A path that cannot be drawn to, and a package that is missing, are errors before anything runs.
     """
     started = time.perf_counter()
     where = usable_device(device)

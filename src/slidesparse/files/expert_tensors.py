@@ -168,14 +168,9 @@ class ExpertReader:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows of one expert's weight [out, in], which a tensor of the checkpoint holds.
+    """Rows ``begin`` to ``end`` of one expert's ``weight`` [out, in], which a ``tensor`` of the checkpoint holds.
 
-    Attributes:
-        weight: Name of the weight, :meth:`Experts.expert`.
-        tensor: The tensor.
-        index: Place in the tensor's first dimension; 0 for a tensor of one expert.
-        begin: The first row.
-        end: The row after the last.
+    ``index`` is the place in the tensor's first dimension; 0 for a tensor of one expert.
     """
 
     weight: str

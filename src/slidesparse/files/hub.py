@@ -41,12 +41,7 @@ SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<c
 
 
 class HubModel(NamedTuple):
-    """Where in a hub a folder comes from.
-
-    Attributes:
-        repository: ``namespace/name``.
-        commit: The commit of the files.
-    """
+    """Where in a hub a folder comes from: ``namespace/name``, and the commit of the files."""
 
     repository: str
     commit: str

@@ -108,11 +108,7 @@ class MetaModel:
         return [*self.names.origins, *self.names.made]
 
     def require_complete(self) -> None:
-        """Refuse a checkpoint that does not fill the model.
-
-        Raises:
-            CheckpointError: Keys are missing, or a tensor has another shape; the error names the first.
-        """
+        """Raise a CheckpointError, which names the first tensor, for a checkpoint that does not fill the model."""
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if name in self.names.misshapen:

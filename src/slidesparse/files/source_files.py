@@ -37,13 +37,7 @@ WEIGHTS = re.compile(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to copy.
-
-    Attributes:
-        name: Relative to the source, and to the copy.
-        path: The file itself, after all links.
-        status: Its size, permissions and time when it was looked at.
-    """
+    """A file to copy: its name there, the file itself after all links, and its status when it was looked at."""
 
     name: Path
     path: str

@@ -84,12 +84,9 @@ class WarmUp:
         self._done.add(kind)
 
     def experts(self, layer: SlideExperts, kind: object, top_k: int) -> None:
-        """Run the experts of a layer that was loaded, if none of their kind have run.
+        """Run the experts of a layer that was loaded, of which a token has ``top_k``, if none of their kind have run.
 
-        Args:
-            layer: They.
-            kind: What tells experts with other kernels, besides the forms of their weights.
-            top_k: Experts of a token.
+        ``kind`` tells experts with other kernels, besides the forms of their weights.
         """
         operands = [linear.weights for linear in (layer.gate_up, layer.down)]
         of_form = kind, *(operand.weights.shape for operand in operands)  # one alone may have values of six bits

@@ -107,12 +107,7 @@ def _own_containers(value: Any, made: dict[int, Any]) -> Any:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The repeated layers of a model.
-
-    Attributes:
-        name: The name of the ``nn.ModuleList`` that holds them, such as ``model.layers``.
-        layers: The layers, in the order in which they run.
-    """
+    """The repeated layers of a model, in the order in which they run, and the name of their ``nn.ModuleList``."""
 
     name: str
     layers: list[nn.Module]
@@ -123,11 +118,7 @@ class LayerList:
 
 
 def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
-    """Return the list of layers that holds all linears to be pruned.
-
-    Raises:
-        InputError: There is none; the error names linears outside the list that holds most of them.
-    """
+    """Return the list of layers that holds all linears to be pruned; an InputError names those outside of it."""
     names = list(linears)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
@@ -262,11 +253,7 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
     """Refuse what a stack makes of a hidden state that it takes for several things, which its layers would give.
 
     T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
-
     DeBERTa's may add a convolution to what its first layer gives.
-
-    Raises:
-        ValueError: A window is read in place of the hidden state, or next to it; or something computed from it is.
     """
     memory = given.untyped_storage().data_ptr()
     tensors = (one for one in others if isinstance(one, torch.Tensor))

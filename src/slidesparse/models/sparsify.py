@@ -75,8 +75,7 @@ def sets_to_prune(
 ) -> list[list[str]]:
     """Return the sets of layers that a method must see together; a layer that nothing couples is a set of its own.
 
-    Raises:
-        InputError: Members of a set that must agree have different patterns, or the model cannot be run.
+    A set whose members have different patterns, or a model that cannot be run, is an InputError.
     """
     coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
     if not coupled:
@@ -100,13 +99,10 @@ def require_alike(
     patterns: Mapping[str, Pattern | str],
     run: Callable[[], object] | None,
 ) -> None:
-    """Refuse different patterns in linears of one module that read the same input: q, k and v; gate and up.
+    """Raise an InputError for other patterns in linears of a module that read the same input: q, k and v; gate and up.
 
     Servers join these into one layer, which has one pattern and one type: a word in place of a pattern means another
     type. In a model that cannot be run nothing is refused here: the server has its own check.
-
-    Raises:
-        InputError: Naming the linears.
     """
 
     def parent(name: str) -> str:

@@ -181,8 +181,7 @@ def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
 def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
 
-    Raises:
-        CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
+    One that lacks weights, which transformers would make up, is a CheckpointError.
     """
     path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:

@@ -45,15 +45,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer, which is measured once.
-
-    Attributes:
-        dtype: Type of the weight.
-        out: Its rows.
-        columns: Its columns.
-        pattern: Its pattern.
-        recipe: How it is rounded: backends for weights of six bits want such.
-    """
+    """A kind of layer, measured once: type, rows, columns and pattern of its weight, and how that is rounded."""
 
     dtype: str
     out: int
@@ -144,12 +136,9 @@ def make_job(
 
 
 def shapes_of(model: str) -> ModelShapes:
-    """Return the sizes of a model.
+    """Return the sizes of a model that is known by its name, or of a local checkpoint.
 
-    Raises:
-        InputError: It is neither.
-        CheckpointError: The checkpoint is damaged or of an unknown architecture.
-        UnsupportedError: Its weights have a type that is not measured.
+    Weights of a type that is not measured are an UnsupportedError.
     """
     if model in MODELS:
         named = zip(LAYERS, MODELS[model], strict=True)

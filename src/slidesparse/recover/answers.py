@@ -60,12 +60,7 @@ class Job:
 
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
-
-    Raises:
-        CheckpointError: The model cannot be loaded.
-        UnsupportedError: vLLM ends with an error.
-    """
+    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(job.model), **LOCAL)

@@ -72,14 +72,9 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
 def write_result(
     work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
 ) -> None:
-    """Write the result into the place of work.
+    """Write a result into the place of work: what the run began from, with new values of the ``trained`` tensors.
 
-    Args:
-        work: The place.
-        checkpoint: What the run began from.
-        files: Its other files.
-        trained: Tensor -> new values; empty where the values of before are the better ones.
-        record: What ``recover.json`` says of the run.
+    ``record`` is what ``recover.json`` says of the run.
     """
     for shard, tensors in checkpoint.shards.items():
         with TensorWriter(work.output / shard, tensors) as writer:

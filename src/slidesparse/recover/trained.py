@@ -53,8 +53,7 @@ def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str],
 def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> bool:
     """Return whether a parameter that pruning may have treated has zeros that stay.
 
-    Raises:
-        PatternViolation: It does not follow the pattern that ``prune``'s marker says it does; None: another program's.
+    One that does not follow the pattern which the marker of ``prune`` names is a PatternViolation.
     """
     zero = value == 0
     if not bool(zero.any()) or bool(zero.all()):

@@ -138,13 +138,7 @@ def time_forms(
 
 
 class Measurement:
-    """The times of the forms of one kind of layer, dense first, as they are taken.
-
-    Args:
-        source: Type of the activations.
-        stopwatch: Times passes.
-        effort: What measuring may take.
-    """
+    """The times of one kind of layer's forms, dense first, as they are taken; ``source``: the activations' type."""
 
     refusals: tuple[type[Exception], ...] = (RuntimeError, ValueError)
     """How a form says that it cannot run some tokens, besides by errors of ours."""
@@ -240,13 +234,7 @@ class _Form:
 
 
 class LayerMeasurement(Measurement):
-    """The measurement of one weight.
-
-    Args:
-        packed: The weight, on the device to measure.
-        backends: Names of the backends to compare, dense first.
-        how: As :class:`Measurement` takes it: type of the activations, stopwatch, effort.
-    """
+    """The measurement of one weight, on its device, through some backends, dense first."""
 
     def __init__(self, packed: PackedWeight, backends: Sequence[str], *how: Any) -> None:
         super().__init__(*how)

@@ -35,13 +35,7 @@ MOST_CHOICES = 32
 
 
 class ExpertMeasurement(Measurement):
-    """The measurement of the experts of one layer.
-
-    Args:
-        kind: The experts.
-        forms: ``dense`` and :data:`slidesparse.gemm.expert_times.GROUPED`, in this order.
-        how: As :class:`slidesparse.tuning.measure.Measurement` takes it: type of the activations, stopwatch.
-    """
+    """The measurement of the experts of one layer: ``dense``, and ``GROUPED`` after it."""
 
     refusals = (Exception,)
     """vLLM is called before it serves, and may refuse in any way."""
@@ -53,14 +47,7 @@ class ExpertMeasurement(Measurement):
         self.kind, self.forms = kind, forms
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
-        """Time both forms at some numbers of tokens.
-
-        Args:
-            tokens: The numbers, which are measured in the order of :data:`IMPORTANT`.
-            known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
-                unless it is near one of these.
-            is_over: Whether the time for measuring is spent; asked before every number of tokens.
-        """
+        """Time both forms at numbers of tokens, in the order of :data:`IMPORTANT`: see :class:`LayerMeasurement`."""
         columns: dict[int, dict[str, float]] = {}
         for wanted in sorted(tokens, key=_importance):
             m = wanted

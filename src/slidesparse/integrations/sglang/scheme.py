@@ -72,11 +72,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.warmup.layer(slide)
 
     def pack_layer(self, layer: Any) -> SlideLinear | None:
-        """Return a loaded layer's SlideLinear; None where it is to run dense. The layer stays as it is.
-
-        Args:
-            layer: With ``weight`` [out, in of this rank] and ``weight_scale`` [out, 1].
-        """
+        """Return the SlideLinear of a loaded layer, which stays as it is; None where it is to run dense."""
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
@@ -86,11 +82,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: [..., in] -> [..., out].
-
-        Raises:
-            UnsupportedError: Activations that SGLang has quantised already, which a packed layer cannot lift.
-        """
+        """Multiply: [..., in] -> [..., out]; activations that SGLang has quantised already cannot be lifted."""
         if not self.converted:
             y: torch.Tensor = self.inner.apply_weights(layer, x, bias)
             return y

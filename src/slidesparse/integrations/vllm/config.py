@@ -86,12 +86,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
-        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything.
-
-        Raises:
-            CheckpointError: A marker that cannot be read.
-            UnsupportedError: A GPU without Sparse Tensor Cores, or too old a vLLM.
-        """
+        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything."""
         if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, MARKER_KEY, None)):
             return None
         require_marker(hf_config)

@@ -59,8 +59,7 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
 def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
     """Return why experts of a method of :data:`METHODS` are left to vLLM before they are loaded; None otherwise.
 
-    Raises:
-        UnsupportedError: They are to run sparse whatever was measured, and vLLM knows how to treat its own form alone.
+    Where they are to run sparse whatever was measured, that is an UnsupportedError.
     """
     if asked == "dense":
         return "left to vLLM, as asked for"
@@ -264,10 +263,8 @@ def why_tokens_stay(parallel: Any) -> str | None:
 def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
-    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
-
-    Raises:
-        PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
+    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales. One that does not
+    satisfy the pattern which the checkpoint names is a PatternViolation.
     """
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)

@@ -231,11 +231,9 @@ def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
 
 
 def _explain_norm(norm: Any, tensors: int) -> str | None:
-    """Return why our kernels do not compute a norm; None for one over whole rows of a matrix, with a gain they read.
+    """Return why our kernels do not compute a node of vLLM's norm, which has ``tensors`` before its gain.
 
-    Args:
-        norm: A node of vLLM's operator.
-        tensors: How many of its arguments come before the gain.
+    None for one over whole rows of a matrix, with a gain that they read.
     """
     x, gain, more = norm.args[0].meta["val"], norm.args[tensors], norm.args[tensors + 2 :]
     if gain is None:

@@ -188,12 +188,7 @@ def is_default(file: str) -> bool:
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
-    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
-
-    Raises:
-        InputError: The text cannot be used, or the windows are longer than the model reads.
-        CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
-    """
+    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
     small = any(is_default(one.file) for one in calibration.texts)
     usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length

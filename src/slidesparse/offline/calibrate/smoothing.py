@@ -61,16 +61,9 @@ class SmoothedCheckpoint(Checkpoint):
 def find_smoothing(
     meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
 ) -> list[Fold]:
-    """Return what may be smoothed in the layers, as far as a run on the meta device and tensors' names tell.
+    """Return what may be smoothed in the layers of linears to be treated; an InputError where nothing may.
 
-    Args:
-        meta: The meta model.
-        checkpoint: The source, in a float type.
-        linears: Those that will be treated: their layers are smoothed.
-        run: Runs the model once; None: it cannot be run.
-
-    Raises:
-        InputError: There is nothing, or the linears are not in layers.
+    A run on the meta device and the names of tensors tell; ``run`` is None for a model that cannot be run.
     """
     linears = list(linears)
     found = [] if run is None else find_folds(meta.model, run)
@@ -104,16 +97,7 @@ def _cannot_smooth(model: nn.Module) -> InputError:
 
 
 class DenseLayers:
-    """The layers of a checkpoint, loaded one after the other, and what a text sends through them.
-
-    Attributes:
-        meta: The meta model.
-        samples: What the current layer reads.
-
-    Raises:
-        InputError: The model or its activations cannot be used.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """The layers of a checkpoint, loaded one after the other, and what a text sends through them."""
 
     def __init__(
         self,
@@ -164,23 +148,11 @@ def smooth_checkpoint(
     recipe: Rounding = "absmax",
     required: bool = True,
 ) -> SmoothedCheckpoint:
-    """Find the factors of channels, by what they are on a text.
+    """Return a float checkpoint with the factors of channels by what they are on windows [samples, length].
 
-    Args:
-        checkpoint: The source, in a float type.
-        folds: From :func:`find_smoothing`.
-        linears: Those that will be treated.
-        windows: Calibration text, int64 [samples, length].
-        folder: Keeps the factors; those of an interrupted run are used again, since pruned layers depend on them.
-        device: Where layers run, one at a time.
-        progress: Show a progress bar; None: on a terminal only.
-        dtype: In which inputs and weights will be served.
-        recipe: How INT8 weights will be rounded.
-        required: Whether it is an error when no layer stays the same.
-
-    Raises:
-        InputError: No layer stays the same when it is smoothed.
-        CheckpointError: The checkpoint is damaged, or the factors that were kept.
+    Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are used again,
+    since pruned layers depend on them. ``dtype`` and ``recipe`` are those of the weights when they are served. Where no
+    layer stays the same when it is smoothed, that is an InputError if smoothing is ``required``.
     """
     kept = folder / KEPT
     if not kept.exists():

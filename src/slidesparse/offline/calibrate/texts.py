@@ -82,12 +82,7 @@ def _documents(path: Path, source: str | Path) -> Iterator[Document]:
 
 
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
-    """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template.
-
-    Raises:
-        InputError: There are chats, and no chat template.
-        CheckpointError: The chat template fails.
-    """
+    """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template."""
     documents = list(documents)
     chats = iter(templated([one for one in documents if isinstance(one, list)], tokenizer))
     return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)

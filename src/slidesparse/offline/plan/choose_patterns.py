@@ -24,12 +24,7 @@ TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class PatternChoice:
-    """A pattern that a set may get.
-
-    Attributes:
-        pattern: The pattern.
-        damage: How much worse the model predicts, in any unit that adds up; 0 for dense.
-    """
+    """A pattern that a set may get, and how much worse the model predicts then, in a unit that adds up."""
 
     pattern: Pattern
     damage: float

@@ -90,8 +90,7 @@ class StoredPlan:
     def compare_names(self, treated: Sequence[str], source: Path) -> None:
         """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
 
-        Raises:
-            InputError: It names what cannot be treated.
+        One that names what cannot be treated is an InputError.
         """
         known = set(treated)
         if foreign := [name for name in self.layers if name not in known]:

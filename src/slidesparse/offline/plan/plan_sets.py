@@ -80,9 +80,7 @@ def find_sets(
 ) -> PlannedSets:
     """Return what gets a pattern.
 
-    Raises:
-        InputError: Servers would join linears that get a pattern with others that do not; or nothing is left to treat.
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+    Linears that servers would join with others that get none are an InputError.
     """
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
