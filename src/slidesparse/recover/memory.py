@@ -23,7 +23,7 @@ FEW = 8
 """Windows at a time below which a GPU waits for its host: then computing activations again costs less."""
 
 SPARE = 0.92
-"""The share of the free memory that is planned with; the rest is for what splits it, and for the libraries."""
+"""The share of the free memory that a run may fill; the rest is for what splits it, and for the libraries."""
 
 LOGITS = 6 * 4 * CHUNK
 """Bytes of a chunk of logits, of both models, and of what is computed from them."""

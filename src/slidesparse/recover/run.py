@@ -132,9 +132,9 @@ def recover(
     # What does not change the result may be another one when a run goes on.
     told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
-    plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
+    record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
-    with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
+    with _same_bytes(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
@@ -144,7 +144,7 @@ def recover(
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
-            write_result(work, pair.pruned, files, trained, {**plan, **asdict(result)})
+            write_result(work, pair.pruned, files, trained, {**record, **asdict(result)})
     return result
 
 
