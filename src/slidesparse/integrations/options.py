@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar, get_type_hints
+
+import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import InputError
 from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.integrations import NAME
-from slidesparse.tuning.at_load import Tune
+from slidesparse.tuning.at_load import LoadTuner, Tune
 
 Options = TypeVar("Options", bound="ServerOptions")
 
@@ -28,6 +31,10 @@ class ServerOptions:
     backend: str = "auto"
     fallback: Fallback = "dense"
     tune: Tune = "auto"
+
+    def tuner(self, most: int, dtype: torch.dtype, log: logging.Logger) -> LoadTuner | None:
+        """Return what measures layers when they are loaded; None where the user wants none."""
+        return None if self.tune == "off" else LoadTuner(most, dtype, log)
 
     @classmethod
     def read(cls: type[Options], given: object, option: str) -> Options:
