@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from slidesparse.errors import SlideSparseError
-from slidesparse.offline.share import describe
+from slidesparse.offline.tune import describe_shared
 from slidesparse_bench import sent_times
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     except SlideSparseError as error:
         print(error, file=sys.stderr)
         return 1
-    print(describe(table, options.file))
+    print(describe_shared(table, options.file))
     if options.write:
         print(f"added to {sent_times.add_to_package(table)}")
     return 0

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from slidesparse.gemm import cards as card_list
 from slidesparse.gemm.speed_files import file_name
-from slidesparse.offline import cards as card_list
 from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.weights.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.weights.pattern import Pattern

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.models.choose_patterns import PlanSet
 from slidesparse.offline.known_models import MODELS
+from slidesparse.offline.plan.choose_patterns import PlanSet
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.report.serve_numbers import EDGES
 from slidesparse_bench.served_records import (

@@ -13,6 +13,7 @@ import transformers
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.calibrate.texts import as_text, read_documents
 
 SMALL = {
     "vocab_size": 96,
@@ -106,3 +107,8 @@ def write_packed_form(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     with TensorWriter(file, stored, TensorReader(file).metadata, with_digests=True) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
+
+
+def read_text(source: Any, tokenizer: Any = None) -> str:
+    """All documents of a source as one text."""
+    return as_text(read_documents(source), tokenizer)

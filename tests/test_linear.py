@@ -18,8 +18,8 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, WeightSpec
-from slidesparse.layer.linear import pack_weight
 from slidesparse.layer.weight_form import WeightForm
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.quant import QUANTISED, parse_dtype, quantize_weight
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import following_groups

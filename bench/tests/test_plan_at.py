@@ -16,11 +16,11 @@ from small_models import make
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
-from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
+from slidesparse.offline.plan.plan_file import describe
 from slidesparse.offline.plan.plan_options import PlanOptions
-from slidesparse.offline.plan.plan_words import describe
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse_bench import step_time
 from slidesparse_bench.step_time import GPUS, LayerTimes, served_steps

@@ -17,7 +17,7 @@ from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds, table_text
-from slidesparse.offline import share
+from slidesparse.offline import tune
 from slidesparse_bench import sent_times
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ LAYER = LayerSpeed("int8", 4096, 4096, (16, 1024, 16384), US)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(share, "installation", lambda: HERE)
+    monkeypatch.setattr(tune, "installation", lambda: HERE)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -17,8 +17,8 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.offline.known_models import MODELS
+from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse_bench import step_time
 from slidesparse_bench.served_records import AGAIN, BURST_LOAD, CONTROL, MIXED_LOAD, STOCK, ServeRecord, read

@@ -17,7 +17,7 @@ from six_bits import METHODS as ROUNDED_METHODS
 from six_bits import SIX_BITS
 from speeds import served_speeds
 
-from slidesparse.models.choose_patterns import modelled_bytes
+from slidesparse.offline.plan.choose_patterns import modelled_bytes
 from slidesparse.weights.pattern import Pattern
 
 PATTERNS = ("6:8", "4:6", "2:4")

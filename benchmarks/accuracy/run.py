@@ -26,13 +26,13 @@ from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, influence, jud
 from speeds import ServedTime, served_speeds
 
 from slidesparse import HeldZeros
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
-from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
+from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
+from slidesparse.offline.plan.sensitivity import measure_sensitivities
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import is_nonzero

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from slidesparse.models.choose_patterns import PlanSet
+from slidesparse.offline.plan.choose_patterns import PlanSet
 from slidesparse.weights.pattern import Pattern
 
 RECORDS = Path(__file__).parents[2] / "results/h200/serve"
@@ -34,5 +34,5 @@ class ServedTime:
         self.speeds = speeds
 
     def of(self, one: PlanSet, pattern: Pattern) -> float:
-        """See :class:`slidesparse.models.choose_patterns.StepTime`."""
+        """See :class:`slidesparse.offline.plan.choose_patterns.StepTime`."""
         return sum(out * columns for out, columns in one.shapes) / self.speeds[str(pattern)]

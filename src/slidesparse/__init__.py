@@ -9,21 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slidesparse.base.moved import keep_old_names
+from slidesparse.base.version import __version__ as __version__
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 
 if TYPE_CHECKING:
     from slidesparse.files.load import load
     from slidesparse.layer.linear import SlideLinear
+    from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
     from slidesparse.prune import prune_mask
-    from slidesparse.recover.held_zeros import HeldZeros
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
     from slidesparse.weights.pattern import Pattern
     from slidesparse.weights.slide import lift
     from slidesparse.weights.support import tightest_pattern
-
-__version__ = "0.3.0"
 
 __all__ = [
     "CheckpointError",
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "HeldZeros": "recover.held_zeros",
+    "HeldZeros": "models.held_zeros",
     "PackedWeight": "weights.packed",
     "Pattern": "weights.pattern",
     "SlideLinear": "layer.linear",

@@ -15,8 +15,8 @@ from small_models import TEXT, make
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_file import as_options, read_plan
 from slidesparse.offline.plan.plan_options import PlanOptions

@@ -10,12 +10,12 @@ import torch
 from checkpoints import make_checkpoint
 
 from slidesparse.cli import main
-from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm import Problem, cards, get_backend
+from slidesparse.gemm.cards import CARDS, find_card, warn_of_type
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.hopper import backend as hopper
-from slidesparse.offline import cards, prune_options
-from slidesparse.offline.cards import CARDS, find_card, warn_of_type
+from slidesparse.offline import prune_options
 from slidesparse.weights.pattern import Pattern
 
 

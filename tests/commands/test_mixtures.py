@@ -26,17 +26,17 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.models import sensitivity
-from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.grams import collect_grams
-from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
+from slidesparse.offline.plan import sensitivity
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.plan.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.prune import get_pruner

@@ -16,9 +16,9 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.causal import require_causal
-from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate, load_any
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_options import PlanOptions
 

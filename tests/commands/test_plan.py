@@ -27,9 +27,11 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
-from slidesparse.layer.linear import pack_weight
-from slidesparse.models import sensitivity
-from slidesparse.models.choose_patterns import (
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
+from slidesparse.offline.plan import sensitivity
+from slidesparse.offline.plan.choose_patterns import (
     Multiplies,
     PatternChoice,
     PlanSet,
@@ -39,15 +41,13 @@ from slidesparse.models.choose_patterns import (
     modelled_bytes,
     modelled_cost,
 )
-from slidesparse.models.sensitivity import Sensitivity, damage_together, measure_sensitivities
-from slidesparse.models.sparsify import run_once, sets_to_prune
-from slidesparse.models.targets import find_targets
-from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_file import as_options, read_plan
 from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_gain
+from slidesparse.offline.plan.sensitivity import Sensitivity, damage_together, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
 from slidesparse.prune import Linears, get_pruner, prune_mask
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.support import check_pattern, value_bits

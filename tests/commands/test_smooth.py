@@ -35,8 +35,13 @@ from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.calibrate.dense_layers import DenseLayers
-from slidesparse.offline.calibrate.smoothing import ROWS, SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.offline.calibrate.smoothing import (
+    ROWS,
+    DenseLayers,
+    SmoothedCheckpoint,
+    find_smoothing,
+    smooth_checkpoint,
+)
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.prune import rounding_error
@@ -267,7 +272,9 @@ def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
     layers = DenseLayers(Checkpoint(tmp_path / "m"), linears, ids, CPU)
     for name, index in layers.walk("try", progress=False):
         torch.testing.assert_close(torch.cat(layers.outputs(index)), wanted[index])
-        weights = [module.weight for module in layers.modules([name])[name].modules() if isinstance(module, nn.Linear)]
+        weights = [
+            module.weight for module in layers.model.get_submodule(name).modules() if isinstance(module, nn.Linear)
+        ]
         for weight in weights:
             weight.copy_(weight.flip(0))
         assert not torch.equal(layers.output(index), wanted[index][:1])

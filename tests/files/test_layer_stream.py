@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, reverse_letters, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, read_text, reverse_letters, write_text
 from small_models import make
 from torch import nn
 
@@ -31,7 +31,6 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.offline.calibrate.calibration import Calibration, encode, load_tokenizer, sample_windows
-from slidesparse.offline.calibrate.texts import read_text
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern

@@ -17,12 +17,12 @@ from slidesparse.gemm.backend import Backend, LiftThenMultiply, OneByOne, Proble
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.spec import FormSpec, Route, Slots, WeightSpec, chain_text, parse_chain, parse_weight
 from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
-from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import Layout, LiftSpec
 from slidesparse.ops.resolve import resolve_chain, resolve_linear
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 
 HIDDEN, WIDE, TOKENS = 48, 64, 9

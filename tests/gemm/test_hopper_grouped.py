@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.lifting.expert_order import arrange, rows_needed
 from slidesparse.lifting.layout import Lifted
-from slidesparse.models.choose_patterns import modelled_bytes
+from slidesparse.offline.plan.choose_patterns import modelled_bytes
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.slide import gather

@@ -12,6 +12,7 @@ from runner_listener import listen
 from torch import nn
 
 from slidesparse import InputError, ops
+from slidesparse.base.log import LOG
 from slidesparse.gemm.backend import OneByOne
 from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import HopperChain
@@ -98,7 +99,7 @@ def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     caches = lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, _made_before, resolve_chain
     for cache in caches:
         cache.cache_clear()
-    warmup, (tensors, text) = WarmUp(700, BF16), chained(given, gains)
+    warmup, (tensors, text) = WarmUp(700, BF16, LOG), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
     for linear in parse_chain(text):
         warmup.lift(linear.prologue, linear.weight, x.device)

@@ -16,10 +16,11 @@ from slidesparse import ops
 from slidesparse.gemm import dense, get_backend
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.layer.linear import SlideLinear, pack_weight
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
 

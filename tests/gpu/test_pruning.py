@@ -12,9 +12,9 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -7,8 +7,9 @@ import torch
 
 from slidesparse import UnsupportedError, prune_mask
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.layer.linear import SlideLinear, pack_weight
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 

@@ -12,7 +12,7 @@ import pytest
 from test_vllm_graph_sizes import config_of
 
 from slidesparse.integrations import NAME
-from slidesparse.integrations.vllm import attention
+from slidesparse.integrations.vllm import graph_sizes
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -28,12 +28,12 @@ class Builder:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Builder]]:
     """The class, changed as in an engine of one of our models."""
     kind = type("Builder", (Builder,), {})
-    monkeypatch.setattr(attention, "attention_builder", lambda: kind)
-    attention.cut_less_between_graphs.cache_clear()
-    attention.cut_less_between_graphs()
-    attention.cut_less_between_graphs()  # once a process, whatever it holds
+    monkeypatch.setattr(graph_sizes, "attention_builder", lambda: kind)
+    graph_sizes.cut_less_between_graphs.cache_clear()
+    graph_sizes.cut_less_between_graphs()
+    graph_sizes.cut_less_between_graphs()  # once a process, whatever it holds
     yield kind
-    attention.cut_less_between_graphs.cache_clear()
+    graph_sizes.cut_less_between_graphs.cache_clear()
 
 
 def engine(method: str | None = NAME, mode: str = "FULL_AND_PIECEWISE", draft: Any = None, **ours: Any) -> Any:

@@ -340,16 +340,17 @@ def test_the_compile_cache_key_holds_the_order_of_columns() -> None:
 @pytest.fixture
 def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A copy of the package in the place of its sources."""
-    from slidesparse.integrations.vllm import cache_key, graph_pass
+    from slidesparse.integrations.vllm import graph_pass
 
     folder = tmp_path / "package"
-    shutil.copytree(cache_key.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(graph_pass, "hash_sources", lambda: cache_key.hash_sources.__wrapped__(folder))
+    shutil.copytree(graph_pass.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    hash_folder = graph_pass.hash_sources.__wrapped__
+    monkeypatch.setattr(graph_pass, "hash_sources", lambda: hash_folder(folder))
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_key(copied_sources: list[Path]) -> None:
-    from slidesparse.integrations.vllm.cache_key import PACKAGE, hash_sources
+    from slidesparse.integrations.vllm.graph_pass import PACKAGE, hash_sources
 
     made = pass_of()
     before = made.uuid()

@@ -226,9 +226,9 @@ def test_auto_goes_by_the_times_of_both_forms(
     without_expert_kernels: None,
     sparse: bool,
 ) -> None:
-    from slidesparse.integrations.vllm import engine, experts
+    from slidesparse.integrations.vllm import experts, model_state
 
-    tuner, create = Tuner(sparse), engine.ModelState.create
+    tuner, create = Tuner(sparse), model_state.ModelState.create
     made = []
 
     def with_tuner(config: Any) -> Any:
@@ -236,7 +236,7 @@ def test_auto_goes_by_the_times_of_both_forms(
         made[-1].tuner = tuner
         return made[-1]
 
-    monkeypatch.setattr(engine.ModelState, "create", with_tuner)
+    monkeypatch.setattr(model_state.ModelState, "create", with_tuner)
     monkeypatch.setattr(experts, "choose_experts", tuner.choose)
     method = import_module(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
@@ -300,10 +300,10 @@ def test_experts_with_adapters_stay_vllms_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter's layer looks for vLLM's weights."""
-    from slidesparse.integrations.vllm import engine
+    from slidesparse.integrations.vllm import model_state
 
-    create = engine.ModelState.create
-    monkeypatch.setattr(engine.ModelState, "create", lambda config: replace(create(config), adapters=True))
+    create = model_state.ModelState.create
+    monkeypatch.setattr(model_state.ModelState, "create", lambda config: replace(create(config), adapters=True))
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), SPARSE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "mlp.experts: dense, experts: LoRA adapters read vLLM's own weights (2 layers)" in caplog.text

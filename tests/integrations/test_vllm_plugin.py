@@ -210,11 +210,10 @@ def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, 
 def test_an_engine_is_prepared_once_for_a_model(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slidesparse.integrations.vllm import config
+    from slidesparse.integrations.vllm.model_state import ModelState
 
-    states = []
-    prepare = config.prepare_engine
-    monkeypatch.setattr(config, "prepare_engine", lambda *given: states.append(prepare(*given)) or states[-1])
+    states, create = [], ModelState.create
+    monkeypatch.setattr(ModelState, "create", lambda config: states.append(create(config)) or states[-1])
     loaded(configured(checkpoints("6:8")), REFERENCE)
     (state,) = states
     assert set(state.specs) == set(state.status.outcomes) != set()

@@ -5,8 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from slidesparse.integrations.vllm.private import LOOPS
-from slidesparse.integrations.vllm.stack_room import add_stack_room
+from slidesparse.integrations.vllm.private import LOOPS, add_stack_room
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,8 @@ def test_without_a_dense_time_there_is_nothing_to_compare_with(
         raise error("no kernel image\nmore")
 
     monkeypatch.setattr(Dense, "matmul", broken)
-    assert taken(FakeStopwatch(by(quick=1e3)), [16]) == TakenTimes(None, 0.0, {"dense": "no kernel image"})
+    faults = {"dense": f"{error.__name__}: no kernel image"}
+    assert taken(FakeStopwatch(by(quick=1e3)), [16]) == TakenTimes(None, 0.0, faults)
 
 
 def test_measuring_ends_with_its_time_and_keeps_what_it_has() -> None:

@@ -22,7 +22,7 @@ from slidesparse.gemm.speed_files import (
     parse_table,
     table_text,
 )
-from slidesparse.offline.share import layer_name
+from slidesparse.offline.tune import layer_name
 from slidesparse.weights.pattern import DENSE as DENSE_PATTERN
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES

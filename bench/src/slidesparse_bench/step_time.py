@@ -34,7 +34,7 @@ from slidesparse.gemm.speed import DENSE as DENSE_FORM
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
 from slidesparse.gemm.speed_files import PACKAGED, file_name, load_speeds, tables_for
 from slidesparse.gemm.time_model import lean_routes_of, time_at
-from slidesparse.models.choose_patterns import PlanSet
+from slidesparse.offline.plan.choose_patterns import PlanSet
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.plan.plan_sets import PlannedSets
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -255,7 +255,7 @@ def joined_size(one: PlanSet) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ServedTime:
-    """The time of a load, a :class:`slidesparse.models.choose_patterns.StepTime` in microseconds.
+    """The time of a load, a :class:`slidesparse.offline.plan.choose_patterns.StepTime` in microseconds.
 
     Attributes:
         name: The load.
@@ -277,16 +277,16 @@ class ServedTime:
 
     @property
     def rest(self) -> float:
-        """See :class:`slidesparse.models.choose_patterns.StepTime`."""
+        """See :class:`slidesparse.offline.plan.choose_patterns.StepTime`."""
         return self.left_alone + self.layers * sum(step.count * step.rest.plugin for step in self.steps)
 
     @property
     def rest_before(self) -> float:
-        """See :class:`slidesparse.models.choose_patterns.StepTime`; of stock vLLM."""
+        """See :class:`slidesparse.offline.plan.choose_patterns.StepTime`; of stock vLLM."""
         return self.left_alone + self.layers * sum(step.count * step.rest.stock for step in self.steps)
 
     def of(self, one: PlanSet, pattern: Pattern) -> float:
-        """See :class:`slidesparse.models.choose_patterns.StepTime`.
+        """See :class:`slidesparse.offline.plan.choose_patterns.StepTime`.
 
         Raises:
             UnsupportedError: No layer like it was measured.

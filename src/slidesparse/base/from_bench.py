@@ -11,10 +11,9 @@ GROUP = "slidesparse.bench"
 
 
 def from_bench(part: str, needed_by: str) -> Any:
-    """Return a part of slidesparse-bench by its entry point, for what the user asked for: ``slidesparse bench``.
+    """Return a part of slidesparse-bench by its entry point; an UnsupportedError where it cannot be imported.
 
-    Raises:
-        UnsupportedError: slidesparse-bench is not installed, or cannot be imported.
+    ``needed_by`` is what the user asked for: ``slidesparse bench``.
     """
     got = "none installed"
     for point in entry_points(group=GROUP, name=part):

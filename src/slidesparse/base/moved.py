@@ -16,7 +16,7 @@ MOVED = {
     "slidesparse.packed": "slidesparse.weights.packed",
     "slidesparse.pattern": "slidesparse.weights.pattern",
     "slidesparse.quant": "slidesparse.weights.quant",
-    "slidesparse.recovery": "slidesparse.recover.held_zeros",
+    "slidesparse.recovery": "slidesparse.models.held_zeros",
     "slidesparse.slide": "slidesparse.weights.slide",
 }
 """Old name -> the module that has its names now, or several of them."""

@@ -1,4 +1,4 @@
-"""Let other libraries work without a word, where a command wants only its own words on standard error."""
+"""Ask for other libraries, and let them work without a word where a command wants only its own words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 
+from slidesparse.errors import UnsupportedError
+
 _QUIET = ContextVar("other libraries are quiet", default=False)
+
+
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How transformers reads a folder: nothing is fetched, and no code that lies there runs."""
+
+HF = 'pip install "slidesparse[hf]"'
+"""How to install what models and checkpoints need."""
+
+
+def need(module: str, remedy: str = HF, *, what: str | None = None, needed: str | None = None) -> Any:
+    """Import an optional library; an UnsupportedError says how to install it, and ``what`` cannot go on without it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        what = f"{module} is not installed" if what is None else what
+        raise UnsupportedError(what, got=error, needed=needed, remedy=remedy) from error
 
 
 @contextmanager

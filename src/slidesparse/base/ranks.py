@@ -140,12 +140,13 @@ class Ranks:
         self.gather(None)
 
     @contextmanager
-    def first_alone(self) -> Iterator[None]:
-        """Let the first process go before the others, which read what it wrote instead of finding it again."""
-        if not self.is_first:
+    def first_alone(self, of_machine: bool = False) -> Iterator[None]:
+        """Let the first process, or that of each machine, go before others, which read what it has found or fetched."""
+        is_first = self.is_first if not of_machine else not self.local
+        if not is_first:
             self.wait()
         yield
-        if self.is_first:
+        if is_first:
             self.wait()
 
     def gather(self, value: Any) -> list[Any]:

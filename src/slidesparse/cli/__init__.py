@@ -90,8 +90,8 @@ def _answer(words: list[str], signals: Signals) -> int:
 
 def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all commands; it says wrong usage in JSON too, or leaves that to another process."""
-    from slidesparse import __version__
-    from slidesparse.cli import checkpoints, measuring, recover
+    from slidesparse.base.version import __version__
+    from slidesparse.cli import checkpoints, measuring
     from slidesparse.cli.arguments import Parser
     from slidesparse.cli.completion import add_completion
 
@@ -100,7 +100,6 @@ def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.
     parser.add_argument("--version", action="version", version=__version__)
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
-    recover.add_commands(commands)
     measuring.add_commands(commands)
     add_completion(commands)
     for command in commands.choices.values():

@@ -74,16 +74,3 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
         remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"
         raise InputError("calibration windows", got=got, needed="the text that they are taken of", remedy=remedy)
     return None
-
-
-def refuse_samples(options: argparse.Namespace) -> None:
-    """Refuse a number of windows for a method that sees none, where others read the text all the same."""
-    from slidesparse.prune import get_pruner
-
-    if options.samples is not None and not get_pruner(options.method).needs_calibration:
-        raise InputError(
-            "options without effect",
-            got=f"--samples with --method {options.method}",
-            needed="a method that sees calibration windows",
-            remedy="use --method sparsegpt or wanda, or leave out --samples",
-        )

@@ -17,11 +17,11 @@ from slidesparse.cli.arguments import (
     print_outcome,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.pruning import add_plan, add_prune
+from slidesparse.cli.pruning import add_chats, add_plan, add_prune, add_recover
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, demo, prune, plan, eval, pack and inspect."""
+    """Add info, demo, prune, plan, eval, pack, inspect, recover and chats."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
     _add_demo(commands)
     add_prune(commands)
@@ -31,6 +31,8 @@ def add_commands(commands: Commands) -> None:
     add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH")
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     add_source(inspect, "PATH", "a folder, or NAMESPACE/NAME on the hub")
+    add_recover(commands)
+    add_chats(commands)
 
 
 def _info(options: argparse.Namespace) -> int:

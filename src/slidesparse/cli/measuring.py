@@ -61,33 +61,23 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from slidesparse.gemm.cusparselt.table import AlgorithmRecord
-    from slidesparse.gemm.speed import LayerSpeed, WrongForm
-    from slidesparse.offline import share, tune
+    from slidesparse.offline import tune
     from slidesparse.offline.tune_job import make_job
 
     models = [*options.models, *options.more_models]
     _refuse_measuring(options, models)
     if options.share is not None:
-        table = share.write(options.share)
-        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        shared = tune.share_times(options.share)
+        print(json.dumps(str(options.share)) if options.json else tune.describe_shared(shared, options.share))
         return 0
-    algorithms, path, layers, wrong = list[AlgorithmRecord](), None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
-        layers, wrong, driver = from_bench("layer-times", "slidesparse tune --from")(options.records)
-        path = tune.store_layers(layers, wrong, driver)
+        tuned = tune.tune_from(options.records)
     else:
         tokens = TUNED_TOKENS if options.tokens is None else options.tokens
         job = make_job(models, options.pattern, options.dtype, tokens, options.backends)
-        algorithms = tune.search_algorithms(job)
-        for found, faulty in () if options.algorithms_only else tune.measure_layers(job):
-            path = tune.store_layers(found, faulty)  # whatever becomes of the rest
-            layers, wrong = layers + found, wrong + faulty
-    if options.json:
-        print(json.dumps(tune.to_json(algorithms, layers, wrong)))
-    else:
-        print(tune.describe(algorithms, layers, wrong, path))
-    return 1 if wrong else 0
+        tuned = tune.tune(job, layers=not options.algorithms_only)
+    print(json.dumps(tuned.to_json()) if options.json else tuned.describe())
+    return 1 if tuned.wrong else 0
 
 
 def _refuse_measuring(options: argparse.Namespace, models: list[str]) -> None:

@@ -1,9 +1,10 @@
-"""The commands that prune: their arguments, and what they print."""
+"""The commands that prune, choose patterns, train on, and write chats: their arguments, and what they print."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,14 +16,23 @@ from slidesparse.cli.arguments import (
     Commands,
     add_command,
     add_device,
+    add_no_bos,
     add_source,
     device_of,
     named_path,
     print_outcome,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
-from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
+from slidesparse.cli.calibration import (
+    PROMPTS,
+    add_calibration,
+    add_own_chats,
+    add_texts,
+    calibration_of,
+    own_chats_of,
+    planned_chats,
+)  # fmt: skip
+from slidesparse.cli.together import add_join_timeout, own_device, together
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,7 +109,7 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
         **{name: getattr(options, name) for name in same},
     )  # fmt: skip
     check_options(wanted)  # before a model of the hub is fetched
-    with once_a_machine(ranks):
+    with ranks.first_alone(of_machine=True):
         source = source_of(options)
     device = own_device(ranks, device_of(options))
     if own := own_chats_of(options, source, device, ranks):
@@ -159,12 +169,12 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.base.ranks import ALONE
-    from slidesparse.models.choose_patterns import Target
+    from slidesparse.offline.plan.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
-    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain
-    from slidesparse.offline.plan.plan_words import describe
+    from slidesparse.offline.plan.plan_file import describe
+    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain, refuse_samples
 
-    refuse_samples(options)
+    refuse_samples(options.samples, options.method)
     source, device = source_of(options), device_of(options)
     own = own_chats_of(options, source, device, ALONE)
     same = {name: getattr(options, name) for name in ("method", "dtype", "gpu", "recipe")}
@@ -180,4 +190,98 @@ def _plan(options: argparse.Namespace) -> int:
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
     print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
+    return 0
+
+
+RECOVER_OPTIONS = (
+    *("minutes", "rate", "window", "held", "seed", "train", "dtype", "recipe", "micro", "save_minutes", "recompute"),
+)
+"""Options that :class:`slidesparse.recover.options.RecoverOptions` takes as they are."""
+
+
+def add_recover(commands: Commands) -> None:
+    """Add recover."""
+    text = "Train a pruned checkpoint toward the dense model, its zeros held."
+    recover = add_command(commands, "recover", together(_recover), text)
+    add_source(recover, "PRUNED", "a checkpoint that prune wrote with --dtype bf16")
+    add = recover.add_argument
+    add("--dense", required=True, metavar="BASE", help="the dense model: a folder, or a hub's name")
+    add("--out", type=named_path, required=True, metavar="OUT", help="folder to make")
+    budget = recover.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--tokens", help="budget: 5M, 20M, 1G")
+    budget.add_argument("--minutes", type=float, help="budget in minutes of training")
+    for name, what in (("text", "a text to train on"), ("chats", "chats to train on, one a line as JSON")):
+        add_texts(recover, name, f"{what}, with its share among several; may be given again")
+    add_own_chats(recover, "the dense model")
+    add("--rate", type=float, help="highest rate (default: 9e-6 x 2048 / the model's width)")
+    add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (%(default)s)")
+    add("--window", type=int, default=1024, help="tokens of a window (%(default)s)")
+    add("--micro", type=int, default=32, help="most windows that a GPU takes at once (%(default)s)")
+    add("--held", type=int, default=64, help="windows kept from training, to judge by (%(default)s)")
+    add("--seed", type=int, default=0, help="of the order of windows (%(default)s)")
+    text = "all but input and output embeddings, the linears of the layers alone, or everything (%(default)s)"
+    add("--train", default="body", choices=("body", "linears", "all"), help=text)
+    text = "round weights and activations as they are served, while training"
+    add("--dtype", choices=("int8", "fp8"), help=text)
+    add("--recipe", choices=("absmax", "6bit"), default="absmax", help="how INT8 weights are rounded (%(default)s)")
+    text = "compute activations again in the backward pass: slower, and less memory (default: where it is needed)"
+    add("--recompute", choices=("auto", "on", "off"), default="auto", help=text)
+    add("--save-minutes", type=float, default=5.0, help="minutes between saved states, to go on from (%(default)s)")
+    add_no_bos(recover)
+    add_device(recover)
+    add_join_timeout(recover)
+
+
+def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
+    from slidesparse.files.hub import source_folder
+    from slidesparse.recover.options import RecoverOptions, parse_amount
+    from slidesparse.recover.run import recover
+
+    with ranks.first_alone(of_machine=True):
+        pruned, dense = source_of(options), source_folder(options.dense, None)
+    device = own_device(ranks, device_of(options))
+
+    def wanted(own: list[str]) -> RecoverOptions:
+        return RecoverOptions(
+            texts=(*options.text, *options.chats, *own),
+            tokens=None if options.tokens is None else parse_amount(options.tokens),
+            batch=parse_amount(options.batch),
+            bos=not options.no_bos,
+            **{name: getattr(options, name) for name in RECOVER_OPTIONS},
+        )
+
+    wanted(planned_chats(options))  # wrong options are refused before chats are written
+    own = own_chats_of(options, dense, device, ranks)
+    result = recover(pruned, dense, options.out, wanted(own), device=device, ranks=ranks)
+    if ranks.is_first:
+        print_outcome(options, result)
+    return 0
+
+
+def add_chats(commands: Commands) -> None:
+    """Add chats."""
+    text = "Let a model write chats itself, to calibrate on and to train a pruned form on."
+    chats = add_command(commands, "chats", together(_chats), text)
+    add_source(chats, "MODEL", "the dense model: a folder, or NAMESPACE/NAME on the hub")
+    add = chats.add_argument
+    add("out", type=named_path, metavar="OUT.jsonl", help="file to make")
+    add("--number", type=int, required=True, help="how many chats")
+    add("--prompts", metavar="FILE", help=f"a prompt a line {PROMPTS}")
+    add("--longest", type=int, default=400, help="most tokens of an answer (%(default)s)")
+    add("--seed", type=int, default=0, help="of the tasks, and of what is drawn (%(default)s)")
+    text = "what runs the model (default: vLLM on a GPU where it is installed, else transformers)"
+    add("--writer", choices=("auto", "vllm", "transformers"), default="auto", help=text)
+    add_device(chats)
+    add_join_timeout(chats)
+
+
+def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
+    from slidesparse.recover.own_chats import ChatOptions, write_chats
+
+    wanted = ChatOptions(options.number, options.prompts, options.longest, options.seed, options.writer)
+    device = own_device(ranks, device_of(options))
+    count = write_chats(source_of(options), options.out, wanted, device, ranks)
+    if ranks.is_first:
+        told = {"file": str(options.out), "chats": count}
+        print(json.dumps(told) if options.json else f"{options.out}: {count} chats")
     return 0

@@ -79,16 +79,6 @@ def _one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def once_a_machine(ranks: Ranks) -> Iterator[None]:
-    """Let one process of each machine run the block first: it fetches models of the hub for all."""
-    if ranks.local:
-        ranks.wait()
-    yield
-    if not ranks.local:
-        ranks.wait()
-
-
 def own_device(ranks: Ranks, device: str) -> str:
     """Return the GPU of this process when ``cuda`` is asked for: that of its number among those of the machine."""
     return f"cuda:{ranks.local}" if device == "cuda" and ranks.world > 1 else device

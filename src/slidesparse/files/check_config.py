@@ -31,11 +31,7 @@ QUANTISER_TENSORS = (".qweight", ".qzeros")
 
 
 def require_plausible(checkpoint: Checkpoint) -> None:
-    """Refuse more layers than the checkpoint has tensors, before a model of them is built for days.
-
-    Raises:
-        CheckpointError: Naming the key.
-    """
+    """Raise a CheckpointError for more layers than the checkpoint has tensors, before they are built for days."""
     most = max(len(checkpoint.files), SHARED_LAYERS)
     for key, value in _counts(checkpoint.config):
         if isinstance(value, int) and value > most:
@@ -55,12 +51,9 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:
-    """Refuse a ``model_type`` that is not of the model that ``architectures`` names.
+    """Raise a CheckpointError for a ``model_type`` that is not of the model that ``architectures`` names.
 
     transformers only warns, and takes the other family's settings where the file has none.
-
-    Raises:
-        CheckpointError: Naming both.
     """
     needed = getattr(model_class, "config_class", None)
     inside = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
@@ -114,11 +107,7 @@ def _signs(checkpoint: Checkpoint) -> list[str]:
 
 
 def generation_settings(checkpoint: Checkpoint) -> Any | None:
-    """Return a checkpoint's settings as transformers has them, or None where it has none.
-
-    Raises:
-        CheckpointError: The file cannot be read, or transformers does not take what it says.
-    """
+    """Return a checkpoint's settings as transformers has them, None where it has none; a CheckpointError for others."""
     from transformers import GenerationConfig
 
     path = checkpoint.path / GENERATION_FILE

@@ -31,12 +31,7 @@ QUANTISED_NAMES = frozenset(STORED_NAMES[dtype] for dtype in QUANTISED)
 
 
 def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors do not fill its model, or do not fit it, its config or its marker.
-
-    Raises:
-        CheckpointError: Tensors are missing, or stored in a quantised form that we do not read; or the first fault that
-            :func:`find_faults` finds.
-    """
+    """Raise the first CheckpointError of a checkpoint that lacks tensors of its model, or of :func:`find_faults`."""
     try:
         meta.require_complete()
     except CheckpointError as error:
@@ -185,10 +180,6 @@ def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) ->
 
 
 def check_finite(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor of a checkpoint that holds NaN or Inf.
-
-    Raises:
-        CheckpointError: Naming it.
-    """
+    """Raise a CheckpointError for a tensor of a checkpoint that holds NaN or Inf."""
     if not is_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")

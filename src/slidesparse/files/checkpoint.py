@@ -126,12 +126,9 @@ class Checkpoint:
 
 
 def _refuse_endless_files(folder: Path) -> None:
-    """Refuse a folder with pipes, devices, or texts that promise far more than they hold.
+    """Raise a CheckpointError for pipes, devices, or texts that promise far more than they hold.
 
     A library that looks for a tokenizer would wait for a pipe, and read the others until memory ends.
-
-    Raises:
-        CheckpointError: There is one, or the folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:

@@ -52,11 +52,7 @@ class ExpertTensor:
 
 
 def find_expert_tensors(meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Return the tensors that hold weights of experts, in the model's order.
-
-    Raises:
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
-    """
+    """Return the tensors that hold weights of experts, in the model's order: see :func:`tensors_of`."""
     return {
         name: tensor for one in find_experts(meta.model) for name, tensor in tensors_of(one, meta, checkpoint).items()
     }
@@ -158,11 +154,7 @@ class ExpertReader:
         self.tensors = find_expert_tensors(meta, checkpoint) if self.patterns else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, an expert's in a float type.
-
-        Raises:
-            PatternViolation: Experts do not satisfy what the marker says of them.
-        """
+        """Read one tensor, an expert's in a float type; a PatternViolation where the marker says otherwise of it."""
         value = self.checkpoint.tensor(name, self.device)
         pattern = self.patterns.get(marker_name(name, value.dim())) if name in self.tensors else None
         if pattern is not None:
@@ -176,14 +168,9 @@ class ExpertReader:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows of one expert's weight [out, in], which a tensor of the checkpoint holds.
+    """Rows ``begin`` to ``end`` of one expert's ``weight`` [out, in], which a ``tensor`` of the checkpoint holds.
 
-    Attributes:
-        weight: Name of the weight, :meth:`Experts.expert`.
-        tensor: The tensor.
-        index: Place in the tensor's first dimension; 0 for a tensor of one expert.
-        begin: The first row.
-        end: The row after the last.
+    ``index`` is the place in the tensor's first dimension; 0 for a tensor of one expert.
     """
 
     weight: str

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slidesparse.base.apart import run_apart
+from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import TEXTS
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
@@ -40,12 +41,7 @@ SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<c
 
 
 class HubModel(NamedTuple):
-    """Where in a hub a folder comes from.
-
-    Attributes:
-        repository: ``namespace/name``.
-        commit: The commit of the files.
-    """
+    """Where in a hub a folder comes from: ``namespace/name``, and the commit of the files."""
 
     repository: str
     commit: str
@@ -131,16 +127,11 @@ def _answers(repository: str, revision: str | None) -> bool:
 
 
 def _is_repository(name: str) -> bool:
+    what = f"there is no folder {name}, and huggingface_hub, which asks the hub, is not installed"
+    utils = need("huggingface_hub.utils", what=what)
     try:
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
-    except ImportError as error:
-        raise UnsupportedError(
-            f"there is no folder {name}, and huggingface_hub, which asks the hub, is not installed",
-            remedy='pip install "slidesparse[hf]"',
-        ) from error
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError:
         return False
     return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,7 @@ from slidesparse.errors import CheckpointError, InputError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: The file is missing or holds anything else.
-    """
+    """Read a JSON object; a CheckpointError says that the file is missing or holds anything else."""
     try:
         value = load_json(path, non_finite=True)  # configs of Mamba models hold Infinity
     except FileNotFoundError as error:
@@ -27,6 +23,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}", got=type(value).__name__, needed="a JSON object")
     return value
+
+
+def write_index(path: Path, shards: Mapping[str, Iterable[str]], n_bytes: int) -> None:
+    """Write the index of a checkpoint: file name -> its tensors, and the bytes of all of these."""
+    weight_map = {tensor: shard for shard, tensors in shards.items() for tensor in tensors}
+    write_json(path, {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    _tie(meta)
+    meta.tie()
     unused = meta.names.unexpected
     if unused:
         warnings.warn(
@@ -151,11 +151,3 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     settings = generation_settings(checkpoint)
     if settings is not None and hasattr(model, "generation_config"):
         model.generation_config = settings
-
-
-def _tie(meta: MetaModel) -> None:
-    """Let parameters be shared that transformers shares. Linears that share their weight are never treated."""
-    for name, other in meta.names.tied.items():
-        place, _, leaf = name.rpartition(".")
-        owner, _, source = other.rpartition(".")
-        setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))

@@ -46,8 +46,7 @@ class ExpertLoader:
     def load(self) -> set[str]:
         """Put packed experts into the model, and log why others stay dense; return the states that they fill.
 
-        Raises:
-            PatternViolation: Experts do not satisfy what the marker says of them.
+        Experts that do not satisfy what the marker says of them are a PatternViolation.
         """
         filled: set[str] = set()
         for experts in find_experts(self.meta.model) if self.marker.experts else ():

@@ -90,11 +90,7 @@ class Marker:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
-        """Read the key from a whole config.json; None when it is not there.
-
-        Raises:
-            CheckpointError: Unknown version, unknown or missing key, or a value of the wrong kind.
-        """
+        """Read the key from a whole config.json, None where there is none; a CheckpointError where it is no marker."""
         value = config.get(MARKER_KEY)
         if value is None:
             return None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.counted import counted
+from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
@@ -43,8 +44,7 @@ class MetaModel:
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
         """Return the linears that are not on a marker's ignore list and no parts of experts, by module name.
 
-        Raises:
-            CheckpointError: When the marker names a layer that the model does not have.
+        A marker that names a layer which the model does not have is a CheckpointError.
         """
         modules = dict(self.model.named_modules())
         known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -83,27 +83,25 @@ class MetaModel:
         return Counter(origin for origin in self.names.origins.values() if isinstance(origin, str))
 
     def prefix(self, module: str) -> str:
-        """Return the name that the checkpoint has for a module.
-
-        Raises:
-            CheckpointError: Its weight is in no shard, or in another form.
-        """
+        """Return the name that the checkpoint has for a module, or raise a CheckpointError where it stores none."""
         tensor = self.names.origins.get(f"{module}.weight")
         if not isinstance(tensor, str):
             raise CheckpointError(f"the checkpoint holds no {module}.weight")
         return tensor.removesuffix(".weight")
 
     def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return a value of the model's state, computed as transformers computes it.
-
-        Raises:
-            CheckpointError: Nothing of the checkpoint fills it.
-        """
+        """Return a value of the model's state as transformers computes it; a CheckpointError where nothing fills it."""
         if name in self.names.made:
             return self.names.made[name]
         if name not in self.names.origins:
             raise CheckpointError(f"the checkpoint holds no {name}")
         return replay(self.names.origins[name], tensor)
+
+    def tie(self) -> None:
+        """Let parameters of the model be shared that transformers shares. No treated linear shares its weight."""
+        for name, other in self.names.tied.items():
+            (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
+            setattr(self.model.get_submodule(place), leaf, getattr(self.model.get_submodule(owner), source))
 
     @property
     def filled(self) -> list[str]:
@@ -111,11 +109,7 @@ class MetaModel:
         return [*self.names.origins, *self.names.made]
 
     def require_complete(self) -> None:
-        """Refuse a checkpoint that does not fill the model.
-
-        Raises:
-            CheckpointError: Keys are missing, or a tensor has another shape; the error names the first.
-        """
+        """Raise a CheckpointError, which names the first tensor, for a checkpoint that does not fill the model."""
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if name in self.names.misshapen:
@@ -145,7 +139,7 @@ def build_meta_model(
             config.
     """
     known, config = model_class(checkpoint)
-    empty = _empty_parameters() if real_buffers else torch.device("meta")
+    empty = need("accelerate").init_empty_weights(include_buffers=False) if real_buffers else torch.device("meta")
     with (
         _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
         empty,
@@ -163,15 +157,8 @@ def build_meta_model(
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Return the transformers class and the config of a checkpoint.
-
-    Raises:
-        CheckpointError: When config.json names no model that the installed transformers knows.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    """Return the class and the config that transformers has for a checkpoint; a CheckpointError where it has none."""
+    transformers = need("transformers")
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(
@@ -197,8 +184,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
                 needed=f"a model type that transformers {transformers.__version__} has",
                 remedy="upgrade transformers; custom code is not run",
             )
-        local = {"local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
+        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **LOCAL)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
     require_family(checkpoint, known, config)
@@ -239,11 +225,3 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _empty_parameters() -> Any:
-    try:
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise UnsupportedError("accelerate is not installed", remedy='pip install "slidesparse[hf]"') from error
-    return init_empty_weights(include_buffers=False)

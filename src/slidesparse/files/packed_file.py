@@ -97,11 +97,7 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
 
 
 class PackedFile:
-    """Reads packed weights from a checkpoint's packed file.
-
-    Raises:
-        CheckpointError: The file is damaged, of another version, or was made from other weights.
-    """
+    """Reads packed weights from a file; a CheckpointError where it is damaged, of another version or other weights."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         path, again = checkpoint.path / FILE_NAME, f"remove the file and run: slidesparse pack {checkpoint.path}"
@@ -158,11 +154,7 @@ class PackedFile:
 
 
 def _check(found: dict[str, Stored], name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> None:
-    """Refuse parts that are not those of a layer: kernels read them by address, and past the end of one too short.
-
-    Raises:
-        CheckpointError: A part is missing, superfluous, or of wrong type or shape; or other groups slide than may.
-    """
+    """Refuse parts that are not those of a layer: kernels read them by address, and past the end of one too short."""
     again, total = "remove the packed file and pack again", pattern.groups(weight.shape[1])
     try:
         needed = _layout(name, weight, pattern, slid)

@@ -39,13 +39,7 @@ Servers go by a left-over hf_quant_config.json."""
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to copy.
-
-    Attributes:
-        name: Relative to the source, and to the copy.
-        path: The file itself, after all links.
-        status: Its size, permissions and time when it was looked at.
-    """
+    """A file to copy: its name there, the file itself after all links, and its status when it was looked at."""
 
     name: Path
     path: str
@@ -83,11 +77,7 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files into a folder, with their times and permissions but no other metadata.
-
-        Raises:
-            CheckpointError: A file has changed since it was looked at.
-        """
+        """Copy the files into a folder, with times and permissions; a CheckpointError where one has changed since."""
         for file in self.copied:
             target = folder / file.name
             target.parent.mkdir(parents=True, exist_ok=True)

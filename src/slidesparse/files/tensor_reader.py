@@ -74,11 +74,7 @@ class TensorReader:
             return tensor
 
     def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Read one tensor of a file that was written with digests, and compare its data with its digest.
-
-        Raises:
-            CheckpointError: The data are others than those that were written, or their digest is missing.
-        """
+        """Read one tensor of a file with digests; a CheckpointError where its data are others than were written."""
         tensor = self.tensor(name)
         if self.digests.get(name) != data_digest(tensor):
             raise CheckpointError(

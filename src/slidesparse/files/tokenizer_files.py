@@ -25,11 +25,7 @@ READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json")
 
 
 def require_fetched(files: SourceFiles) -> None:
-    """Refuse a tokenizer that is not there yet, or in part.
-
-    Raises:
-        CheckpointError: A file of a tokenizer is only what git-lfs needs to fetch it, or is JSON that was cut off.
-    """
+    """Raise a CheckpointError for a tokenizer that git-lfs has not fetched yet, or whose JSON was cut off."""
     for file in files.copied:
         if len(file.name.parts) == 1 and _is_of_a_tokenizer(file.name.name):
             with open(file.path, "rb") as opened:

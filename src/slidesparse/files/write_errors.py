@@ -58,11 +58,7 @@ def write_errors(where: Path, remedy: str) -> Iterator[None]:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Refuse to write more bytes than are free.
-
-    Raises:
-        CheckpointError: The disk of ``path``, which need not exist, has fewer.
-    """
+    """Raise a CheckpointError for more bytes than are free on the disk of a path, which need not exist."""
     free = shutil.disk_usage(innermost_folder(path.parent)).free
     if needed > free:
         raise CheckpointError(

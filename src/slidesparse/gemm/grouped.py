@@ -92,6 +92,9 @@ class GroupedProduct:
         """
         return tuple(Rows(4) for _ in operands)
 
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
+        """Compile and load what multiplies by these weights of type ``dtype``; here nothing."""
+
     def multiply(
         self,
         x: Lifted,

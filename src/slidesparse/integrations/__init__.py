@@ -1,14 +1,7 @@
 """Plugins for servers: no mathematics, and nothing of a server's is imported until it asks.
 
 A plugin subclasses its server's configuration of compressed-tensors, and wraps the scheme of every linear that the
-marker names. Files here are what plugins share; a plugin adds its server's classes and nothing else:
-
-================ ================================================================================================
-``options.py``   the options that every server takes
-``refusals.py``  what sparse layers cannot do, refused before anything is loaded
-``names.py``     which layers of a server are ours, by which pattern, where a shard begins, and why others are left
-``warmup.py``    a layer of each kind runs batches of many sizes before the server starts to serve
-================ ================================================================================================
+marker names. Files here are what plugins share; a plugin adds its server's classes and nothing else.
 
 A loaded shard goes to :func:`slidesparse.layer.settle.settle`, which says what becomes of it.
 """

@@ -37,12 +37,7 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
 
 
 def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
-    """Return why a server's scheme of a linear cannot be ours, or None.
-
-    Args:
-        scheme: Of compressed-tensors, as vLLM and SGLang have it.
-        w8a8: The server's classes for INT8 and FP8 weights and activations.
-    """
+    """Return why a server's scheme cannot be ours; None for what can be of its classes ``w8a8``, INT8 and FP8."""
     if not isinstance(scheme, w8a8):
         return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
     if scheme.strategy != "channel" or scheme.is_static_input_scheme:
@@ -108,8 +103,7 @@ def why_left(name: str) -> str | None:
 def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> NamedLayer | None:
     """Return a layer with the pattern that the marker says; None: it was left alone when the model was pruned.
 
-    Raises:
-        CheckpointError: The parts of a fused layer carry different patterns, or only some of them any.
+    Parts of a fused layer with different patterns, or with one and without, are a CheckpointError.
     """
     if marker is None:
         return NamedLayer(name, None)
@@ -166,9 +160,5 @@ def shard_start(shard_columns: int, columns: int, rank: int) -> int:
 
 
 def require_marker(config: object) -> Marker | None:
-    """Return the marker of a Hugging Face config object, or None.
-
-    Raises:
-        CheckpointError: It is there and cannot be read.
-    """
+    """Return the marker of a Hugging Face config object, or None; a CheckpointError where it cannot be read."""
     return Marker.from_config({MARKER_KEY: getattr(config, MARKER_KEY, None)})

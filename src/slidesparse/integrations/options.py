@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
+import torch
+
+from slidesparse.base.typed_json import decode
 from slidesparse.errors import InputError
-from slidesparse.gemm.select import BACKENDS, Fallback, check_fallback
+from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.integrations import NAME
-from slidesparse.tuning.at_load import Tune, check_tune
+from slidesparse.tuning.at_load import LoadTuner, Tune
 
 Options = TypeVar("Options", bound="ServerOptions")
 
@@ -28,22 +32,18 @@ class ServerOptions:
     fallback: Fallback = "dense"
     tune: Tune = "auto"
 
+    def tuner(self, most: int, dtype: torch.dtype, log: logging.Logger) -> LoadTuner | None:
+        """Return what measures layers when they are loaded; None where the user wants none."""
+        return None if self.tune == "off" else LoadTuner(most, dtype, log)
+
     @classmethod
     def read(cls: type[Options], given: object, option: str) -> Options:
-        """Read the value of our key; None gives the defaults. ``option`` is the server's that holds the key.
-
-        Raises:
-            InputError: An unknown key or value.
-        """
-        known = set(cls.__dataclass_fields__)
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping) or given.keys() - known:
-            raise InputError(f"{NAME} in {option}", got=repr(given), needed=f"keys {sorted(known)}")
-        options = cls(**given)
+        """Read the value of our key in the server's ``option``, or raise an InputError; None gives the defaults."""
+        given, kinds = {} if given is None else given, get_type_hints(cls)
+        if not isinstance(given, Mapping) or given.keys() - kinds.keys():
+            raise InputError(f"{NAME} in {option}", got=repr(given), needed=f"keys {sorted(kinds)}")
+        options = cls(**{name: decode(kinds[name], value, f"{name} in {option}") for name, value in given.items()})
         if options.backend not in ("auto", *BACKENDS):
             needed = f"auto, {', '.join(BACKENDS)}"
             raise InputError(f"backend in {option}", got=repr(options.backend), needed=needed)
-        check_fallback(options.fallback, f"fallback in {option}")
-        check_tune(options.tune, f"tune in {option}")
         return options

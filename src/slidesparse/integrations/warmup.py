@@ -19,8 +19,6 @@ from typing import cast
 
 import torch
 
-from slidesparse.base.log import LOG
-from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.experts import SlideExperts
@@ -53,16 +51,16 @@ class WarmUp:
     Attributes:
         most: Tokens of the largest batch.
         dtype: Type of the activations.
-        memory: Bytes that the activations of one call may take.
         log: Where its lines go.
+        memory: Bytes that the activations of one call may take.
 
     A kind counts as done when it has run: where memory ended before, the next layer of the kind tries again.
     """
 
     most: int
     dtype: torch.dtype
+    log: logging.Logger
     memory: int = MEMORY_BYTES
-    log: logging.Logger = LOG
     _done: set[object] = field(default_factory=set)
 
     def layer(self, layer: SlideLinear) -> None:
@@ -86,22 +84,15 @@ class WarmUp:
         self._done.add(kind)
 
     def experts(self, layer: SlideExperts, kind: object, top_k: int) -> None:
-        """Run the experts of a layer that was loaded, if none of their kind have run.
+        """Run the experts of a layer that was loaded, of which a token has ``top_k``, if none of their kind have run.
 
-        Args:
-            layer: They.
-            kind: What tells experts with other kernels, besides the forms of their weights.
-            top_k: Experts of a token.
+        ``kind`` tells experts with other kernels, besides the forms of their weights.
         """
         operands = [linear.weights for linear in (layer.gate_up, layer.down)]
-        of_form = (
-            kind,
-            *(operand.weights.shape for operand in operands),
-        )  # one alone may have values of six bits
+        of_form = kind, *(operand.weights.shape for operand in operands)  # one alone may have values of six bits
         if of_form in self._done:
             return
-        if isinstance(layer.product, HopperExperts):
-            layer.product.warm_up(layer.gate_up.dtype, self.dtype, operands)
+        layer.product.warm_up(layer.gate_up.dtype, self.dtype, operands)
         layer.warm_up(self.dtype, top_k)
         self._done.add(of_form)
 

@@ -21,18 +21,15 @@ from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack
+from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     FLOATS,
     QUANTISED,
     Rounding,
-    check_rounding,
     dequantize,
     dtype_name,
     parse_dtype,
-    quantize_weight,
-    rounding_of,
 )
 from slidesparse.weights.support import following_groups, require_dense
 
@@ -334,18 +331,3 @@ def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
             "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
         )
     return bias.detach().contiguous()  # kernels read it by address
-
-
-def pack_weight(
-    weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, recipe: Rounding = "absmax", *, name: str = "weight"
-) -> PackedWeight:
-    """Quantise or cast a float weight [out, in] that satisfies its pattern, and pack it.
-
-    Raises:
-        InputError: There is no such recipe for the type.
-    """
-    check_rounding(recipe, dtype)
-    if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
-        return pack(values, pattern, scale=scale, name=name)
-    return pack(weight.to(dtype), pattern, name=name)

@@ -1,1 +1,1 @@
-"""Models in memory: which linears are treated, calibration layer by layer, what a pattern costs, plans."""
+"""Models in memory: which linears are treated, calibration layer by layer, training on with zeros held."""

@@ -27,12 +27,7 @@ NEEDED = "a causal language model, which answers with logits for the next token"
 
 
 def require_causal(model: Any) -> None:
-    """Refuse a model that is no causal language model, by running it on a few tokens.
-
-    Raises:
-        InputError: It cannot be run on tokens alone, answers with no logits for each token, or its answers depend on
-            later tokens.
-    """
+    """Raise an InputError for a model that is no causal language model, by running it on a few tokens."""
     refuse_masked(type(model))
     ids = torch.arange(TOKENS, device=next(iter(model.parameters())).device)[None]
     other = torch.cat([ids[:, :SAME], ids[:, SAME:] + TOKENS], 1)
@@ -47,11 +42,7 @@ def require_causal(model: Any) -> None:
 
 
 def refuse_masked(model_class: type) -> None:
-    """Refuse a class of transformers that predicts masked tokens: its name says so, before any weight is loaded.
-
-    Raises:
-        InputError: It is one.
-    """
+    """Raise an InputError for a class of transformers that predicts masked tokens: its name says so."""
     if model_class.__name__.endswith("ForMaskedLM"):
         raise InputError(
             f"{model_class.__name__} has no causal loss", got="a model that predicts masked tokens", needed=NEEDED

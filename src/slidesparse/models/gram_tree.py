@@ -22,12 +22,7 @@ holds one matrix more for each doubling."""
 
 @dataclass(frozen=True)
 class Shares:
-    """Which process runs which batches.
-
-    Attributes:
-        n_batches: Batches of the text, numbered from 0.
-        world: Processes.
-    """
+    """Which of ``world`` processes runs which of ``n_batches`` batches of a text."""
 
     n_batches: int
     world: int

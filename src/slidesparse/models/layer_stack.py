@@ -60,11 +60,7 @@ class Sample:
     seconds: dict[Second, Any] = field(default_factory=dict)
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's other arguments, once the layers before have run.
-
-        Raises:
-            InputError: A layer before gave nothing next to the hidden state.
-        """
+        """Return a layer's other arguments; an InputError where one before it gave nothing next to the hidden state."""
         args, kwargs = self.arguments[index]
         return tuple(self._present(one) for one in args), {name: self._present(one) for name, one in kwargs.items()}
 
@@ -111,12 +107,7 @@ def _own_containers(value: Any, made: dict[int, Any]) -> Any:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The repeated layers of a model.
-
-    Attributes:
-        name: The name of the ``nn.ModuleList`` that holds them, such as ``model.layers``.
-        layers: The layers, in the order in which they run.
-    """
+    """The repeated layers of a model, in the order in which they run, and the name of their ``nn.ModuleList``."""
 
     name: str
     layers: list[nn.Module]
@@ -127,11 +118,7 @@ class LayerList:
 
 
 def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
-    """Return the list of layers that holds all linears to be pruned.
-
-    Raises:
-        InputError: There is none; the error names linears outside the list that holds most of them.
-    """
+    """Return the list of layers that holds all linears to be pruned; an InputError names those outside of it."""
     names = list(linears)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
@@ -152,11 +139,7 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
 
 
 def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
-    """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
-
-    Raises:
-        InputError: Naming such a layer.
-    """
+    """Raise an InputError for layers that run several times in a pass, as ALBERT's: calibration would see one alone."""
     if run is None:
         return
     names = {layer: name for name, layer in layer_list.items()}
@@ -270,11 +253,7 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
     """Refuse what a stack makes of a hidden state that it takes for several things, which its layers would give.
 
     T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
-
     DeBERTa's may add a convolution to what its first layer gives.
-
-    Raises:
-        ValueError: A window is read in place of the hidden state, or next to it; or something computed from it is.
     """
     memory = given.untyped_storage().data_ptr()
     tensors = (one for one in others if isinstance(one, torch.Tensor))

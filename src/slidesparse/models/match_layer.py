@@ -40,12 +40,7 @@ tokens stay finite, and small ones do not vanish."""
 
 @dataclass(frozen=True)
 class Matching:
-    """How layers are matched.
-
-    Attributes:
-        steps: Steps for each layer. Each takes one example.
-        seed: Decides the order of the examples.
-    """
+    """How layers are matched: ``steps`` for each, of one example each, in an order that ``seed`` decides."""
 
     steps: int
     seed: int = 0
@@ -53,13 +48,7 @@ class Matching:
 
 @dataclass(frozen=True)
 class Example:
-    """Some inputs of a layer, and what it shall give for them.
-
-    Attributes:
-        hidden: Hidden state that the layer reads.
-        arguments: The layer's other arguments: by position, and by name.
-        wanted: Hidden state that the layer shall give.
-    """
+    """A hidden state that a layer reads, its other arguments by position and by name, and the hidden state wanted."""
 
     hidden: torch.Tensor
     arguments: tuple[tuple[Any, ...], dict[str, Any]]

@@ -53,11 +53,7 @@ class PackedMixture(nn.Module):
         return y
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Refuse: a model that is saved would lack its experts.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise an UnsupportedError: a model that is saved would lack its experts."""
         raise UnsupportedError(
             f"the state of packed experts ({prefix.removesuffix('.')})",
             remedy="copy the folder that they were loaded from, or read parameters() and buffers()",

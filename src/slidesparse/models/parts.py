@@ -98,11 +98,7 @@ def _classify(config: Any, kinds: dict[type, str]) -> None:
 
 
 def outside_part(model: nn.Module, names: Iterable[str], part: Part) -> dict[str, str]:
-    """Return why layers are left alone: those that are not in the part that was asked for.
-
-    Raises:
-        InputError: The model has no such part.
-    """
+    """Return why layers are left alone that are not in a part; an InputError where the model has no such part."""
     if part not in CHOICES:
         raise InputError("part", got=repr(part), needed=" or ".join(CHOICES))
     found = parts_of(model, names)

@@ -81,11 +81,7 @@ def windows(tokens: int, window: int, stride: int, done: int = 1) -> Iterator[Wi
 
 
 def check_windows(window: int | None, stride: int | None) -> None:
-    """Refuse windows that do not cover a text; None: not known yet.
-
-    Raises:
-        InputError: A window of less than two tokens has nothing to predict, and a stride is from 1 to ``window - 1``.
-    """
+    """Raise an InputError for windows of less than two tokens, or strides that skip some; None: not known yet."""
     if window is not None and window < 2:
         raise InputError("tokens of a window", got=window, needed="2 or more")
     if stride is not None and (stride < 1 or (window is not None and stride >= window)):

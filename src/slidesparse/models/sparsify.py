@@ -13,7 +13,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.layer.linear import SlideLinear, checked_bias, pack_weight
+from slidesparse.layer.linear import SlideLinear, checked_bias
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
@@ -33,6 +33,7 @@ from slidesparse.models.targets import (
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.prune import Linears, Pruner, get_pruner
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
 from slidesparse.weights.support import check_pattern, check_weight
@@ -44,10 +45,9 @@ OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another; the first entry counts.
+    """Return each layer's pattern: ``pattern``, or that of the first entry of ``layers`` that matches it.
 
-    Raises:
-        InputError: An entry matches no layer.
+    An entry that matches no layer is an InputError.
     """
     names = list(names)
     default = Pattern.parse(pattern)
@@ -75,8 +75,7 @@ def sets_to_prune(
 ) -> list[list[str]]:
     """Return the sets of layers that a method must see together; a layer that nothing couples is a set of its own.
 
-    Raises:
-        InputError: Members of a set that must agree have different patterns, or the model cannot be run.
+    A set whose members have different patterns, or a model that cannot be run, is an InputError.
     """
     coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
     if not coupled:
@@ -100,13 +99,10 @@ def require_alike(
     patterns: Mapping[str, Pattern | str],
     run: Callable[[], object] | None,
 ) -> None:
-    """Refuse different patterns in linears of one module that read the same input: q, k and v; gate and up.
+    """Raise an InputError for other patterns in linears of a module that read the same input: q, k and v; gate and up.
 
     Servers join these into one layer, which has one pattern and one type: a word in place of a pattern means another
     type. In a model that cannot be run nothing is refused here: the server has its own check.
-
-    Raises:
-        InputError: Naming the linears.
     """
 
     def parent(name: str) -> str:

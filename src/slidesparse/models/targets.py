@@ -247,11 +247,7 @@ def _entries(ignore: Iterable[str]) -> list[str]:
 
 
 def matches_entry(name: str, entry: str) -> bool:
-    """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
-
-    Raises:
-        InputError: The text after ``re:`` is no regular expression.
-    """
+    """Return whether a module name matches an ignore or layer entry: exact, or ``re:`` and a regular expression."""
     require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry

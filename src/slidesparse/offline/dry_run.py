@@ -24,13 +24,7 @@ from slidesparse.offline.prune_options import PruneOptions
 
 @dataclass(frozen=True)
 class Tensors:
-    """How many tensors share a fate, and how large they are.
-
-    Attributes:
-        count: Tensors; for layers, layers.
-        source_bytes: In the source.
-        destination_bytes: In the new checkpoint, scales included.
-    """
+    """How many tensors, or layers, share a fate, and their bytes here and, with scales, in the new checkpoint."""
 
     count: int
     source_bytes: int

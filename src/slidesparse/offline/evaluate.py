@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.check_config import unread_quantisation
@@ -151,11 +151,7 @@ def _perplexity(
     batch: int,
     progress: bool | None,
 ) -> Perplexity:
-    """Return the perplexity on a text, by the arguments of :func:`evaluate`.
-
-    Raises:
-        InputError: The windows are longer than the model reads, or the model answers with NaN.
-    """
+    """Return the perplexity on a text, by the arguments of :func:`evaluate`."""
     window = min(positions(model.config), len(tokens)) if window is None else window
     if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]
@@ -186,8 +182,7 @@ def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
 def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
 
-    Raises:
-        CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
+    One that lacks weights, which transformers would make up, is a CheckpointError.
     """
     path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:
@@ -196,13 +191,11 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     # transformers renames the tensors of other formats.
     if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if checkpoint.wrappers:
-        local["key_mapping"] = dict.fromkeys(checkpoint.wrappers, "")
+    renamed = {"key_mapping": dict.fromkeys(checkpoint.wrappers, "")} if checkpoint.wrappers else {}
     try:
         with other_library():
             model, found = known.from_pretrained(
-                str(path), config=config, dtype="auto", output_loading_info=True, **local
+                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL, **renamed
             )
             model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers

@@ -10,8 +10,7 @@ import torch
 
 from slidesparse.base.device import why_no_cuda
 from slidesparse.base.progress import table, wrapped
-from slidesparse.gemm import BACKENDS, Problem, get_backend
-from slidesparse.offline import cards
+from slidesparse.gemm import BACKENDS, Problem, cards, get_backend
 from slidesparse.weights.pattern import Pattern
 
 LIBRARIES = (
@@ -28,7 +27,7 @@ LIBRARIES = (
 def collect() -> dict[str, Any]:
     """Return versions, GPUs, cards, and for each backend why it cannot run an INT8 6:8 layer here (None: it can).
 
-    What is said of cards is the same on every machine: see :mod:`slidesparse.offline.cards`.
+    What is said of cards is the same on every machine: see :mod:`slidesparse.gemm.cards`.
     """
     why = why_no_cuda()
     device = torch.device("cuda" if why is None else "cpu")

@@ -22,11 +22,11 @@ from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
 from slidesparse.models.layer_kinds import alike, kind_of
 from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
-from slidesparse.offline.cards import warn_of_type
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -181,11 +181,7 @@ def _range(values: list[float], digits: int) -> str:
 
 
 def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
-    """Read every linear of a local checkpoint and say which patterns it satisfies.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged or of an unknown architecture.
-    """
+    """Read every linear of a local checkpoint, and say which patterns it satisfies."""
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)

@@ -12,9 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from slidesparse import __version__
 from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
+from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import InputError
 from slidesparse.files.hub import HubModel, hub_model

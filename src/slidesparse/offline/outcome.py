@@ -10,9 +10,9 @@ from typing import Any
 from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
+from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.targets import describe_dense
-from slidesparse.offline.cards import warn_of_type
 from slidesparse.offline.prune_options import Recipe
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import parse_dtype

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from slidesparse import __version__
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.version import __version__
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.json_files import write_json
+from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
@@ -110,7 +110,7 @@ def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     record = {
         "version": MARKER_VERSION,
         "slidesparse": __version__,
-        "options": {**asdict(options), "smooth": prepared.job.steps.smooth is not None},
+        "options": {**asdict(options), "smooth": bool(prepared.job.folds)},
         "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
@@ -152,7 +152,7 @@ def prune_checkpoint(
         summary = _summary(prepared, files, resumed, kept_card)
         if ranks.is_first:
             _write_the_rest(prepared, work, files)
-            words = _method_words(options, job.windows, job.steps.smooth is not None)
+            words = _method_words(options, job.windows, bool(job.folds))
             write_card(work.output, checkpoint.path, summary, options, words)
     return summary
 
@@ -214,8 +214,7 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
 def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> None:
     """Write the index, the source's other files and the config."""
     if list(prepared.outputs) != [SINGLE_FILE]:
-        weight_map = {tensor: shard for shard, tensors in prepared.outputs.items() for tensor in tensors}
-        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": prepared.n_bytes}, "weight_map": weight_map})
+        write_index(work.output / INDEX_FILE, prepared.outputs, prepared.n_bytes)
     files.copy_to(work.output)
     write_json(work.output / "config.json", prepared.job.config())
 

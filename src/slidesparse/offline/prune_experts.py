@@ -84,13 +84,7 @@ class ExpertJob:
                 self.dense.setdefault(tensor.layer, "not quantised in the source, which is")
 
     def _refuse_what_is_not_done(self, options: PruneOptions) -> None:
-        """Refuse options that experts cannot follow, before anything is written.
-
-        Raises:
-            InputError: The ternary recipe, or a part of the experts where servers have one form for all.
-            UnsupportedError: Experts for which no server reads this quantised form.
-            CheckpointError: A type that cannot be pruned.
-        """
+        """Refuse options that experts, or servers that read them, cannot follow, before anything is written."""
         if not self.layers:
             return
         if options.recipe == "ternary":
@@ -138,8 +132,7 @@ class ExpertJob:
     def choose(self, patterns: Mapping[str, Pattern]) -> None:
         """Take the patterns of all layers, and keep those of experts.
 
-        Raises:
-            InputError: A partial pattern: its dense columns would have to be those of all experts of a layer.
+        A partial pattern is an InputError: its dense columns would have to be those of all experts of a layer.
         """
         self.patterns = {layer: patterns[layer] for layer in self.layers}
         for layer, pattern in self.patterns.items():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.ranks import Ranks
+from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
@@ -18,15 +19,17 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import find_routers
+from slidesparse.models.experts import LEAVE_DENSE, find_routers
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.parts import text_config
+from slidesparse.models.smooth import Fold
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
-from slidesparse.offline.calibrated_steps import CalibratedSteps
+from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
@@ -67,12 +70,12 @@ class PruneJob:
         patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
-        # What follows needs the patterns; the steps need all that is set before them.
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
         self.pruner = self._method(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        self.steps = CalibratedSteps(options, self)
+        self.must_smooth, self.folds = bool(options.smooth), self._find_folds(options)
+        self.matching = self._find_matching(options)
         self.calibrated: PrunedLayers | None = None
         self._require_alike(options)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, self.run)
@@ -113,8 +116,10 @@ class PruneJob:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
-        with ranks.first_alone():  # it finds what the others read from the folder
-            self.checkpoint = self.steps.prepare(self.checkpoint, self.windows, folder, self.device, progress)
+        if self.folds:
+            how = self.calibrated_patterns, self.windows, folder, self.device, progress, self.dtype, self.rounding
+            with ranks.first_alone():  # it finds what the others read from the folder
+                self.checkpoint = smooth_checkpoint(self.checkpoint, self.folds, *how, required=self.must_smooth)
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
@@ -127,7 +132,7 @@ class PruneJob:
             progress=progress,
             ranks=ranks,
             experts=self.expert_rows,
-            matching=self.steps.matching,
+            matching=self.matching,
         )
 
     def _method(self, options: PruneOptions) -> Pruner:
@@ -135,6 +140,32 @@ class PruneJob:
         method = get_pruner(options.method)
         rounds = isinstance(method, SparseGPT) and self.source_dtype is None and self.dtype == torch.int8
         return RoundedForOutputs(method, self.rounding) if rounds else method
+
+    def _find_folds(self, options: PruneOptions) -> list[Fold]:
+        """Return where outliers of activations are folded into weights; none where nobody asks, or nothing can be."""
+        if options.smooth and self.source_dtype is not None:
+            raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
+        calibrated_int8 = options.calibration is not None and self.source_dtype is None and self.dtype == torch.int8
+        if not options.smooth and (options.smooth is not None or not calibrated_int8):
+            return []
+        try:
+            return find_smoothing(self.meta, self.checkpoint, self.calibrated_patterns, self.run)
+        except InputError:
+            if options.smooth:
+                raise
+            return []
+
+    def _find_matching(self, options: PruneOptions) -> Matching | None:
+        """Return how layers are matched with the dense ones; None where they are not."""
+        if not options.match:
+            return None
+        if any(pattern != DENSE for pattern in self.experts.patterns.values()):
+            raise InputError(
+                "layers whose experts are pruned cannot be matched",
+                got=f"experts such as {self.experts.layers[0]}",
+                remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+            )
+        return Matching(options.match, 0 if options.calibration is None else options.calibration.seed)
 
     def _in_layers(self) -> dict[str, Pattern]:
         """Return the patterns of linears but for those outside of the layers that stay dense, which need no text."""

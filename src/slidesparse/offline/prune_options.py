@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -14,10 +14,10 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.gemm.cards import describe_trade
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.cards import describe_trade
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, dtype_name, parse_dtype
@@ -134,26 +134,12 @@ def _gpus() -> list[tuple[str, tuple[int, int]]]:
     return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 
 
-class _Asked(NamedTuple):
-    """A step around pruning, in words."""
-
-    option: str
-    doing: str
-    done: str
-
-
-STEPS = (
-    _Asked("--match", "matching", "layers are matched"),
-    _Asked("--smooth", "smoothing", "layers are smoothed"),
-)
+STEPS = {"match": ("matching", "layers are matched"), "smooth": ("smoothing", "layers are smoothed")}
+"""Option of a step around pruning -> what it is and does, in words."""
 
 
 def check_options(options: PruneOptions) -> None:
-    """Refuse options that are wrong whatever the source is.
-
-    Raises:
-        InputError: A pattern, a type, a method or a number is none; or two options contradict each other.
-    """
+    """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
     if options.recipe == "6bit" and patterns == {DENSE}:
@@ -170,21 +156,11 @@ def check_options(options: PruneOptions) -> None:
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:
-    """Refuse steps that several processes cannot share.
-
-    Raises:
-        InputError: There are several, and such a step is asked for.
-    """
-    for step in _asked(options) if processes > 1 else ():
-        raise InputError(
-            f"{step.done} by one process",
-            got=f"{processes} processes",
-            remedy=f"run without torchrun, or leave out {step.option}",
-        )
-
-
-def _asked(options: PruneOptions) -> list[_Asked]:
-    return [step for step in STEPS if getattr(options, step.option.removeprefix("--"))]
+    """Raise an InputError for steps that are asked for, and that several processes cannot share."""
+    for option, (_, done) in STEPS.items():
+        if processes > 1 and getattr(options, option):
+            remedy = f"run without torchrun, or leave out --{option}"
+            raise InputError(f"{done} by one process", got=f"{processes} processes", remedy=remedy)
 
 
 def _require_text(options: PruneOptions) -> None:
@@ -198,12 +174,13 @@ def _require_text(options: PruneOptions) -> None:
         raise InputError(f"{pruner.name} needs calibration text", remedy="add --calibration FILE")
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
-    for step in _asked(options) if calibration is None else ():
-        raise InputError(
-            f"{step.doing} needs calibration text",
-            got=f"--method {options.method}",
-            remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {step.option}",
-        )
+    for option, (doing, _) in STEPS.items():
+        if calibration is None and getattr(options, option):
+            raise InputError(
+                f"{doing} needs calibration text",
+                got=f"--method {options.method}",
+                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out --{option}",
+            )
 
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:

@@ -27,11 +27,7 @@ def find_treated(
     also_ignore: Iterable[str] = (),
     part: Part = "language",
 ) -> Targets:
-    """Sort the linears of a model into those to be treated and the rest; those of experts are in neither.
-
-    Raises:
-        InputError: An entry matches nothing, or nothing is left to treat.
-    """
+    """Sort a model's linears into those to be treated and the rest, as :func:`find_targets`, but for experts'."""
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
     linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)} - inside.keys()

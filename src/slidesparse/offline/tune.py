@@ -7,7 +7,7 @@ weight of random numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,19 @@ import torch
 from slidesparse.base.cache_folder import lasting_cache_folder
 from slidesparse.base.device import require_cuda
 from slidesparse.base.file_lock import file_lock
+from slidesparse.base.from_bench import from_bench
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
-from slidesparse.errors import UnsupportedError
+from slidesparse.base.whole_file import replace_file
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation, wrong_form
-from slidesparse.gemm.speed import DENSE, LayerSpeed, WrongForm
-from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
-from slidesparse.layer.linear import pack_weight
+from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, table_text, tuned_path
+from slidesparse.gemm.time_model import explain
 from slidesparse.offline.tune_job import Kind, TuneJob
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.at_load import usable_times
@@ -35,6 +37,7 @@ from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.measure import THOROUGH, LayerMeasurement, gaussian
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES, QUANTISED, parse_dtype, rounded_bits
 
@@ -104,11 +107,7 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
 
 
 def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
-    """Put layer times into the user's table, from which ``auto`` chooses from now on.
-
-    Raises:
-        UnsupportedError: The table cannot be written.
-    """
+    """Put layer times into the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
     here = installation()
     there = here if driver is None else replace(here, driver=driver)
     with file_lock(lock_path(there), LOCK_S) as held:
@@ -122,15 +121,42 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
     return path
 
 
-def to_json(
-    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm]
-) -> dict[str, Any]:
-    """All that was found."""
-    return {
-        "algorithms": [_search_json(record) for record in algorithms],
-        "layers": [asdict(layer) for layer in layers],
-        "wrong": [asdict(form) for form in wrong],
-    }
+@dataclass
+class Tuned:
+    """All that was found, and the file that keeps the layers; None where none was stored."""
+
+    algorithms: Sequence[AlgorithmRecord] = ()
+    layers: Sequence[LayerSpeed] = ()
+    wrong: Sequence[WrongForm] = ()
+    path: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that was found."""
+        return {
+            "algorithms": [_search_json(record) for record in self.algorithms],
+            "layers": [asdict(layer) for layer in self.layers],
+            "wrong": [asdict(form) for form in self.wrong],
+        }
+
+    def describe(self) -> str:
+        """Return all that was found, for people."""
+        rows = [
+            (
+                f"{r.out}x{r.columns}",
+                r.rows,
+                r.dtype,
+                f"{r.default_us:.1f}",
+                f"{r.time_us:.1f}",
+                str(r.algorithm) if r.algorithm else "the default",
+            )
+            for r in self.algorithms
+        ]
+        columns = ("weight, packed", "tokens", "type", "default us", "best us", "algorithm")
+        found = [table(columns, rows), f"stored in {table_path()}"] if rows else []
+        if self.path is not None:
+            found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
+            found.append(f"stored in {self.path}")
+        return "\n".join([*found, *describe_wrong(self.wrong)])
 
 
 def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
@@ -140,27 +166,19 @@ def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
     return {**there, "time_us": record.time_us, "default_us": record.default_us, "trials": trials}
 
 
-def describe(
-    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm], path: Path | None
-) -> str:
-    """What was found, for people."""
-    rows = [
-        (
-            f"{r.out}x{r.columns}",
-            r.rows,
-            r.dtype,
-            f"{r.default_us:.1f}",
-            f"{r.time_us:.1f}",
-            str(r.algorithm) if r.algorithm else "the default",
-        )
-        for r in algorithms
-    ]
-    found = [table(("weight, packed", "tokens", "type", "default us", "best us", "algorithm"), rows)] if rows else []
-    found += [f"stored in {table_path()}"] if rows else []
-    if path is not None:
-        found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(layers)))
-        found.append(f"stored in {path}")
-    return "\n".join([*found, *describe_wrong(wrong)])
+def tune(job: TuneJob, *, layers: bool = True) -> Tuned:
+    """Measure a job, layers only where these are wanted, and store what is found."""
+    tuned = Tuned(search_algorithms(job))
+    for found, faulty in measure_layers(job) if layers else ():
+        tuned.path = store_layers(found, faulty)  # whatever becomes of the rest
+        tuned.layers, tuned.wrong = [*tuned.layers, *found], [*tuned.wrong, *faulty]
+    return tuned
+
+
+def tune_from(records: Sequence[Path]) -> Tuned:
+    """Store the layer times of files that bench wrote on this GPU."""
+    layers, wrong, driver = from_bench("layer-times", "slidesparse tune --from")(records)
+    return Tuned(layers=layers, wrong=wrong, path=store_layers(layers, wrong, driver))
 
 
 def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
@@ -184,3 +202,43 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
 def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
     """Return a line for each form that was wrong."""
     return [f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here" for one in wrong]
+
+
+def share_times(path: Path) -> SpeedTable:
+    """Write the times measured here into a file for others, and return them; forms that were wrong have none.
+
+    The file is a table like all others (:mod:`slidesparse.gemm.speed_files`): the names of the GPU, its driver and the
+    libraries, sizes, and times. It says nothing else about the machine.
+
+    Raises:
+        InputError: There are none, or the file is there already.
+        UnsupportedError: There is no CUDA device.
+    """
+    require_cuda("slidesparse tune --share")
+    here = installation()
+    known = load_speeds(tuned_path(here))
+    if known is None:
+        raise InputError(
+            f"nothing was measured on this {here.gpu} with this driver and these libraries",
+            remedy="run slidesparse tune ./MODEL first",
+        )
+    if path.exists():
+        raise InputError(f"{path} is there already", remedy="name another file, or delete it")
+    shared = replace(known, wrong=())  # a wrong result concerns this machine alone
+    replace_file(path, table_text(shared))
+    return shared
+
+
+def describe_shared(shared: SpeedTable, path: Path) -> str:
+    """Return what a file holds, for people."""
+    there = shared.installation
+    libraries = ", ".join(there.libraries.values())
+    lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]
+    lines += [f"{layer_name(layer)}: {explain(as_linear(layer)[1])}" for layer in shared.layers]
+    return "\n".join([*lines, f"{path}: these lines are all that it says about this machine"])
+
+
+def layer_name(layer: LayerSpeed) -> str:
+    """Return ``int8 4096x4096``, or ``int8 1536x2048, 128 experts, 8 a token``."""
+    prefix, _ = as_linear(layer)
+    return f"{layer.dtype} {layer.out}x{layer.columns}" + (f", {prefix[:-2]}" if prefix else "")

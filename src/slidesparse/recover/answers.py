@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from slidesparse.base.log import LOG
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import LONGEST, CheckpointError, UnsupportedError, first_line
@@ -60,15 +60,10 @@ class Job:
 
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
-
-    Raises:
-        CheckpointError: The model cannot be loaded.
-        UnsupportedError: vLLM ends with an error.
-    """
+    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(job.model), local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(str(job.model), **LOCAL)
     most = max(1, positions(config, 1 << 20) - job.longest)
     job = replace(job, prompts=tuple(one[-most:] for one in job.prompts))
     if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
@@ -82,9 +77,7 @@ def _of_transformers(job: Job, tokenizer: Any, device: str) -> list[str]:
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     try:
         with other_library():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(job.model), dtype=dtype, local_files_only=True, trust_remote_code=False
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(str(job.model), dtype=dtype, **LOCAL)
             model = model.to(device).eval()
             use_decode_attention(model)
     except Exception as error:  # a broken checkpoint can raise anything in transformers

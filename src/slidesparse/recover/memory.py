@@ -23,7 +23,7 @@ FEW = 8
 """Windows at a time below which a GPU waits for its host: then computing activations again costs less."""
 
 SPARE = 0.92
-"""The share of the free memory that is planned with; the rest is for what splits it, and for the libraries."""
+"""The share of the free memory that a run may fill; the rest is for what splits it, and for the libraries."""
 
 LOGITS = 6 * 4 * CHUNK
 """Bytes of a chunk of logits, of both models, and of what is computed from them."""
@@ -80,11 +80,7 @@ def needed_bytes(size: Size, options: RecoverOptions, world: int, fit: Fit) -> i
 
 
 def fit_memory(size: Size, options: RecoverOptions, world: int, device: torch.device) -> Fit:
-    """Choose how a run fits the memory: as fast as it can.
-
-    Raises:
-        UnsupportedError: It fits in no way; the error says how much is needed.
-    """
+    """Choose how a run fits the memory, as fast as it can, or raise an UnsupportedError that says how much it needs."""
     recompute = {"auto": (False, True), "on": (True,), "off": (False,)}[options.recompute]
     micro = min(options.micro, max(1, options.windows // world))
     if device.type != "cuda":

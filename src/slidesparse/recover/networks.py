@@ -7,7 +7,7 @@ in a single process, where nothing is gained by dividing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,18 +121,11 @@ def fill(
         else:
             values[name] = value.to(device)
     model.load_state_dict(values, strict=False, assign=True)
-    tie(model, meta.names.tied)
+    meta.tie()
     for module in model.modules():  # rotary tables, which no checkpoint holds
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     return dict(model.named_parameters())
-
-
-def tie(model: Any, tied: Mapping[str, str]) -> None:
-    """Let parameters be shared that transformers shares."""
-    for name, other in tied.items():
-        (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
-        setattr(model.get_submodule(place), leaf, getattr(model.get_submodule(owner), source))
 
 
 def put_away(network: Network) -> None:

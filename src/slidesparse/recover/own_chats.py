@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse import __version__
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import LOG
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from slidesparse.base.traced_tensor import Origin, replay, sources
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from slidesparse.files.json_files import write_json
+from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.source_files import SourceFiles
 from slidesparse.files.staging import Workplace
@@ -72,22 +72,16 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
 def write_result(
     work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
 ) -> None:
-    """Write the result into the place of work.
+    """Write a result into the place of work: what the run began from, with new values of the ``trained`` tensors.
 
-    Args:
-        work: The place.
-        checkpoint: What the run began from.
-        files: Its other files.
-        trained: Tensor -> new values; empty where the values of before are the better ones.
-        record: What ``recover.json`` says of the run.
+    ``record`` is what ``recover.json`` says of the run.
     """
     for shard, tensors in checkpoint.shards.items():
         with TensorWriter(work.output / shard, tensors) as writer:
             for name in tensors:
                 writer.write(name, trained[name] if name in trained else checkpoint.tensor(name))
     if list(checkpoint.shards) != [SINGLE_FILE]:
-        weight_map = {tensor: shard for shard, tensors in checkpoint.shards.items() for tensor in tensors}
-        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": checkpoint.n_bytes}, "weight_map": weight_map})
+        write_index(work.output / INDEX_FILE, checkpoint.shards, checkpoint.n_bytes)
     files.copy_to(work.output)
     # Without the marker it is a source for ``prune`` once more, which keeps the zeros and quantises the rest.
     config = {key: value for key, value in checkpoint.config.items() if key != MARKER_KEY}

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from slidesparse import __version__
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.version import __version__
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import gathered, wanted_files, write_result
@@ -132,9 +132,9 @@ def recover(
     # What does not change the result may be another one when a run goes on.
     told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
-    plan = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
+    record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
-    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, plan, size) as work:
+    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
@@ -144,7 +144,7 @@ def recover(
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
-            write_result(work, pair.pruned, files, trained, {**plan, **asdict(result)})
+            write_result(work, pair.pruned, files, trained, {**record, **asdict(result)})
     return result
 
 
@@ -173,7 +173,7 @@ class _Pair:
         meta = build_meta_model(checkpoint, real_buffers=True)
         refuse_masked(type(meta.model))
         refuse_faults(meta, checkpoint)
-        tie(meta.model, meta.names.tied)
+        meta.tie()
         model: Any = meta.model
         if not all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output")) or (
             model.get_output_embeddings() is None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from slidesparse.errors import InputError
 from slidesparse.files.marker import Marker
 from slidesparse.models.experts import find_experts, find_routers
-from slidesparse.recover.held_zeros import prunable_weights
+from slidesparse.models.held_zeros import prunable_weights
 from slidesparse.recover.options import Trained
 from slidesparse.weights.support import check_pattern, tightest_pattern
 
@@ -53,8 +53,7 @@ def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str],
 def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> bool:
     """Return whether a parameter that pruning may have treated has zeros that stay.
 
-    Raises:
-        PatternViolation: It does not follow the pattern that ``prune``'s marker says it does; None: another program's.
+    One that does not follow the pattern which the marker of ``prune`` names is a PatternViolation.
     """
     zero = value == 0
     if not bool(zero.any()) or bool(zero.all()):

@@ -12,9 +12,8 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.mixed_texts import shares, weighted
-from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, load_tokenizer, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.recover.options import RecoverOptions
@@ -69,10 +68,7 @@ class Windows:
     def save(self, path: Path) -> None:
         """Write them, so that a run that goes on need not tokenise again."""
         tensors = {f"train.{i}": one for i, one in enumerate(self.train)} | {"held": self.held}
-        stored = {name: Stored(STORED_NAMES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}
-        with TensorWriter(path, stored) as writer:
-            for name, one in tensors.items():
-                writer.write(name, one)
+        write_tensors(path, tensors)
 
     @classmethod
     def load(cls, path: Path, options: RecoverOptions) -> Windows:

@@ -53,11 +53,7 @@ NOISE = 0.15
 
 
 def check_tune(value: object, where: str) -> None:
-    """Refuse anything but the values of :data:`Tune`.
-
-    Raises:
-        InputError: With the place where it was given.
-    """
+    """Raise an InputError, with the place where it was given, for anything but the values of :data:`Tune`."""
     if value not in ("auto", "off"):
         raise InputError(where, got=repr(value), needed="auto or off")
 
@@ -115,13 +111,7 @@ class LoadTuner:
         return [1, *self.sizes]
 
     def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
-        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line.
-
-        Args:
-            problem: The layer.
-            packed: Its weight.
-            fallback: As for :func:`slidesparse.gemm.select.choose`.
-        """
+        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line."""
         self._alone(problem.device, layer_name(problem), lambda end: self._measure(problem, packed, fallback, end))
 
     def wants_experts(self, kind: ExpertKind) -> bool:
@@ -132,12 +122,7 @@ class LoadTuner:
         return bool(self._lacking_experts(kind)) and self._has_time()
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
-        """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
-
-        Args:
-            kind: The experts.
-            forms: See :class:`slidesparse.tuning.measure_experts.ExpertMeasurement`.
-        """
+        """Measure experts that :meth:`wants_experts` named, in their forms, as :meth:`measure` does a layer."""
         self._alone(kind.device, str(kind), lambda end: self._measure_experts(kind, forms, end))
 
     def _alone(self, device: torch.device, name: str, measure: Callable[[float], None]) -> None:

@@ -27,11 +27,7 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def require_right(error: float, tolerance: float = TOLERANCE) -> None:
-    """Refuse a result whose relative error is larger than a right one's, or NaN.
-
-    Raises:
-        WrongResult: It is.
-    """
+    """Raise a WrongResult where a relative error is larger than a right one's, or NaN."""
     if not error <= tolerance:
         raise WrongResult(WRONG, got=f"relative error {error:.2g}", needed=f"at most {tolerance:g}")
 

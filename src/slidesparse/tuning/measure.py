@@ -10,8 +10,8 @@ memory is short the calls are launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,15 +19,21 @@ from typing import Any
 import torch
 
 from slidesparse import ops
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
 from slidesparse.layer.weight_form import WeightForm
-from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
+from slidesparse.tuning.checking import TOLERANCE, WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_stretches
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
+
+Once = Callable[[], torch.Tensor]
+"""Runs a form once."""
+
+Calls = Callable[[], Sequence[Callable[[], Any]]]
+"""Makes the calls of a form's pass, which may need memory."""
 
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 """The numbers of tokens to measure, as far as an engine makes such batches."""
@@ -113,13 +119,6 @@ class TakenTimes:
     wrong: frozenset[str] = frozenset()
 
 
-def taken_times(
-    layer: LayerSpeed | None, noises: Sequence[float], faults: dict[str, str], wrong: Iterable[str]
-) -> TakenTimes:
-    """Return what a measurement found. Dense that differs from itself is a fault of no packed form, and always runs."""
-    return TakenTimes(layer, median(noises) if noises else 0.0, faults, frozenset(wrong) - {DENSE})
-
-
 def time_forms(
     passes: Mapping[str, Pass], tokens: int, effort: Effort = AT_START
 ) -> tuple[dict[str, float], float | None]:
@@ -136,6 +135,70 @@ def time_forms(
         _, *samples, again = time_stretches(thrice, stretch_s, effort.stretches)
         noise = noise_of(samples[0], again)
     return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}, noise
+
+
+class Measurement:
+    """The times of one kind of layer's forms, dense first, as they are taken; ``source``: the activations' type."""
+
+    refusals: tuple[type[Exception], ...] = (RuntimeError, ValueError)
+    """How a form says that it cannot run some tokens, besides by errors of ours."""
+
+    tolerance = TOLERANCE
+    """Relative difference of two right results."""
+
+    def __init__(self, source: torch.dtype, stopwatch: Stopwatch, effort: Effort = AT_START) -> None:
+        self.source, self.stopwatch, self.effort = source, stopwatch, effort
+        self._faults: dict[str, str] = {}
+        self._noises: list[float] = []
+        self._wrong: set[str] = set()
+
+    def _passes(self, forms: Mapping[str, tuple[Once, Calls]], capture: bool) -> dict[str, Pass]:
+        """Check what each form gives, and return the passes of those that are right; none where dense is not."""
+        passes: dict[str, Pass] = {}
+        reference: torch.Tensor | None = None
+        for name, (once, calls) in forms.items():
+            try:
+                result = ends(once()).clone()
+                reference = result if reference is None else reference
+                check = partial(_require_alike, reference=reference, tolerance=self.tolerance)
+                check(result)
+                passes[name] = self.stopwatch.prepare(calls(), capture, check)
+            except torch.OutOfMemoryError:
+                raise
+            except SlideSparseError as error:
+                self._faults[name] = str(error)
+                self._wrong |= {name} if isinstance(error, WrongResult) else set()
+            except self.refusals as error:
+                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
+                self._faults[name] = first_line(error)
+            if name == DENSE and DENSE not in passes:
+                return {}  # nothing to compare with
+        return passes
+
+    def _times(self, passes: Mapping[str, Pass], tokens: int) -> dict[str, float]:
+        times, noise = time_forms(passes, tokens, self.effort)
+        self._noises += [] if noise is None else [noise]
+        return times
+
+    def _taken(
+        self,
+        columns: Mapping[int, Mapping[str, float]],
+        keys: Mapping[str, str],
+        wrong: Container[str],
+        dtype: str,
+        out: int,
+        k: int,
+    ) -> TakenTimes:
+        """Return what was found: M -> form -> time; forms by ``keys`` of a table, wrong ones without any time.
+
+        Dense that differs from itself is a fault of no packed form, and always runs.
+        """
+        self.stopwatch.begin()  # frees what the last graphs held
+        tokens = sorted(columns)
+        us = {key: tuple(None if name in wrong else columns[m].get(name) for m in tokens) for name, key in keys.items()}
+        layer = LayerSpeed(dtype, out, k, tuple(tokens), us) if tokens else None
+        noise = median(self._noises) if self._noises else 0.0
+        return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE})
 
 
 @dataclass
@@ -170,26 +233,12 @@ class _Form:
         return tokens * (lifted + self.packed.shape[0] * (source.itemsize + accumulators))
 
 
-@dataclass
-class LayerMeasurement:
-    """The measurement of one weight.
+class LayerMeasurement(Measurement):
+    """The measurement of one weight, on its device, through some backends, dense first."""
 
-    Args:
-        packed: The weight, on the device to measure.
-        backends: Names of the backends to compare, dense first.
-        source: Type of the activations.
-        stopwatch: Times passes.
-        effort: What measuring may take.
-    """
-
-    packed: PackedWeight
-    backends: Sequence[str]
-    source: torch.dtype
-    stopwatch: Stopwatch
-    effort: Effort = AT_START
-    _faults: dict[str, str] = field(default_factory=dict)
-    _noises: list[float] = field(default_factory=list)
-    _wrong: set[str] = field(default_factory=set)
+    def __init__(self, packed: PackedWeight, backends: Sequence[str], *how: Any) -> None:
+        super().__init__(*how)
+        self.packed, self.backends = packed, backends
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time every form at some numbers of tokens.
@@ -213,8 +262,8 @@ class LayerMeasurement:
                 columns[m] = times
             if m < wanted or not times:
                 break
-        self.stopwatch.begin()  # frees what the last graphs held
-        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
+        keys = {name: times_key(name, str(self.packed.pattern)) for name in self.backends}
+        return self._taken(columns, keys, self._wrong, dtype_name(self.packed.dtype), *self.packed.shape)
 
     def _make_forms(self) -> list[_Form]:
         forms = []
@@ -247,62 +296,26 @@ class LayerMeasurement:
         self.stopwatch.begin()
         try:
             x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device, seed=SEED)
-            passes = self._prepare(forms, x)
+            capture = self._fits(tokens, forms, 2)
+            spare = self._spare(tokens, forms, 2 if capture else 1) // len(forms)
+            known = {
+                form.backend: (partial(form.run, form.module, x), partial(self._calls, form, x, spare))
+                for form in forms
+            }
+            passes = self._passes(known, capture)
         except torch.OutOfMemoryError:
             self._faults[DENSE] = f"out of memory at {tokens} tokens"
             return {}
-        if not passes:
-            return {}
-        times, noise = time_forms(passes, tokens, self.effort)
-        self._noises += [] if noise is None else [noise]
-        return times
-
-    def _prepare(self, forms: Sequence[_Form], x: torch.Tensor) -> dict[str, Pass]:
-        passes: dict[str, Pass] = {}
-        reference: torch.Tensor | None = None
-        capture = self._fits(len(x), forms, 2)
-        spare = self._spare(len(x), forms, 2 if capture else 1) // len(forms)
-        for form in forms:
-            try:
-                result = ends(form.run(form.module, x)).clone()
-                reference = result if reference is None else reference
-                check = partial(_require_equal, reference=reference)
-                check(result)
-                passes[form.backend] = self.stopwatch.prepare(self._calls(form, x, spare), capture, check)
-            except torch.OutOfMemoryError:
-                raise
-            except SlideSparseError as error:
-                self._faults[form.backend] = str(error)
-                self._wrong |= {form.backend} if isinstance(error, WrongResult) else set()
-            except (RuntimeError, ValueError) as error:  # torch and vLLM refuse a shape so, and torch scales
-                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
-                self._faults[form.backend] = str(error).partition("\n")[0]
-            if form.backend == DENSE and DENSE not in passes:
-                return {}  # nothing to compare with
-        return passes
+        return self._times(passes, tokens) if passes else {}
 
     def _calls(self, form: _Form, x: torch.Tensor, spare: int) -> list[Callable[[], Any]]:
         n_bytes = form.n_bytes + x.nbytes
         count = copies_needed(n_bytes, self.stopwatch.l2_bytes, n_bytes + max(0, spare))
         return [partial(form.run, *operands) for operands in copies_of((form.module, x), count)]
 
-    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
-        tokens = sorted(columns)
-        if not tokens:
-            return None
-        out, k = self.packed.shape
-        us = {
-            times_key(name, str(self.packed.pattern)): tuple(
-                None if name in self._wrong else columns[m].get(name)
-                for m in tokens  # wrong once is wrong
-            )
-            for name in self.backends
-        }
-        return LayerSpeed(dtype_name(self.packed.dtype), out, k, tuple(tokens), us)
 
-
-def _require_equal(result: torch.Tensor, reference: torch.Tensor) -> None:
-    require_right(relative_error(ends(result), reference))
+def _require_alike(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> None:
+    require_right(relative_error(ends(result), reference), tolerance)
 
 
 def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:

@@ -8,17 +8,15 @@ as they do in a model of many layers, and no cache holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
-from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
-from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
-from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, taken_times, time_forms
-from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed
+from slidesparse.gemm.speed import DENSE, lacking
+from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, Measurement, TakenTimes, gaussian
+from slidesparse.tuning.timing import Pass, copies_needed
 from slidesparse.weights.quant import dtype_name
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,34 +34,20 @@ MOST_CHOICES = 32
 """Calls of one pass, at most."""
 
 
-@dataclass
-class ExpertMeasurement:
-    """The measurement of the experts of one layer.
+class ExpertMeasurement(Measurement):
+    """The measurement of the experts of one layer: ``dense``, and ``GROUPED`` after it."""
 
-    Args:
-        kind: The experts.
-        forms: ``dense`` and :data:`slidesparse.gemm.expert_times.GROUPED`, in this order.
-        source: Type of the activations.
-        stopwatch: Times passes.
-    """
+    refusals = (Exception,)
+    """vLLM is called before it serves, and may refuse in any way."""
 
-    kind: ExpertKind
-    forms: Mapping[str, RunExperts]
-    source: torch.dtype
-    stopwatch: Stopwatch
-    _faults: dict[str, str] = field(default_factory=dict)
-    _noises: list[float] = field(default_factory=list)
-    _wrong: set[str] = field(default_factory=set)
+    tolerance = TOLERANCE
+
+    def __init__(self, kind: ExpertKind, forms: Mapping[str, RunExperts], *how: Any) -> None:
+        super().__init__(*how)
+        self.kind, self.forms = kind, forms
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
-        """Time both forms at some numbers of tokens.
-
-        Args:
-            tokens: The numbers, which are measured in the order of :data:`IMPORTANT`.
-            known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
-                unless it is near one of these.
-            is_over: Whether the time for measuring is spent; asked before every number of tokens.
-        """
+        """Time both forms at numbers of tokens, in the order of :data:`IMPORTANT`: see :class:`LayerMeasurement`."""
         columns: dict[int, dict[str, float]] = {}
         for wanted in sorted(tokens, key=_importance):
             m = wanted
@@ -80,12 +64,11 @@ class ExpertMeasurement:
                 break
             if DENSE not in passes:
                 break
-            columns[m], noise = time_forms(passes, m)
-            self._noises += [] if noise is None else [noise]
+            columns[m] = self._times(passes, m)
             if GROUPED not in passes:
                 break
-        self.stopwatch.begin()  # frees what the last graphs held
-        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
+        kind = dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden
+        return self._taken(columns, {name: name for name in self.forms}, {GROUPED} if self._wrong else (), *kind)
 
     def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return the operands of the calls of a pass: one x, and other choices each."""
@@ -113,44 +96,14 @@ class ExpertMeasurement:
         return times * needed <= min(TRANSIENT_BYTES, self.stopwatch.free_bytes())
 
     def _prepare(self, tokens: int) -> dict[str, Pass]:
-        passes: dict[str, Pass] = {}
         inputs = self.inputs(tokens)
-        reference: torch.Tensor | None = None
         self.stopwatch.begin()
-        for name, run in self.forms.items():
-            try:
-                result = ends(run(*inputs[-1])).clone()
-                reference = result if reference is None else reference
-                check = partial(_require_alike, reference=reference)
-                check(result)
-                calls = [partial(run, *given) for given in inputs]
-                passes[name] = self.stopwatch.prepare(calls, self._fits(tokens, 2), check)
-            except torch.OutOfMemoryError:
-                raise
-            except SlideSparseError as error:
-                self._faults[name] = str(error)
-                self._wrong |= {name} if isinstance(error, WrongResult) else set()
-            except Exception as error:  # vLLM is called before it serves, and may refuse in any way
-                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
-                self._faults[name] = first_line(error)
-            if name not in passes and name == DENSE:
-                return {}  # nothing to compare with
-        return passes
-
-    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
-        if not columns:
-            return None
-        tokens = sorted(columns)
-        us = {
-            name: tuple(None if self._wrong and name == GROUPED else columns[m].get(name) for m in tokens)
-            for name in self.forms
-        }  # wrong once is wrong
-        return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(tokens), us)
+        forms = {
+            name: (partial(run, *inputs[-1]), lambda run=run: [partial(run, *given) for given in inputs])
+            for name, run in self.forms.items()
+        }
+        return self._passes(forms, self._fits(tokens, 2))
 
 
 def _importance(tokens: int) -> tuple[int, int]:
     return IMPORTANT.index(tokens) if tokens in IMPORTANT else len(IMPORTANT), tokens
-
-
-def _require_alike(result: torch.Tensor, reference: torch.Tensor) -> None:
-    require_right(relative_error(ends(result), reference), TOLERANCE)

@@ -10,6 +10,7 @@ from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
 from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, quantize_weight, rounding_of
 from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
 
 
@@ -70,3 +71,18 @@ def _packer(device: torch.device) -> Packer:
     from slidesparse.weights.pack_kernel import KernelPacker
 
     return KernelPacker()
+
+
+def pack_weight(
+    weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, recipe: Rounding = "absmax", *, name: str = "weight"
+) -> PackedWeight:
+    """Quantise or cast a float weight [out, in] that satisfies its pattern, and pack it.
+
+    Raises:
+        InputError: There is no such recipe for the type.
+    """
+    check_rounding(recipe, dtype)
+    if dtype in QUANTISED:
+        values, scale = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        return pack(values, pattern, scale=scale, name=name)
+    return pack(weight.to(dtype), pattern, name=name)

@@ -15,9 +15,9 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.prologue import silu_mul
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding, parse_dtype, quantize_rows, quantize_weight
 from slidesparse_bench.expert_sizes import DOWN, GATE_UP, ExpertSizes

@@ -15,12 +15,12 @@ from slidesparse import ops
 from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.layer.linear import pack_weight
 from slidesparse.lifting.layout import Layout
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 from slidesparse_bench.problems import pattern_and_columns
 from slidesparse_bench.records import DENSE_VARIANT, Case

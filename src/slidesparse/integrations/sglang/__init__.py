@@ -6,12 +6,6 @@ gives the original for every checkpoint without our marker.
 
 **The engine was never run.** Tests build, load and multiply layers inside SGLang's own Python, without a GPU and
 without its compiled parts.
-
-================ ================================================================================================
-``config.py``    SGLang's compressed-tensors configuration, with our linears where the marker names them
-``refusals.py``  what cannot work with sparse layers, asked before anything is loaded
-``scheme.py``    a loaded and sharded layer becomes a SlideLinear, or stays as SGLang made it, and says why
-================ ================================================================================================
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
-from slidesparse.tuning.at_load import LoadTuner
 
 OPTION = "--json-model-override-args"
 """The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
@@ -93,9 +92,9 @@ class SGLangConfig(CompressedTensorsConfig):
             return scheme
         if self._shared is None:  # the first layer tells the type of activations
             self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named.name, named.pattern, *self._shared)
+        return SGLangScheme(scheme, named, *self._shared)
 
     def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
         """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
-        tuner = None if self.options.tune == "off" else LoadTuner(self.most, dtype, log)
-        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log=log)
+        tuner = self.options.tuner(self.most, dtype, log)
+        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log)

@@ -17,12 +17,7 @@ TENSORS_KEPT = "redis:"
 
 
 def refuse_what_cannot_work(arguments: Any) -> None:
-    """Refuse the arguments of a server that sparse layers do not support.
-
-    Raises:
-        UnsupportedError: A load format that brings other tensors than a checkpoint's, LoRA adapters, which add to a
-            dense weight, or offloading, which knows parameters alone and no packed weights.
-    """
+    """Raise an UnsupportedError for arguments of a server that sparse layers do not support."""
     of_engine = {"remote": SAVED} if str(getattr(arguments, "model_path", "")).startswith(TENSORS_KEPT) else {}
     refuse_load_format(getattr(arguments, "load_format", "auto"), LOAD_FORMATS | of_engine, SERVE_DENSE)
     if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):

@@ -11,13 +11,12 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import SPARSE_TENSOR_CORES
-from slidesparse.integrations.names import shard_start
+from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, settle
 from slidesparse.models.layer_kinds import kind_of
-from slidesparse.weights.pattern import Pattern
 
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
@@ -33,9 +32,15 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run."""
 
     def __init__(
-        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, chooser: Chooser, warmup: WarmUp
+        self, inner: CompressedTensorsLinearScheme, named: NamedLayer, chooser: Chooser, warmup: WarmUp
     ) -> None:
-        self.inner, self.name, self.pattern, self.chooser, self.warmup = inner, name, pattern, chooser, warmup
+        self.inner, self.name, self.pattern, self.chooser, self.warmup = (
+            inner,
+            named.name,
+            named.pattern,
+            chooser,
+            warmup,
+        )
         self.in_features = 0
         self.converted = False
 
@@ -72,11 +77,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.warmup.layer(slide)
 
     def pack_layer(self, layer: Any) -> SlideLinear | None:
-        """Return a loaded layer's SlideLinear; None where it is to run dense. The layer stays as it is.
-
-        Args:
-            layer: With ``weight`` [out, in of this rank] and ``weight_scale`` [out, 1].
-        """
+        """Return the SlideLinear of a loaded layer, which stays as it is; None where it is to run dense."""
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
@@ -86,11 +87,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: [..., in] -> [..., out].
-
-        Raises:
-            UnsupportedError: Activations that SGLang has quantised already, which a packed layer cannot lift.
-        """
+        """Multiply: [..., in] -> [..., out]; activations that SGLang has quantised already cannot be lifted."""
         if not self.converted:
             y: torch.Tensor = self.inner.apply_weights(layer, x, bias)
             return y

@@ -37,10 +37,12 @@ from slidesparse.integrations.names import (
     why_not_w8a8,
 )
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
+from slidesparse.integrations.vllm.graph_pass import install_pass
+from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
+from slidesparse.integrations.vllm.private import add_stack_room
+from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE, require_supported
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, tell_when_loaded
 from slidesparse.integrations.vllm.status import Outcome
@@ -84,12 +86,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
-        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything.
-
-        Raises:
-            CheckpointError: A marker that cannot be read.
-            UnsupportedError: A GPU without Sparse Tensor Cores, or too old a vLLM.
-        """
+        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything."""
         if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, MARKER_KEY, None)):
             return None
         require_marker(hf_config)
@@ -166,9 +163,20 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Return the state of the model that is being built; on the first call, prepare the engine for it.
 
         vLLM makes this object before its own configuration is complete, and tells it nothing before the first layer.
+        Then vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake, and
+        busy loops get room on Python's stack, once a process however many models it holds.
+
+        Raises:
+            InputError: An unknown option.
+            UnsupportedError: An option of vLLM's that sparse layers cannot follow.
         """
         if self._model is None:
-            self._model = prepare_engine(get_current_vllm_config(), self.serve_dense)
+            vllm_config: Any = get_current_vllm_config()
+            require_supported(vllm_config, self.serve_dense)
+            self._model = ModelState.create(vllm_config)
+            install_pass(vllm_config.compilation_config, self._model, graphed_tokens(vllm_config))
+            cut_less_between_graphs()
+            add_stack_room()
             self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
@@ -185,11 +193,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
-    """Refuse a vLLM or GPU that cannot work, and warn of a vLLM that was not tried.
-
-    Raises:
-        UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
-    """
+    """Raise an UnsupportedError for a vLLM or GPU that cannot work, and warn of a vLLM that was not tried."""
     text = metadata.version("vllm")
     if is_older(text):
         raise UnsupportedError(

@@ -22,10 +22,9 @@ from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import Experts
-from slidesparse.integrations.vllm.private import given_back_workspace
+from slidesparse.integrations.vllm.private import give_blocks_back, given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
@@ -60,8 +59,7 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
 def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
     """Return why experts of a method of :data:`METHODS` are left to vLLM before they are loaded; None otherwise.
 
-    Raises:
-        UnsupportedError: They are to run sparse whatever was measured, and vLLM knows how to treat its own form alone.
+    Where they are to run sparse whatever was measured, that is an UnsupportedError.
     """
     if asked == "dense":
         return "left to vLLM, as asked for"
@@ -265,10 +263,8 @@ def why_tokens_stay(parallel: Any) -> str | None:
 def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
-    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
-
-    Raises:
-        PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
+    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales. One that does
+    not satisfy the pattern which the checkpoint names is a PatternViolation.
     """
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)
@@ -314,11 +310,7 @@ def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
 
 
 def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> SlideExperts:
-    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are.
-
-    Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
-    """
+    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are."""
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()

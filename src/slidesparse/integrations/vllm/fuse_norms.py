@@ -26,6 +26,7 @@ from torch import fx
 
 from slidesparse import ops
 from slidesparse.base import torch_private
+from slidesparse.base.counted import counted
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm import private
 from slidesparse.weights.quant import QUANTISED
@@ -76,7 +77,7 @@ class Joins:
         'fused 2 norms and 1 activation with linears; not fused: 1 rms_norm without a gain'
         """
         norms = sum(count for name, count in self.joined.items() if name in NORMS)
-        counts = f"{_count(norms, 'norm')} and {_count(self.joined.total() - norms, 'activation')}"
+        counts = f"{counted(norms, 'norm')} and {counted(self.joined.total() - norms, 'activation')}"
         lost = "; ".join(f"{count} {why_not}" for why_not, count in sorted(self.lost.items()))
         return f"fused {counts} with linears" + (f"; not fused: {lost}" if lost else "")
 
@@ -153,7 +154,7 @@ def _find_source(x: Any) -> Any:
 
 
 def _join_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
-    if not _can_join_norm(source, "rms_norm"):
+    if source.target is not private.norm_operator("rms_norm") or _explain_norm(source, NORMS["rms_norm"]) is not None:
         return None
     with graph.inserting_before(linear):
         new = _call_joined(graph, source, "rms_norm", weight)
@@ -229,16 +230,10 @@ def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
     return weight if weight.meta["val"].dtype == dtype else None
 
 
-def _can_join_norm(node: Any, name: str) -> bool:
-    return node.target is private.norm_operator(name) and _explain_norm(node, NORMS[name]) is None
-
-
 def _explain_norm(norm: Any, tensors: int) -> str | None:
-    """Return why our kernels do not compute a norm; None for one over whole rows of a matrix, with a gain they read.
+    """Return why our kernels do not compute a node of vLLM's norm, which has ``tensors`` before its gain.
 
-    Args:
-        norm: A node of vLLM's operator.
-        tensors: How many of its arguments come before the gain.
+    None for one over whole rows of a matrix, with a gain that they read.
     """
     x, gain, more = norm.args[0].meta["val"], norm.args[tensors], norm.args[tensors + 2 :]
     if gain is None:
@@ -250,10 +245,6 @@ def _explain_norm(norm: Any, tensors: int) -> str | None:
     if gain.meta["val"].dtype != x.dtype and _gain_less_one(gain, x.dtype) is None:
         return f"with a gain in {gain.meta['val'].dtype} for activations in {x.dtype}"
     return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _replace(old: Any, new: Any) -> None:

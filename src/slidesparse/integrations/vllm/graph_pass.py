@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence, Set
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -13,7 +15,6 @@ from slidesparse.base import torch_private
 from slidesparse.base.log import log_once
 from slidesparse.gemm.spec import LinearSpec
 from slidesparse.integrations.vllm import LOGGER, private
-from slidesparse.integrations.vllm.cache_key import hash_sources
 from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
 from slidesparse.integrations.vllm.fuse_norms import join_norms
 from slidesparse.integrations.vllm.host_bound import keep_one_backend
@@ -21,7 +22,27 @@ from slidesparse.integrations.vllm.model_state import ModelState
 
 InductorPass: Any = private.inductor_pass()
 
+PACKAGE = Path(__file__).parents[2]
+
+SUFFIXES = (".cu", ".cuh", ".json", ".py")
+"""Files that decide what runs: Python, the CUDA kernel, and tables."""
+
 log = logging.getLogger(LOGGER)
+
+
+@lru_cache(maxsize=8)
+def hash_sources(folder: Path = PACKAGE) -> str:
+    """Return a SHA-256 of the names and contents of all sources in a folder; read once a process.
+
+    A compiled graph holds our operators, their arguments as text, and whatever our passes made of it. Nearly every file
+    has a part in that, so all count: a key that changes too often costs one compilation, a stale graph wrong results.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 class GraphPass(InductorPass):

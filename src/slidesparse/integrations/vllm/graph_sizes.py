@@ -17,11 +17,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from slidesparse.base.log import log_once
 from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.options import Options
-from slidesparse.integrations.vllm.private import vllm_config_class
-from slidesparse.integrations.vllm.unasked import tell_if_unasked
+from slidesparse.integrations.vllm.private import attention_builder, vllm_config_class
+from slidesparse.models.config_keys import MARKER_KEY
 
 HOST_BOUND = 480_000_000_000
 """Tokens times weights of a decoder layer up to which the host may be the slower one: 2048 of Qwen2.5-7B on an H200."""
@@ -31,6 +32,11 @@ MOST = 4096
 
 PER_OCTAVE = 16
 """Graphs an octave: a batch is padded to the next one, by 3 % at most on average."""
+
+UNASKED = (
+    f"slidesparse: %s is pruned, but served dense. For BF16 and FP16 vLLM asks no plugin by itself:"
+    f' add --quantization {NAME}, or for a draft "quantization": "{NAME}" in --speculative-config'
+)
 
 log = logging.getLogger(LOGGER)
 
@@ -140,9 +146,47 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_more
 
 
+def tell_if_unasked(model_config: Any) -> None:
+    """Warn of a model that carries our marker, and that vLLM loads without any quantisation method.
+
+    vLLM asks a method about checkpoints with a ``quantization_config``, and one in BF16 or FP16 has none.
+    """
+    if model_config is None or model_config.quantization is not None:
+        return
+    if getattr(model_config.hf_config, MARKER_KEY, None) is not None:
+        log_once(UNASKED % model_config.model, logging.WARNING, log)
+
+
 def takes_larger_graphs(vllm_config: Any) -> bool:
     """Return whether an engine is one of ours whose graphs are not left to vLLM."""
     model = vllm_config.model_config
     if model is None or model.quantization != NAME:
         return False
     return Options.parse(vllm_config.additional_config).graphs == "auto"
+
+
+@functools.lru_cache  # once a process
+def cut_less_between_graphs() -> None:
+    """Limit the batches whose attention is split for a graph's sake, in engines of our models.
+
+    A captured grid cannot follow the batch. So for every batch up to the largest graph vLLM lets FlashAttention 3 split
+    the keys of a request into as many as 32 parts (``v1/attention/backends/flash_attn.py``). The sums of all parts lie
+    in memory, 32 float32 numbers for each of the queries, and one more kernel adds them. Graphs that hold attention
+    need that: those of decoding steps, with as many tokens as there are sequences. Attention of prompts runs between
+    graphs and does not. With graphs of 2048 tokens it would take a gigabyte of a 7B model all the same, which vLLM does
+    not count.
+    """
+    owner = attention_builder()
+    if owner is not None:
+        owner.__init__ = _bounded(owner.__init__)
+
+
+def _bounded(make: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(make)
+    def make_bounded(self: Any, *given: Any, **named: Any) -> None:
+        make(self, *given, **named)
+        config, largest = self.vllm_config, self.max_cudagraph_size
+        if largest and takes_larger_graphs(config) and mixed_graphs(config.compilation_config) != "FULL":
+            self.max_cudagraph_size = min(largest, decoding_tokens(config))
+
+    return make_bounded

@@ -74,11 +74,7 @@ class ModelState:
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
-        """Read the user's options and the model's largest batch from vLLM's configuration.
-
-        Raises:
-            InputError: An unknown option.
-        """
+        """Read the user's options (:meth:`Options.parse`) and the model's largest batch from vLLM's configuration."""
         options = Options.parse(vllm_config.additional_config)
         log.info("slidesparse options: %s", options.to_json())
         misplaced = find_misplaced(vllm_config.additional_config)
@@ -92,9 +88,8 @@ class ModelState:
         if model is None:
             return cls(options)
         most = vllm_config.scheduler_config.max_num_batched_tokens
-        tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        state = cls(options, status, tuner, WarmUp(most, model.dtype, log=log))
+        state = cls(options, status, options.tuner(most, model.dtype, log), WarmUp(most, model.dtype, log))
         state.adapters, state.batch_invariant = vllm_config.lora_config is not None, is_batch_invariant()
         state.heads_compared = compares_heads(vllm_config)
         return state

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.python_stack import with_room
 from slidesparse.integrations.vllm import LOGGER
 
 POST_PASS = "post_grad_custom_post_pass"
@@ -120,6 +121,18 @@ def given_back_workspace() -> Iterator[None]:
         shared[:] = before
 
 
+def give_blocks_back(device: torch.device) -> None:
+    """Return the blocks of tensors that are gone to the GPU, while a model is loaded.
+
+    vLLM loads with ``max_split_size_mb`` of 20 (``v1/worker/gpu_worker.py``), so torch's allocator splits no block of
+    more than 20 MiB. But a tensor may take one that is up to 20 MiB larger than itself. A packed weight is a little
+    smaller than the dense one of the layer before, and than what its own checks took. It would take all of such a
+    block, in a 7B model at 6:8 a third of a gigabyte in all.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _find(name: str) -> Any:
     try:
         return resolve_name(name)
@@ -128,9 +141,15 @@ def _find(name: str) -> Any:
         return None
 
 
-def loops() -> Iterator[tuple[type, str]]:
-    """Give those of :data:`LOOPS` that this process has imported, and can therefore run: class and method."""
+@lru_cache(maxsize=1)
+def add_stack_room() -> None:
+    """Let those of :data:`LOOPS` that this process has imported, and so can run, start on a large chunk of stack.
+
+    Whether a loop happens to run at the end of a chunk (:mod:`slidesparse.base.python_stack`) depends on every frame
+    above it, and our model's frames differ from stock vLLM's: one of them holds the weights of all layers as variables.
+    Room around every step instead of around the loop would cost 0.1 ms a step.
+    """
     for module, name, loop in LOOPS:
-        found: Any = getattr(sys.modules.get(module), name, None)
-        if hasattr(found, loop):
-            yield found, loop
+        owner: Any = getattr(sys.modules.get(module), name, None)
+        if hasattr(owner, loop):
+            setattr(owner, loop, with_room(getattr(owner, loop)))

@@ -25,12 +25,7 @@ OFFLOADING = {"--cpu-offload-gb": ("uva", "cpu_offload_gb"), "--offload-group-si
 
 
 def require_supported(vllm_config: Any, serve_dense: str = SERVE_DENSE) -> None:
-    """Refuse options of an engine that sparse layers cannot follow, and say how to serve dense.
-
-    Raises:
-        UnsupportedError: A load format that brings other tensors than a checkpoint's, weights kept in host memory, or
-            linears that vLLM is to quantise anew.
-    """
+    """Raise an UnsupportedError, with a way to serve dense, for options that sparse layers cannot follow."""
     refuse_load_format(getattr(vllm_config.load_config, "load_format", "auto"), LOAD_FORMATS, serve_dense)
     config = getattr(vllm_config, "offload_config", None)
     sizes = {option: getattr(getattr(config, part, None), size, 0) for option, (part, size) in OFFLOADING.items()}

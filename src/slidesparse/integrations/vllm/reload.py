@@ -20,11 +20,8 @@ ATTRIBUTE = "slide"
 def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
     """Put a SlideLinear into a layer of vLLM's, as a plain attribute and not as a submodule.
 
-    Args:
-        layer: The layer.
-        slide: Its packed weight.
-        adapters: LoRA adapters will be put around the layer. They call its method, and read the device of a tensor
-            under one of three names; that of a packed weight need not be a matrix.
+    LoRA ``adapters`` that will be put around the layer call its method, and read the device of a tensor under one of
+    three names; that of a packed weight need not be a matrix.
     """
     object.__setattr__(layer, ATTRIBUTE, slide)
     layer.requires_unquantized_input = True  # vLLM from 0.33 on may quantise before the layer is called

@@ -78,8 +78,7 @@ class ModelStatus:
     def note_outcome(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
         """Note the outcome of a loaded layer; after the last one, log all outcomes.
 
-        Raises:
-            UnsupportedError: After the last one, when no weight of the whole model satisfies any pattern.
+        A whole model of which no weight satisfies any pattern is an UnsupportedError.
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.base.paths import usable_path
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.files.tokenizer_files import has_tokenizer_files
@@ -86,18 +86,11 @@ class Calibration:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a local checkpoint.
-
-    Raises:
-        CheckpointError: It has none that transformers can load.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    """Load the tokenizer of a local checkpoint; a CheckpointError where it has none that transformers can load."""
+    tokenizers = need("transformers").AutoTokenizer
     try:
         with other_library():
-            found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            found = tokenizers.from_pretrained(str(folder), **LOCAL)
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
@@ -155,11 +148,7 @@ def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
 
 
 def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
-    """Refuse tokens that a model does not have, as a tokenizer with a larger vocabulary makes them.
-
-    Raises:
-        CheckpointError: Naming the largest.
-    """
+    """Raise a CheckpointError for tokens that a model does not have, as of a tokenizer with a larger vocabulary."""
     vocabulary = vocabulary_of(config)
     if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
         raise CheckpointError(
@@ -180,8 +169,7 @@ def sample_windows(
 ) -> torch.Tensor:
     """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
 
-    Raises:
-        InputError: The text is too short.
+    A text that is too short is an InputError.
     """
     windows = cut_windows(tokens, length, torch.as_tensor(before, dtype=tokens.dtype))
     if len(windows) < samples:
@@ -205,12 +193,7 @@ def is_default(file: str) -> bool:
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
-    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
-
-    Raises:
-        InputError: The text cannot be used, or the windows are longer than the model reads.
-        CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
-    """
+    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
     small = any(is_default(one.file) for one in calibration.texts)
     usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length

@@ -139,12 +139,7 @@ def open_layers(
     ranks: Ranks = ALONE,
     experts: ExpertRowsByName | None = None,
 ) -> tuple[LayerList, CheckpointLayerStore]:
-    """Return the layers of a model, without weights, and the store that loads them; what runs before them has its own.
-
-    Raises:
-        InputError: The model cannot be used.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Return the layers of a model, without weights, and the store that loads them; what runs before has its own."""
     if compute is None and device.type == "cpu":
         compute = torch.float32  # a CPU is slow in all other types
     meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute)
@@ -173,11 +168,7 @@ def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLay
 
 
 class PrunedLayers:
-    """The pruned weights of all layers, on disk.
-
-    Attributes:
-        losses: The loss of every set of linears.
-    """
+    """The pruned weights of all layers, on disk, and the loss of every set of linears."""
 
     def __init__(self, files: Sequence[Path], losses: list[SetLoss]) -> None:
         self.losses = losses
@@ -206,10 +197,6 @@ def prune_layers_from_disk(
     """Prune all layers of a causal language model with calibration on windows [samples, length].
 
     ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are used again.
-
-    Raises:
-        InputError: The model or its activations cannot be used.
-        CheckpointError: The checkpoint is damaged.
     """
     folder.mkdir(exist_ok=True)
     layer_list, store = open_layers(checkpoint, patterns, folder, device, ranks=ranks, experts=experts)

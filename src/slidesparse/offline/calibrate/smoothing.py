@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold, squared_shares
-from slidesparse.offline.calibrate.dense_layers import DenseLayers
+from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_batch
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
@@ -59,16 +61,9 @@ class SmoothedCheckpoint(Checkpoint):
 def find_smoothing(
     meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
 ) -> list[Fold]:
-    """Return what may be smoothed in the layers, as far as a run on the meta device and tensors' names tell.
+    """Return what may be smoothed in the layers of linears to be treated; an InputError where nothing may.
 
-    Args:
-        meta: The meta model.
-        checkpoint: The source, in a float type.
-        linears: Those that will be treated: their layers are smoothed.
-        run: Runs the model once; None: it cannot be run.
-
-    Raises:
-        InputError: There is nothing, or the linears are not in layers.
+    A run on the meta device and the names of tensors tell; ``run`` is None for a model that cannot be run.
     """
     linears = list(linears)
     found = [] if run is None else find_folds(meta.model, run)
@@ -101,6 +96,46 @@ def _cannot_smooth(model: nn.Module) -> InputError:
     )
 
 
+class DenseLayers:
+    """The layers of a checkpoint, loaded one after the other, and what a text sends through them."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        linears: Iterable[str],
+        windows: torch.Tensor,
+        device: torch.device,
+        compute: torch.dtype | None = None,
+    ) -> None:
+        self.layer_list, self.store = open_layers(checkpoint, linears, checkpoint.path, device, compute=compute)
+        self.meta = self.store.meta
+        self.model = self.meta.model
+        batches = windows.split(windows_of_a_batch(windows))
+        inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
+        self.samples = record_inputs(self.model, self.layer_list, inputs)
+        self._outputs: list[torch.Tensor] = []
+
+    def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
+        """Load layer after layer, and yield its name and number; what takes one calls :meth:`outputs`."""
+        with progress_bar(label, len(self.layer_list.layers), unit="layers", show=progress) as advance:
+            for index, (name, layer) in enumerate(self.layer_list.items()):
+                self.store.load(name, layer)
+                yield name, index
+                for sample, hidden in zip(self.samples, self._outputs, strict=True):
+                    sample.hidden = hidden
+                self.store.release(name, layer)
+                advance(1)
+
+    def outputs(self, index: int) -> list[torch.Tensor]:
+        """Run a layer on all samples; the next layer reads what comes out, whatever happens to this one after."""
+        self._outputs = [run_layer(self.layer_list.layers[index], sample, index) for sample in self.samples]
+        return self._outputs
+
+    def output(self, index: int) -> torch.Tensor:
+        """Run a layer on the first sample, as it is now; what later layers read of this one stays what it was."""
+        return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
+
+
 def smooth_checkpoint(
     checkpoint: Checkpoint,
     folds: Sequence[Fold],
@@ -113,45 +148,25 @@ def smooth_checkpoint(
     recipe: Rounding = "absmax",
     required: bool = True,
 ) -> SmoothedCheckpoint:
-    """Find the factors of channels, by what they are on a text.
+    """Return a float checkpoint with the factors of channels by what they are on windows [samples, length].
 
-    Args:
-        checkpoint: The source, in a float type.
-        folds: From :func:`find_smoothing`.
-        linears: Those that will be treated.
-        windows: Calibration text, int64 [samples, length].
-        folder: Keeps the factors; those of an interrupted run are used again, since pruned layers depend on them.
-        device: Where layers run, one at a time.
-        progress: Show a progress bar; None: on a terminal only.
-        dtype: In which inputs and weights will be served.
-        recipe: How INT8 weights will be rounded.
-        required: Whether it is an error when no layer stays the same.
-
-    Raises:
-        InputError: No layer stays the same when it is smoothed.
-        CheckpointError: The checkpoint is damaged, or the factors that were kept.
+    Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are used again,
+    since pruned layers depend on them. ``dtype`` and ``recipe`` are those of the weights when they are served. Where no
+    layer stays the same when it is smoothed, that is an InputError if smoothing is ``required``.
     """
-
-    def find() -> dict[str, torch.Tensor]:
-        layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
-        rounding = partial(quantize_rows, dtype=dtype), _of_weights(dtype, recipe)
-        return _find_factors(layers, folds, progress, *rounding, required=required)
-
-    return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
-
-
-def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the type in which layers are tried; None: the usual one.
-
-    A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors round
-    weights below 2^-14.
-    """
-    stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
-    return torch.float32 if STORED_NAMES[torch.float16] in stored else None
-
-
-def _of_weights(dtype: torch.dtype, recipe: Rounding) -> Quantise:
-    return quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
+    kept = folder / KEPT
+    if not kept.exists():
+        folder.mkdir(exist_ok=True)
+        # A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors
+        # round weights below 2^-14.
+        stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
+        compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
+        layers = DenseLayers(checkpoint, linears, windows, device, compute=compute)
+        of_weights = quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
+        rounding = partial(quantize_rows, dtype=dtype), of_weights
+        write_tensors(kept, _find_factors(layers, folds, progress, *rounding, required=required))
+    reader = TensorReader(kept)
+    return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
 
 
 @torch.no_grad()
@@ -189,7 +204,8 @@ def _smoothed(
     layers: DenseLayers, index: int, folds: Sequence[Fold], of_inputs: Quantise, of_weights: Quantise
 ) -> tuple[dict[Fold, torch.Tensor], bool]:
     """Run a layer, and return the exponents of its folds where they help, and whether others changed its outputs."""
-    modules = layers.modules(name for one in folds for name in (one.writer, *one.linears))
+    names = (name for one in folds for name in (one.writer, *one.linears))
+    modules = {name: layers.model.get_submodule(name) for name in names}
     squares: dict[str, torch.Tensor] = {}
     some: dict[str, torch.Tensor] = {}
 

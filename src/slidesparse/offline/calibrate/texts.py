@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slidesparse.base.other_libraries import other_library
+from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
-from slidesparse.errors import InputError, UnsupportedError, first_line
+from slidesparse.errors import InputError, first_line
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -49,11 +49,6 @@ MAX_FETCHED = 1 << 25
 """Characters after which no more documents of a data set of the hub are fetched."""
 
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-
-
-def read_text(source: str | Path, tokenizer: Any = None) -> str:
-    """Return all documents of a source as one text: see :func:`read_documents` and :func:`as_text`."""
-    return as_text(read_documents(source), tokenizer)
 
 
 def read_documents(source: str | Path) -> list[Document]:
@@ -92,12 +87,7 @@ def _documents(path: Path, source: str | Path) -> Iterator[Document]:
 
 
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
-    """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template.
-
-    Raises:
-        InputError: There are chats, and no chat template.
-        CheckpointError: The chat template fails.
-    """
+    """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template."""
     documents = list(documents)
     chats = iter(templated([one for one in documents if isinstance(one, list)], tokenizer))
     return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)
@@ -177,27 +167,24 @@ def _list(path: Path, text: str) -> list[Document]:
 
 
 @contextmanager
-def _read_by(missing: str, remedy: str, failed: str, *, needed: str | None = None, fix: str | None = None) -> Any:
-    """Explain in one line that a library is missing, or what it raises."""
+def _explained(failed: str, *, needed: str | None = None, remedy: str | None = None) -> Iterator[None]:
+    """Explain in one line what a library raises: a damaged file, or the network, can raise anything there."""
     try:
         yield
     except InputError:
         raise
-    except ImportError as error:
-        raise UnsupportedError(missing, remedy=remedy) from error
-    except Exception as error:  # a damaged file, or the network, can raise anything in a library
-        raise InputError(failed, got=first_line(error), needed=needed, remedy=fix) from error
+    except Exception as error:
+        raise InputError(failed, got=first_line(error), needed=needed, remedy=remedy) from error
 
 
 def _parquet(path: Path) -> Iterator[Document]:
     if path.suffix.lower() == ".gz":
         raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
-    missing, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
-    with _read_by(missing, remedy, f"{path} is damaged", needed="a parquet file"):
-        import pyarrow.parquet
-
+    what, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
+    parquet = need("pyarrow.parquet", remedy, what=what)
+    with _explained(f"{path} is damaged", needed="a parquet file"):
         require_regular(path)
-        file = pyarrow.parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
         if not columns:
@@ -208,12 +195,11 @@ def _parquet(path: Path) -> Iterator[Document]:
 
 
 def _data_set(folder: Path) -> Iterator[Document]:
-    missing = f"{folder} is a folder without text files, and datasets is not installed"
+    what = f"{folder} is a folder without text files, and datasets is not installed"
     remedy = f"pip install datasets for a data set on disk, or use files that end in {', '.join(KINDS)}"
+    datasets = need("datasets", remedy, what=what)
     needed = "a folder that datasets' save_to_disk wrote, with a column text or messages; or text files"
-    with _read_by(missing, remedy, f"{folder} is no data set with texts", needed=needed):
-        import datasets
-
+    with _explained(f"{folder} is no data set with texts", needed=needed):
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
         column = "text" if "text" in loaded.column_names else "messages"
@@ -223,13 +209,12 @@ def _data_set(folder: Path) -> Iterator[Document]:
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
     """Yield the first documents of a data set of the hub, as many as :data:`MAX_FETCHED` allows."""
-    missing = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
+    what = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
+    datasets = need("datasets", "correct the path, or pip install datasets", what=what)
     failed = f"there is no file {name}, and a data set of that name cannot be fetched"
-    fix = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
+    remedy = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
     length = 0
-    with _read_by(missing, "correct the path, or pip install datasets", failed, fix=fix), other_library():
-        import datasets
-
+    with _explained(failed, remedy=remedy), other_library():
         rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
         for number, row in enumerate(rows):
             yield (document := _document(f"{name}, row {number}", row))

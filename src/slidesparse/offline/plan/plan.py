@@ -27,18 +27,18 @@ from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.models.causal import refuse_masked, require_causal
-from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import LEAVE_DENSE, find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
-from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once
 from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.offline.evaluate import load_any
+from slidesparse.offline.plan.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.offline.plan.plan_file import PLAN_VERSION, about, described
 from slidesparse.offline.plan.plan_options import HELD_OUT, SERVED_LOADS, PlanOptions
 from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
+from slidesparse.offline.plan.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -109,12 +109,7 @@ def plan_checkpoint(
 
 
 def _usable_model(checkpoint: Checkpoint) -> MetaModel:
-    """Return the meta model of a checkpoint, which can be planned for.
-
-    Raises:
-        CheckpointError: It is pruned, quantised or damaged, or holds files that prune never copies.
-        InputError: It predicts masked tokens.
-    """
+    """Return the meta model of a checkpoint that can be planned for: dense, whole, causal, and fit to be copied."""
     if checkpoint.config.get(MARKER_KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
         raise CheckpointError(
             f"{checkpoint.path} is pruned or quantised already", needed="the dense model in a float type"
@@ -127,11 +122,7 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
 
 
 def _refuse_mixture(model: nn.Module) -> None:
-    """Refuse to predict how fast a mixture is served: its experts take time whether they stay dense or not.
-
-    Raises:
-        UnsupportedError: It has experts.
-    """
+    """Raise an UnsupportedError for the speed of a served mixture: its experts take time, dense or not."""
     if experts := find_experts(model):
         raise UnsupportedError(
             "the speed of a served mixture of experts cannot be predicted",
@@ -144,12 +135,7 @@ def _refuse_mixture(model: nn.Module) -> None:
 def _times(
     options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
 ) -> tuple[Times, list[Pattern], tuple[str, ...]]:
-    """Return what a step takes, the patterns of which that is known, and what it rests on.
-
-    Raises:
-        InputError: A load is none.
-        UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
-    """
+    """Return what a step takes, the patterns of which that is known, and what it rests on."""
     if not options.at:
         left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
         return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()

@@ -1,4 +1,4 @@
-"""The file of a plan: written by ``slidesparse plan``, followed by ``prune``."""
+"""The file of a plan, written by ``slidesparse plan`` and followed by ``prune``; and a plan as text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import wrapped
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json
-from slidesparse.models.choose_patterns import Plan
+from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.models.targets import matches_entry
-from slidesparse.offline.calibrate.calibration import digest
+from slidesparse.offline.calibrate.calibration import Calibration, digest
+from slidesparse.offline.plan.choose_patterns import Plan
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding
 
@@ -28,6 +33,16 @@ PLAN_VERSION = 1
 
 MOST_NAMES = 3
 """Most names of linears in a line."""
+
+
+EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
+
+KEPT = (
+    "these experts cannot be quantised as they are stored: prune keeps {}, in which they run dense;"
+    f" {LEAVE_DENSE} plans all else for {{}}"
+)
+
+ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float, without what rounding to them adds"
 
 
 @dataclass(frozen=True)
@@ -49,11 +64,7 @@ class StoredPlan:
     recipe: Rounding = "absmax"
 
     def without(self, entries: Sequence[str]) -> StoredPlan:
-        """Return the plan that leaves more alone.
-
-        Raises:
-            InputError: Nothing of it is left.
-        """
+        """Return the plan that leaves more alone; an InputError where nothing of it is left."""
         layers = {
             name: pattern
             for name, pattern in self.layers.items()
@@ -79,8 +90,7 @@ class StoredPlan:
     def compare_names(self, treated: Sequence[str], source: Path) -> None:
         """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
 
-        Raises:
-            InputError: It names what cannot be treated.
+        One that names what cannot be treated is an InputError.
         """
         known = set(treated)
         if foreign := [name for name in self.layers if name not in known]:
@@ -107,11 +117,7 @@ def _warn(message: str) -> None:
 
 
 def read_plan(path: str | Path) -> StoredPlan:
-    """Read a file that ``plan`` wrote.
-
-    Raises:
-        InputError: It is no such file.
-    """
+    """Read a file that ``plan`` wrote; an InputError for any other."""
     try:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
@@ -177,3 +183,37 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }
+
+
+def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
+    """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
+    counts = Counter(map(str, plan.patterns.values()))
+    text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
+    together = "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
+    said = [
+        f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
+        *([EXPERTS_COUNTED] if plan.has_experts else []),
+        *([KEPT.format(plan.kept_type, options.dtype)] if plan.kept_type else []),
+        f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
+        f" predicted damage {plan.damage:.4f} nats a token{together}",
+        *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
+        *plan.basis,
+    ]
+    command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
+    return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])
+
+
+def _speed_words(plan: Plan, options: PlanOptions) -> str:
+    if not options.at:
+        return f"modelled {plan.speedup:.3f}x of dense"
+    told = ", ".join(f"{speedup:.3f}x at {name}" for name, speedup in plan.speedups.items())
+    return f"predicted over stock vLLM: {told}"
+
+
+def _calibration_words(calibration: Calibration) -> str:
+    """Return the options with which ``prune`` sees the text as ``plan`` did, each where it is not the usual one."""
+    usual = Calibration(calibration.file)
+    names = [name for name in ("samples", "length", "seed") if getattr(calibration, name) != getattr(usual, name)]
+    texts = "".join(f" --calibration {quote(one)}" for one in (calibration.file, *calibration.more))
+    told = "".join(f" --{name} {getattr(calibration, name)}" for name in names)
+    return texts + told + ("" if calibration.bos else " --no-bos")

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from slidesparse.base.from_bench import from_bench
 from slidesparse.errors import InputError
-from slidesparse.models.choose_patterns import Target
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QuantName, Rounding, check_rounding, parse_dtype, rounded_bits
@@ -79,11 +79,7 @@ class PlanOptions:
 
 
 def parse_gain(text: str) -> Fraction:
-    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits.
-
-    Raises:
-        InputError: It is anything else.
-    """
+    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits; an InputError for all else."""
     try:
         gain = float(text)  # a Fraction of 1e-999999999 would be computed for days
     except ValueError as error:
@@ -91,3 +87,14 @@ def parse_gain(text: str) -> Fraction:
     if not LEAST_GAIN <= gain <= 2:
         raise InputError("--mma-gain", got=text, needed=f"{LEAST_GAIN:g} to 2")
     return Fraction(gain).limit_denominator(10**6)
+
+
+def refuse_samples(samples: int | None, method: str) -> None:
+    """Refuse a number of windows for a method that sees none; damage is measured on a text all the same."""
+    if samples is not None and not get_pruner(method).needs_calibration:
+        raise InputError(
+            "options without effect",
+            got=f"--samples with --method {method}",
+            needed="a method that sees calibration windows",
+            remedy="use --method sparsegpt or wanda, or leave out --samples",
+        )

@@ -14,13 +14,13 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import text_config
-from slidesparse.models.sensitivity import may_have
 from slidesparse.models.sparsify import require_alike, sets_to_prune
 from slidesparse.models.targets import find_targets, matches_entry
+from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.plan.sensitivity import may_have
 from slidesparse.offline.prune_experts import can_be_quantised
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import get_pruner
@@ -80,9 +80,7 @@ def find_sets(
 ) -> PlannedSets:
     """Return what gets a pattern.
 
-    Raises:
-        InputError: Servers would join linears that get a pattern with others that do not; or nothing is left to treat.
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+    Linears that servers would join with others that get none are an InputError.
     """
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
@@ -126,12 +124,7 @@ def _shape(linear: nn.Linear) -> tuple[int, int]:
 def _planned_experts(
     found: Sequence[Experts], meta: MetaModel, checkpoint: Checkpoint, options: PlanOptions
 ) -> list[Experts]:
-    """Return the experts that get a pattern, those of a layer one together.
-
-    Raises:
-        InputError: Some weights of a layer's experts are on the ignore list, and others are not.
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
-    """
+    """Return the experts that get a pattern, those of a layer one together."""
     planned = []
     for one in found:
         layers = [one.layer(leaf) for leaf in one.weights]

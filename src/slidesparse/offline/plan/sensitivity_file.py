@@ -18,7 +18,7 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import kind_of
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.write_errors import write_errors
-from slidesparse.models.sensitivity import Sensitivity
+from slidesparse.offline.plan.sensitivity import Sensitivity
 
 NOT_COMPARED = ("model", "ignore")
 """Keys of the first line that may differ: the weights are compared, and not their path; and a set of linears is pruned
@@ -32,11 +32,7 @@ def sensitivity_file(out: Path) -> Path:
 
 @contextmanager
 def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[SensitivityFile]:
-    """Open a file of measurements, which no other run may have open; leave none without a measurement.
-
-    Raises:
-        CheckpointError: Another run measures into it, or :class:`SensitivityFile` refuses it.
-    """
+    """Open a file of measurements, which no other run may have open; leave none without a measurement."""
     # The file is closed within: closing writes once more what a full disk did not take.
     with write_errors(path, "free some space and run again: it goes on from there"), _locked(path) as handle:
         file = SensitivityFile(handle, path, about)
@@ -55,10 +51,7 @@ def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[Sensit
 class SensitivityFile:
     """Measurements in a file that grows line by line; the first line names the model, the text and the method.
 
-    A file without a measurement is begun anew: there is nothing in it to lose.
-
-    Raises:
-        CheckpointError: The file holds something else, or measurements of another model, text or method.
+    A file of another model, text or method is a CheckpointError; one without a measurement is begun anew.
     """
 
     def __init__(self, handle: BinaryIO, path: Path, about: Mapping[str, Any]) -> None:

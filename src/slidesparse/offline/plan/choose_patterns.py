@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from slidesparse.base.other_libraries import need
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.weights.pattern import COUNTED, DENSE, Pattern, StorageForm
@@ -23,12 +24,7 @@ TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class PatternChoice:
-    """A pattern that a set may get.
-
-    Attributes:
-        pattern: The pattern.
-        damage: How much worse the model predicts, in any unit that adds up; 0 for dense.
-    """
+    """A pattern that a set may get, and how much worse the model predicts then, in a unit that adds up."""
 
     pattern: Pattern
     damage: float
@@ -211,22 +207,14 @@ Times = Sequence[StepTime]
 
 
 def choose_patterns(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> Plan:
-    """Return the plan of least damage that reaches a target.
-
-    Raises:
-        InputError: Even the sparsest choices do not reach it; the error says what they reach.
-    """
+    """Return the plan of least damage that reaches a target; see :func:`require_reachable`."""
     require_reachable(sets, target, times)
     damages = [[choice.damage for choice in one.choices] for one in sets]
     return _make_plan(sets, _solve(damages, _limits(sets, target, times)), times)
 
 
 def require_reachable(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> None:
-    """Refuse a target that no choice reaches: costs are known before any damage is.
-
-    Raises:
-        InputError: Even the sparsest choices do not reach it; the error says what they reach.
-    """
+    """Raise an InputError for a target that no choice reaches: costs are known before any damage is."""
     for limit in _limits(sets, target, times):
         least = [min(range(len(cost)), key=cost.__getitem__) for cost in limit.costs]
         if sum(cost[i] for cost, i in zip(limit.costs, least, strict=True)) > limit.budget * (1 + 1e-9):
@@ -289,25 +277,25 @@ def _solve(damages: Sequence[Sequence[float]], limits: Sequence[_Limit]) -> list
 
 
 def _solve_in_units(damages: Sequence[Sequence[float]], limits: Sequence[_Limit], unit: float) -> list[int]:
-    try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import lil_array
-    except ImportError as error:
-        raise UnsupportedError("SciPy is not installed", remedy='pip install "slidesparse[plan]"') from error
+    import numpy as np
+
+    optimize, sparse = (need(f"scipy.{part}", 'pip install "slidesparse[plan]"') for part in ("optimize", "sparse"))
     starts = np.cumsum([0, *map(len, damages)])
     flat_damages = np.concatenate([np.asarray(damage, dtype=float) for damage in damages])
-    one_each = lil_array((len(damages), starts[-1]))
+    one_each = sparse.lil_array((len(damages), starts[-1]))
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
         one_each[row, begin:end] = 1
     allowed = flat_damages <= unit
-    solution = milp(
+    solution = optimize.milp(
         np.where(allowed, flat_damages, 0.0) / max(unit, 1e-300),
         integrality=np.ones(starts[-1]),
-        bounds=Bounds(0, allowed.astype(float)),
+        bounds=optimize.Bounds(0, allowed.astype(float)),
         constraints=[
-            LinearConstraint(one_each.tocsr(), 1, 1),
-            *(LinearConstraint(np.concatenate(one.costs)[None] / one.budget, -np.inf, 1 + 1e-9) for one in limits),
+            optimize.LinearConstraint(one_each.tocsr(), 1, 1),
+            *(
+                optimize.LinearConstraint(np.concatenate(one.costs)[None] / one.budget, -np.inf, 1 + 1e-9)
+                for one in limits
+            ),
         ],
         options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT_S},
     )

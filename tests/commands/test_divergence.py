@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse import InputError
-from slidesparse.models.sensitivity import TOKENS_AT_ONCE, mean_divergence
+from slidesparse.offline.plan.sensitivity import TOKENS_AT_ONCE, mean_divergence
 
 
 def exact(p: torch.Tensor, q: torch.Tensor) -> float:

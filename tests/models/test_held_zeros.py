@@ -14,14 +14,14 @@ from torch.distributed.fsdp import fully_shard
 
 import slidesparse
 from slidesparse.errors import InputError
+from slidesparse.models.held_zeros import HeldZeros
 from slidesparse.models.targets import find_targets
 from slidesparse.prune import prune_mask
-from slidesparse.recover.held_zeros import HeldZeros
 from slidesparse.weights.support import check_pattern
 
 
 def test_the_place_where_it_was() -> None:
-    from slidesparse.recover import held_zeros as recovery
+    from slidesparse.models import held_zeros as recovery
 
     assert recovery.HeldZeros is slidesparse.HeldZeros is HeldZeros
 

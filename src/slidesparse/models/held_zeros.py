@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from slidesparse.base.arguments import require_kind, shown
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.base.other_libraries import need
+from slidesparse.errors import InputError
 from slidesparse.models.experts import find_experts
 
 
@@ -66,13 +67,9 @@ class HeldZeros:
 
     def callback(self) -> Any:
         """Return a transformers ``TrainerCallback`` that calls :meth:`apply_` after each optimiser step."""
-        try:
-            from transformers import TrainerCallback
-        except ImportError as error:
-            raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
-        apply = self.apply_
+        apply, base = self.apply_, need("transformers").TrainerCallback
 
-        class HoldZeros(TrainerCallback):
+        class HoldZeros(base):  # type: ignore[misc, valid-type] # mypy wants a name
             def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
                 apply()
 

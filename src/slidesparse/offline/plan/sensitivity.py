@@ -132,11 +132,7 @@ def damage_together(
     held_out: Sequence[Batch],
     experts: Mapping[str, ExpertWeight] | None = None,
 ) -> float:
-    """Prune a model in place as a plan says, and return the divergence of all of it from the dense model.
-
-    Raises:
-        InputError: The divergence is NaN or Inf.
-    """
+    """Prune a model in place as a plan says, and return the divergence of all of it from the dense model."""
     experts = experts or {}
     dense = [model(**batch).logits for batch in held_out]
     alone = [several for names in sets for several in _together(names, experts)]
