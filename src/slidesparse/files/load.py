@@ -139,7 +139,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    _tie(meta)
+    _tie(meta, filled)
     unused = meta.names.unexpected
     if unused:
         warnings.warn(
@@ -153,9 +153,11 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
         model.generation_config = settings
 
 
-def _tie(meta: MetaModel) -> None:
+def _tie(meta: MetaModel, filled: set[str]) -> None:
     """Let parameters be shared that transformers shares. Linears that share their weight are never treated."""
     for name, other in meta.names.tied.items():
+        if name in filled:  # the bias of one that is treated
+            continue
         place, _, leaf = name.rpartition(".")
         owner, _, source = other.rpartition(".")
         setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))

@@ -18,8 +18,10 @@ from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.files.stored_ties import settle_ties
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
 from slidesparse.models.experts import find_experts, linears_inside
+from slidesparse.models.parts import output_embedding
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -98,6 +100,7 @@ class MetaModel:
         Raises:
             CheckpointError: Nothing of the checkpoint fills it.
         """
+        name = name if name in self.names.origins else self.names.tied.get(name, name)
         if name in self.names.made:
             return self.names.made[name]
         if name not in self.names.origins:
@@ -122,10 +125,14 @@ class MetaModel:
                 needed = f"{list(value.shape)}, as config.json says"
                 raise CheckpointError(f"shape of {name}", got=list(shape), needed=needed)
         if self.names.missing:
+            head = getattr(output_embedding(self.model), "weight", None)
+            is_head = all(state[name] is head for name in self.names.missing)
+            tie = "if it is the input embedding, write tie_word_embeddings: true into config.json"
             raise CheckpointError(
                 f"the checkpoint lacks {counted(len(self.names.missing), 'tensor')} of {type(self.model).__name__}",
                 got=f"no {', '.join(self.names.missing[:3])}",
                 needed="all of them, under the names that the installed transformers gives them",
+                remedy=tie if is_head else None,
             )
 
 
@@ -154,7 +161,7 @@ def build_meta_model(
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
-    return MetaModel(model.eval(), names)
+    return MetaModel(model.eval(), settle_ties(model, names, checkpoint))
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
