@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from small_models import make
+from test_architectures import similarity
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
@@ -15,6 +17,7 @@ from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import OUTPUT
 from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
@@ -40,6 +43,33 @@ def test_others_are_treated(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.bfloat16)
     done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
     assert done.patterns["lm_head"] == "6:8"
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2.5-vl", "gemma3", "mistral3", "qwen2-audio"])
+def test_that_of_a_multimodal_model_belongs_to_its_language_part(tmp_path: Path, name: str) -> None:
+    """It was left as a joint between parts, and --lm-head had no effect."""
+    make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    assert done.patterns["lm_head"] == "6:8"
+    assert similarity(tmp_path / "s", ARCHITECTURES[name]) > 0.95
+    assert inspect_checkpoint(tmp_path / "s").ok
+    without = prune_checkpoint(tmp_path / "m", tmp_path / "d", PruneOptions("6:8", "int8"))
+    assert without.dense["lm_head"] == OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("gemma3", {}, "lm_head stays dense: shares its weight"),
+        ("llama", {"ignore": ("lm_head",)}, "lm_head stays dense: on the ignore list"),
+        ("bert", {}, "the model has no output embedding"),
+        ("llava", {"part": "vision"}, "lm_head stays dense: in the language part; --part language or all"),
+    ],
+)
+def test_one_that_stays_dense_cannot_be_asked_for(tmp_path: Path, name: str, options: dict[str, Any], why: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    with pytest.raises(InputError, match=f"options without effect; got --lm-head, and {why}"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True, **options))
 
 
 def test_a_model_with_nothing_else_is_refused(tmp_path: Path) -> None:

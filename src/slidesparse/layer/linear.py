@@ -32,6 +32,7 @@ from slidesparse.weights.quant import (
     dtype_name,
     parse_dtype,
     quantize_weight,
+    with_usable_scales,
     rounding_of,
 )
 from slidesparse.weights.support import following_groups, require_dense
@@ -356,6 +357,7 @@ def pack_weight(
     """
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        rounded = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        values, scale = with_usable_scales(rounded)
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

@@ -43,6 +43,7 @@ from slidesparse.weights.quant import (
     rounding_of,
     ternary_scale,
     ternary_weight,
+    with_usable_scales,
 )
 from slidesparse.weights.support import check_weight
 
@@ -249,7 +250,8 @@ class PruneJob:
             values, scale = ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
         else:
             recipe = rounding_of(self.rounding, self.patterns[name])
-            values, scale = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
+            rounded = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
+            values, scale = with_usable_scales(rounded)
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

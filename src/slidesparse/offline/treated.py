@@ -54,7 +54,11 @@ def find_treated(
     targets = find(keep | mixers)
     if lm_head and treated_head(meta.model, targets.linears) is None:
         head = output_embedding(meta.model)
-        names = {name: targets.dense.get(name, 'no nn.Linear') for name, module in meta.model.named_modules() if module is head}
+        names = {
+            name: targets.dense.get(name, "no nn.Linear")
+            for name, module in meta.model.named_modules()
+            if module is head
+        }
         said = [f"{name} stays dense: {why}" for name, why in names.items()]
         got = f"--lm-head, and {said[0] if said else 'the model has no output embedding'}"
         raise InputError("options without effect", got=got, remedy="leave out --lm-head")

@@ -179,8 +179,13 @@ def quantize_weight(
     weight = weight.detach()  # a parameter's scales would join its graph, and keep a layer from being copied
     blocks = weight.split(ROWS_AT_ONCE)
     parts = [quantize_rows_to_six_bits(rows) if recipe == "6bit" else quantize_rows(rows, dtype) for rows in blocks]
-    values, scale = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
-    return Quantised(values.where(scale != 0, 0), scale)  # the scale of the least float32 numbers is 0
+    return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
+
+
+def with_usable_scales(weight: Quantised) -> Quantised:
+    """Return a weight whose rows have values where they have a scale: that of the least float32 numbers is 0."""
+    lost = weight.scale == 0
+    return Quantised(weight.values.masked_fill(lost, 0), weight.scale) if bool(lost.any()) else weight
 
 
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
