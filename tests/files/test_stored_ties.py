@@ -69,7 +69,7 @@ def test_a_head_that_is_stored_twice_is_tied(tmp_path: Path, name: str) -> None:
     assert config(tmp_path / "s")["tie_word_embeddings"]
     loaded = slidesparse.load(tmp_path / "s")
     assert loaded.get_submodule(HEADS[name]).weight is loaded.get_input_embeddings().weight
-    with pytest.raises(InputError, match="lm-head.*shares its weight"):
+    with pytest.raises(InputError, match=r"lm-head.*shares its weight"):
         prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", lm_head=True))
 
 

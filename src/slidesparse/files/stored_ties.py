@@ -1,7 +1,7 @@
 """Decide by a checkpoint's tensors which parameters share their values: its config may tie some that differ.
 
-transformers compares tensors that are stored and tied, and ties only equal ones. vLLM and SGLang believe the config, and
-pass the output embedding over. So a new checkpoint says in its config what its tensors are.
+transformers compares tensors that are stored and tied, and ties only equal ones. vLLM and SGLang believe the config and
+pass over the output embedding. So a new checkpoint says in its config what its tensors are.
 """
 
 from __future__ import annotations

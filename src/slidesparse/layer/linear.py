@@ -32,8 +32,8 @@ from slidesparse.weights.quant import (
     dtype_name,
     parse_dtype,
     quantize_weight,
-    with_usable_scales,
     rounding_of,
+    with_usable_scales,
 )
 from slidesparse.weights.support import following_groups, require_dense
 

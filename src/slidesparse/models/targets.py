@@ -22,7 +22,7 @@ from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
-from slidesparse.models.parts import Part, outside_part, output_embedding
+from slidesparse.models.parts import Part, output_embedding, outside_part
 
 MIN_FEATURES = 32
 """Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""

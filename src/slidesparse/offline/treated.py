@@ -30,7 +30,7 @@ def find_treated(
     """Sort the linears of a model into those to be treated and the rest; those of experts are in neither.
 
     Raises:
-        InputError: An entry matches nothing, nothing is left to treat, or the output embedding stays dense all the same.
+        InputError: An entry matches nothing, nothing is left to treat, or ``lm_head`` has no effect.
     """
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
@@ -54,13 +54,9 @@ def find_treated(
     targets = find(keep | mixers)
     if lm_head and treated_head(meta.model, targets.linears) is None:
         head = output_embedding(meta.model)
-        names = {
-            name: targets.dense.get(name, "no nn.Linear")
-            for name, module in meta.model.named_modules()
-            if module is head
-        }
-        said = [f"{name} stays dense: {why}" for name, why in names.items()]
-        got = f"--lm-head, and {said[0] if said else 'the model has no output embedding'}"
+        names = [name for name, module in meta.model.named_modules() if module is head]
+        said = [f"{name} stays dense: {targets.dense.get(name, 'it is no nn.Linear')}" for name in names]
+        got = f"--lm-head, and {next(iter(said), 'the model has no output embedding')}"
         raise InputError("options without effect", got=got, remedy="leave out --lm-head")
     return targets
 
