@@ -20,6 +20,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "the usual seed of no text": ([*PRUNE, "--seed", "0"], IDLE.format("--seed")),
     "windows of no text": ([*PRUNE, "--seed", "1", "--samples", "128"], IDLE.format("--samples, --seed")),
     "windows of no text, tried": ([*PRUNE, "--samples", "64", "--dry-run"], IDLE.format("--samples")),
+    "windows of no text without BOS": ([*PRUNE, "--no-bos"], IDLE.format("--no-bos")),
     "text for magnitude": ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt"),
     "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
     "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
@@ -30,6 +31,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "six bits of nothing": (
         [*PRUNE, "--recipe", "6bit", "--pattern", "dense", "--layer", "re:.*down_proj=dense"],
         "options without effect; got --recipe 6bit without a pattern",
+    ),
+    "matching of nothing": (
+        [*WANDA, "--pattern", "dense", "--match", "9"],
+        "options without effect; got --match without a pattern",
+    ),
+    "a method for nothing": (
+        [*WANDA, "--pattern", "dense", "--dtype", "bf16"],
+        "options without effect; got --method wanda without a pattern",
     ),
     "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
     "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
@@ -48,6 +57,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "windows of tasks": (
         ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],
         "options without effect; got --window, --stride without --text",
+    ),
+    "tasks without BOS": (
+        ["eval", "MISSING", "--tasks", "arc_easy", "--no-bos"],
+        "options without effect; got --no-bos without --text",
     ),
     "examples of a text": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--limit", "8"],

@@ -1,37 +1,35 @@
-"""Output embeddings for which vLLM reads no scales stay dense in 8 bits, and say so."""
+"""Output embeddings for which vLLM reads no scales: in 8 bits they stay dense."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from small_models import make
+from test_architectures import similarity
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS
 from slidesparse.models.sparsify import sparsify_
+from slidesparse.models.targets import OUTPUT
 from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5", "qwen3-next"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_they_stay_dense_in_8_bits(tmp_path: Path, name: str, dtype: str) -> None:
+def test_they_cannot_be_asked_for_in_8_bits(tmp_path: Path, name: str, dtype: str) -> None:
+    """They stayed dense, and the option had no effect."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
-    out, options = tmp_path / "s", PruneOptions("6:8", dtype, lm_head=True)
-    said = dry_run(tmp_path / "m", out, options)
-    done = prune_checkpoint(tmp_path / "m", out, options)
-    assert done.dense["lm_head"] == HEAD_IN_FLOATS
-    assert said.left[HEAD_IN_FLOATS].count == 1
-    assert HEAD_IN_FLOATS in (out / "README.md").read_text()
-    assert "lm_head.weight_scale" not in Checkpoint(out).files
-    quantisation = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert "lm_head" in quantisation["ignore"]
-    assert quantisation["config_groups"]["group_0"]["targets"] == ["Linear"]
+    for run in (dry_run, prune_checkpoint):
+        with pytest.raises(InputError, match=f"lm-head.*{HEAD_IN_FLOATS}"):
+            run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, lm_head=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 def test_they_are_pruned_in_floats(tmp_path: Path) -> None:
@@ -47,6 +45,33 @@ def test_others_are_treated(tmp_path: Path) -> None:
     assert done.patterns["lm_head"] == "6:8"
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2.5-vl", "gemma3", "mistral3", "qwen2-audio"])
+def test_that_of_a_multimodal_model_belongs_to_its_language_part(tmp_path: Path, name: str) -> None:
+    """It was left as a joint between parts, and --lm-head had no effect."""
+    make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    assert done.patterns["lm_head"] == "6:8"
+    assert similarity(tmp_path / "s", ARCHITECTURES[name]) > 0.95
+    assert inspect_checkpoint(tmp_path / "s").ok
+    without = prune_checkpoint(tmp_path / "m", tmp_path / "d", PruneOptions("6:8", "int8"))
+    assert without.dense["lm_head"] == OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("gemma3", {}, "lm_head stays dense: shares its weight"),
+        ("llama", {"ignore": ("lm_head",)}, "lm_head stays dense: on the ignore list"),
+        ("bert", {}, "the model has no output embedding"),
+        ("llava", {"part": "vision"}, "lm_head stays dense: in the language part; --part language or all"),
+    ],
+)
+def test_one_that_stays_dense_cannot_be_asked_for(tmp_path: Path, name: str, options: dict[str, Any], why: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    with pytest.raises(InputError, match=f"options without effect; got --lm-head, and {why}"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True, **options))
+
+
 def test_a_model_with_nothing_else_is_refused(tmp_path: Path) -> None:
     """It was pruned, with the output embedding alone in 8 bits."""
     make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16, tie_word_embeddings=False)
@@ -59,13 +84,11 @@ def test_a_model_in_memory_keeps_what_vllm_holds_in_floats(tmp_path: Path, caplo
     model = make(tmp_path / "m", ARCHITECTURES["jamba"], torch.bfloat16)
     sparsify_(model, "6:8", "int8", lm_head=True)
     model.save_pretrained(tmp_path / "s")
-    done = prune_checkpoint(
-        tmp_path / "m", tmp_path / "p", PruneOptions("6:8", "int8", lm_head=True, method="magnitude")
-    )
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "p", PruneOptions("6:8", "int8"))
     saved, pruned = (
         {name for name in Checkpoint(tmp_path / folder).files if name.endswith("weight_scale")} for folder in "sp"
     )
     assert saved == {name for name in pruned if ".experts." not in name}  # which stay dense in memory
-    assert {HEAD_IN_FLOATS, IN_FLOATS} <= set(done.dense.values())
+    assert {OUTPUT, IN_FLOATS} <= set(done.dense.values())
     for why in (HEAD_IN_FLOATS, IN_FLOATS):
         assert why in caplog.text

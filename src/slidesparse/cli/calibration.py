@@ -69,8 +69,8 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
         return Calibration(texts[0], **given, more=tuple(texts[1:]), bos=not options.no_bos)
     if options.needs_calibration:
         raise InputError("no text to measure on", remedy="add --calibration FILE, or --self NUMBER")
-    if given:
-        got = f"{', '.join(f'--{name}' for name in given)} without --calibration"
+    if names := [*(f"--{name}" for name in given), *(["--no-bos"] if options.no_bos else [])]:
+        got = f"{', '.join(names)} without --calibration"
         remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"
         raise InputError("calibration windows", got=got, needed="the text that they are taken of", remedy=remedy)
     return None

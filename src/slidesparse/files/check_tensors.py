@@ -7,12 +7,15 @@ show, and the values of scales, which are few.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from slidesparse.base.counted import counted
+from slidesparse.base.traced_tensor import sources
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.check_config import generation_settings, other_quantisation
 from slidesparse.files.checkpoint import Checkpoint
@@ -21,6 +24,7 @@ from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, quan
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.config_keys import LINEAR
+from slidesparse.models.parts import text_config
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_finite, is_nonzero
@@ -89,6 +93,29 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
             yield from _type_faults(own, checkpoint, *allowed.of(name))
     for own in allowed.experts:
         yield from _type_faults(own, checkpoint, *allowed.of_experts(own, len(checkpoint.stored(own).shape)))
+    yield from _further_layers(meta, checkpoint)
+
+
+def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts."""
+    config = text_config(meta.model.config)
+    last = getattr(config, "num_hidden_layers", 0) or 0
+    drafts = range(last, last + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+    used = {_numbered(name)[0] for origin in meta.names.origins.values() for name in sources(origin)}
+    unexpected = {name: _numbered(name) for name in meta.names.unexpected}
+    further = [name for name, (alike, number) in unexpected.items() if alike in used and number not in drafts]
+    if further:
+        yield CheckpointError(
+            f"{further[0]} is one of {counted(len(further), 'tensor')} beyond what {checkpoint.path}/config.json says",
+            got="a smaller number of layers or experts than the checkpoint has",
+            needed="the config.json of these weights",
+        )
+
+
+def _numbered(name: str) -> tuple[str, int | None]:
+    """Return the name of a tensor without the number of its layer, and the number."""
+    found = re.search(r"\.(\d+)\.", name)
+    return (name, None) if found is None else (f"{name[: found.start()]}.*.{name[found.end() :]}", int(found[1]))
 
 
 class _Allowed:

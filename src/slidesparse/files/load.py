@@ -139,7 +139,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    meta.tie()
+    meta.tie(but=filled)
     unused = meta.names.unexpected
     if unused:
         warnings.warn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,11 @@ from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint, unmerged
 from slidesparse.files.marker import Marker
+from slidesparse.files.stored_ties import settle_ties
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
 from slidesparse.files.wrapped_names import ADAPTER
 from slidesparse.models.experts import find_experts, linears_inside
+from slidesparse.models.parts import output_embedding
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -91,15 +93,18 @@ class MetaModel:
 
     def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return a value of the model's state as transformers computes it; a CheckpointError where nothing fills it."""
+        name = name if name in self.names.origins else self.names.tied.get(name, name)
         if name in self.names.made:
             return self.names.made[name]
         if name not in self.names.origins:
             raise CheckpointError(f"the checkpoint holds no {name}")
         return replay(self.names.origins[name], tensor)
 
-    def tie(self) -> None:
-        """Let parameters of the model be shared that transformers shares. No treated linear shares its weight."""
+    def tie(self, but: Container[str] = ()) -> None:
+        """Let parameters of the model be shared that transformers shares, ``but`` for those of treated linears."""
         for name, other in self.names.tied.items():
+            if name in but:
+                continue
             (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
             setattr(self.model.get_submodule(place), leaf, getattr(self.model.get_submodule(owner), source))
 
@@ -118,11 +123,15 @@ class MetaModel:
                 raise CheckpointError(f"shape of {name}", got=list(shape), needed=needed)
         if missing := self.names.missing:
             like = [name for name in self.names.unused if name.endswith(f".{missing[0]}")][:1]
+            head = getattr(output_embedding(self.model), "weight", None)
+            remedy = f"save the model that is inside of {like[0].removesuffix(f'.{missing[0]}')}" if like else None
+            if all(state[name] is head for name in missing):
+                remedy = "if it is the input embedding, write tie_word_embeddings: true into config.json"
             raise CheckpointError(
                 f"the checkpoint lacks {counted(len(missing), 'tensor')} of {type(self.model).__name__}",
                 got=f"no {', '.join(missing[:3])}{''.join(f', and {name}' for name in like)}",
                 needed="all of them, under the names that the installed transformers gives them",
-                remedy=f"save the model that is inside of {like[0].removesuffix(f'.{missing[0]}')}" if like else None,
+                remedy=remedy,
             )
 
 
@@ -153,7 +162,7 @@ def build_meta_model(
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     for name in filter(ADAPTER.search, names.unused):
         raise unmerged(f"{checkpoint.path} holds more than a model", name)
-    return MetaModel(model.eval(), names)
+    return MetaModel(model.eval(), settle_ties(model, names, checkpoint))
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:

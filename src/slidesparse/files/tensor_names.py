@@ -27,12 +27,13 @@ class TensorNames:
 
     Attributes:
         origins: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
-        tied: Name in the state -> the name before it whose values it shares; it has no origin of its own.
+        tied: Name in the state -> the name whose values it shares; it has an origin where its values are stored too.
         made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
         missing: Parameters that nothing fills and that are not tied to one that is filled.
         unused: Tensors of the checkpoint that fill nothing.
         unexpected: Those of them that transformers does not know of.
         misshapen: Name in the state -> the other shape that it has in the checkpoint.
+        apart: Those that the config ties to others, and whose values differ.
     """
 
     origins: Mapping[str, Origin]
@@ -42,6 +43,7 @@ class TensorNames:
     unused: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...]]
+    apart: tuple[str, ...] = ()
 
 
 def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from slidesparse.models.parts import text_config
-from slidesparse.models.targets import output_embedding
+from slidesparse.models.parts import output_embedding, text_config
 
 MODEL_TYPES = frozenset(
     {

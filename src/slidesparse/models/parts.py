@@ -47,7 +47,16 @@ def parts_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     _assign("", model, "joint", kinds, found)
+    # What makes logits for the language model is often beside it.
+    head = set() if (output := output_embedding(model)) is None else set(output.modules())
+    found |= {name: "language" for name, module in model.named_modules() if module in head}
     return {name: found[name] for name in names}
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return what makes logits of the last hidden state; None in a model without it."""
+    output: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return output
 
 
 def _assign(name: str, module: nn.Module, around: str, kinds: dict[type, str], found: dict[str, str]) -> None:

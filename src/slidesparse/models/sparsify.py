@@ -18,7 +18,7 @@ from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
-from slidesparse.models.parts import Part, language_model
+from slidesparse.models.parts import Part, language_model, output_embedding
 from slidesparse.models.targets import (
     ADAPTER,
     COMPRESSED,
@@ -29,7 +29,6 @@ from slidesparse.models.targets import (
     find_targets,
     input_sets,
     matches_entry,
-    output_embedding,
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.prune import Linears, Pruner, get_pruner

@@ -22,7 +22,7 @@ from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
-from slidesparse.models.parts import Part, outside_part
+from slidesparse.models.parts import Part, output_embedding, outside_part
 
 MIN_FEATURES = 32
 """Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
@@ -109,7 +109,6 @@ def find_targets(
     adapters = adapter_parts(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     config = getattr(model, "config", None)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
     described = hasattr(config, "model_type")
     ignored = {name for name in named for entry in also_ignore if matches_entry(name, entry)}
     for entry in ignore:
@@ -139,7 +138,7 @@ def find_targets(
             return _why_no_linear(module)
         if holders[id(module.weight)] > 1:
             return "shares its weight with another linear, which would need its scales too"
-        if id(module.weight) in embeddings or (tied and id(module) in inside_output):
+        if id(module.weight) in embeddings:
             return "shares its weight with the input embedding"
         if id(module) in inside_output and not lm_head:
             return OUTPUT
@@ -160,12 +159,6 @@ def find_targets(
             needed="at least one nn.Linear, in a mixture of experts too",
         )
     return targets
-
-
-def output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return what makes logits of the last hidden state; None in a model without it."""
-    output: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return output
 
 
 def treated_head(model: nn.Module, treated: Mapping[str, nn.Module]) -> str | None:

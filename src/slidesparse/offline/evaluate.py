@@ -109,7 +109,8 @@ def evaluate(
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
     if text is None:
-        _refuse_idle({"--window": window, "--stride": stride}, "--text", "a text, which is read in windows")
+        given = {"--window": window, "--stride": stride, "--no-bos": None if bos else False}
+        _refuse_idle(given, "--text", "a text, which is read in windows")
     if not tasks:
         _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
     check_windows(window, stride)

@@ -146,6 +146,8 @@ def prune_checkpoint(
     size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")
     record = job_record(prepared, options)
+    if job.windows is not None:
+        job.require_finite(progress)
     with staged_together(ranks, destination, checkpoint.path, record, size + files.n_bytes) as work:
         job.calibrate(work.kept, progress, ranks)
         resumed = _write_shards(prepared, work, ranks, progress)

@@ -31,7 +31,14 @@ from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_exper
 from slidesparse.models.targets import matches_entry
 from slidesparse.offline.prune_options import PruneOptions, check_type
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import QUANTISED, dequantize, quantize_weight, requantize, rounding_of
+from slidesparse.weights.quant import (
+    QUANTISED,
+    dequantize,
+    quantize_weight,
+    requantize,
+    rounding_of,
+    with_usable_scales,
+)
 from slidesparse.weights.support import check_weight
 
 
@@ -212,7 +219,8 @@ class ExpertJob:
             found: dict[str, torch.Tensor] = {}
             recipe = rounding_of(self.rounding, pattern)
             for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
-                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name, recipe=recipe)
+                rounded = quantize_weight(rows, self.dtype, name=name, recipe=recipe)
+                found[name], found[f"{name}_scale"] = with_usable_scales(rounded)
             return found
         (name,) = names
         if pattern == DENSE:

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
+from slidesparse.base.traced_tensor import sources
 from slidesparse.errors import InputError
-from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults, stored_names
+from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.stored_ties import config_as_stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import LEAVE_DENSE, find_routers
@@ -44,6 +47,7 @@ from slidesparse.weights.quant import (
     rounding_of,
     ternary_scale,
     ternary_weight,
+    with_usable_scales,
 )
 from slidesparse.weights.support import check_weight
 
@@ -247,14 +251,21 @@ class PruneJob:
         }
 
     @cached_property
-    def parameters(self) -> set[str]:
-        """The tensors of the source that are parameters of the model."""
-        stored = stored_names(self.meta)
-        return {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
+    def used(self) -> set[str]:
+        """The tensors of the source that the model has, or computes its own from."""
+        return {name for origin in self.meta.names.origins.values() for name in sources(origin)}
+
+    def require_finite(self, progress: bool | None) -> None:
+        """Refuse NaN and Inf in any tensor that is used, before hours of calibration."""
+        sizes = {name: self.checkpoint.stored(name).n_bytes for name in sorted(self.used)}
+        with progress_bar("check", sum(sizes.values()), show=progress) as advance:
+            for name, n_bytes in sizes.items():
+                check_finite(self.checkpoint.tensor(name), name)
+                advance(n_bytes)
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
-        if tensor in self.parameters or tensor in self.experts.tensors:
+        if tensor in self.used:
             check_finite(value, tensor)
         return value
 
@@ -277,7 +288,8 @@ class PruneJob:
             values, scale = ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
         else:
             recipe = rounding_of(self.rounding, self.patterns[name])
-            values, scale = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
+            rounded = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
+            values, scale = with_usable_scales(rounded)
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -328,7 +340,8 @@ class PruneJob:
         without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
-        config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
+        config = config_as_stored(self.checkpoint.config, self.meta.model, self.meta.names)
+        config.pop("compression_config", None)
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.rounds:

@@ -10,8 +10,8 @@ from slidesparse.errors import InputError
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
 from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
-from slidesparse.models.parts import Part
-from slidesparse.models.targets import Targets, find_targets, matches_entry
+from slidesparse.models.parts import Part, output_embedding
+from slidesparse.models.targets import Targets, find_targets, matches_entry, treated_head
 from slidesparse.models.weight_reads import read_without_calling
 
 
@@ -47,7 +47,14 @@ def find_treated(
             got=f"nothing left to treat but {len(mixers)} linears of first Mamba mixers, which vLLM holds in floats",
             remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
         )
-    return find(keep | mixers)
+    targets = find(keep | mixers)
+    if lm_head and treated_head(meta.model, targets.linears) is None:
+        head = output_embedding(meta.model)
+        names = [name for name, module in meta.model.named_modules() if module is head]
+        said = [f"{name} stays dense: {targets.dense.get(name, 'it is no nn.Linear')}" for name in names]
+        got = f"--lm-head, and {next(iter(said), 'the model has no output embedding')}"
+        raise InputError("options without effect", got=got, remedy="leave out --lm-head")
+    return targets
 
 
 def _of_linears(entries: Iterable[str], linears: set[str], others: Sequence[str]) -> list[str]:

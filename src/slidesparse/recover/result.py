@@ -41,8 +41,9 @@ def gathered(
         if keep:
             found |= _as_stored(whole, meta.names.origins[name], checkpoint)
     for name, other in meta.names.tied.items():  # a checkpoint may hold both all the same
-        if other in found and name in checkpoint.files:
-            found[name] = found[other]
+        own, shared = (meta.names.origins.get(one, one) for one in (name, other))
+        if isinstance(own, str) and isinstance(shared, str) and own in checkpoint.files and shared in found:
+            found[own] = found[shared]
     return found
 
 

@@ -10,7 +10,14 @@ from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
 from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, quantize_weight, rounding_of
+from slidesparse.weights.quant import (
+    QUANTISED,
+    Rounding,
+    check_rounding,
+    quantize_weight,
+    rounding_of,
+    with_usable_scales,
+)
 from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
 
 
@@ -83,6 +90,7 @@ def pack_weight(
     """
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        rounded = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        values, scale = with_usable_scales(rounded)
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

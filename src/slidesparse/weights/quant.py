@@ -182,6 +182,12 @@ def quantize_weight(
     return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
 
 
+def with_usable_scales(weight: Quantised) -> Quantised:
+    """Return a weight whose rows have values where they have a scale: that of the least float32 numbers is 0."""
+    lost = weight.scale == 0
+    return Quantised(weight.values.masked_fill(lost, 0), weight.scale) if bool(lost.any()) else weight
+
+
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round a float32 weight [out, in] with a scale, [out, 1] or [out], that is given, positive where rows are.
 

@@ -1,0 +1,57 @@
+"""Decide by a checkpoint's tensors which parameters share their values: its config may tie some that differ.
+
+transformers compares tensors that are stored and tied, and ties only equal ones. vLLM and SGLang believe the config and
+pass over the output embedding. So a new checkpoint says in its config what its tensors are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.base.log import log_once
+from slidesparse.base.traced_tensor import Origin, replay
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.tensor_names import TensorNames
+from slidesparse.models.parts import text_config
+
+KEY = "tie_word_embeddings"
+
+
+def settle_ties(model: Any, names: TensorNames, checkpoint: Checkpoint) -> TensorNames:
+    """Return the names with what is tied by values too, and give the model parameters of their own for what differs."""
+    origins = names.origins
+    pairs = {name: other for name, other in model.all_tied_weights_keys.items() if {name, other} <= origins.keys()}
+    apart = [name for name, other in pairs.items() if not _equal(origins[name], origins[other], checkpoint)]
+    for name in apart:
+        text = f"{name} differs from {pairs[name]}, and {checkpoint.path}/config.json ties them: both are kept, as in"
+        log_once(f"{text} transformers; vLLM and SGLang go by config.json", logging.WARNING)
+        place, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(place), leaf, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+    tied = {name: other for name, other in pairs.items() if name not in apart}
+    return replace(names, tied={**names.tied, **tied}, apart=tuple(apart))
+
+
+def _equal(one: Origin, other: Origin, checkpoint: Checkpoint) -> bool:
+    if one == other:
+        return True
+    a, b = replay(one, checkpoint.tensor), replay(other, checkpoint.tensor)
+    same_form = a.dtype == b.dtype and a.shape == b.shape
+    return same_form and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def config_as_stored(config: Mapping[str, Any], model: Any, names: TensorNames) -> dict[str, Any]:
+    """Return config.json without a tie that the tensors do not have.
+
+    It stays where it ties other parameters, and in encoder-decoders: T5 scales its outputs by it.
+    """
+    if not names.apart or names.tied or getattr(model.config, "is_encoder_decoder", False):
+        return dict(config)
+    text, untied = text_config(model.config), {KEY: False}
+    parts = [key for key in getattr(model.config, "sub_configs", ()) if getattr(model.config, key, None) is text]
+    return {**config, **{key: {**config[key], **untied} for key in parts if key in config}, **untied}

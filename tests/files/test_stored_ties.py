@@ -1,0 +1,98 @@
+"""What config.json says of the tensors, where they say otherwise: the tensors decide, or the checkpoint is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from safetensors.torch import load_file, save_file
+from small_models import make
+from test_architectures import answer
+
+import slidesparse
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.offline.evaluate import load_any
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+
+HEADS = {"llama": "lm_head", "gemma3": "lm_head", "t5": "lm_head", "bert-mlm": "cls.predictions.decoder"}
+
+
+def make_tied(folder: Path, name: str, head: str, equal: bool) -> Any:
+    """A checkpoint whose config ties its head, and which holds one all the same."""
+    made = make(folder, ARCHITECTURES[name], torch.float32, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = made.get_input_embeddings().weight.detach()
+    weights[f"{head}.weight"] = embedding.clone() if equal else embedding.flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return made
+
+
+def config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_of_its_own_is_kept_and_said_to_be_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Servers go by config.json, and took the embedding in its place; --lm-head had no effect."""
+    found, head = ARCHITECTURES[name], HEADS[name]
+    make_tied(tmp_path / "m", name, head, equal=False)
+    dense = prune_checkpoint(tmp_path / "m", tmp_path / "d", PruneOptions("dense", "fp32"))
+    assert dense.dense[head] == "output embedding"
+    assert f"{head}.weight differs from" in caplog.text
+    known = getattr(transformers, found.model)
+    right = answer(known.from_pretrained(tmp_path / "m").eval(), found)
+    assert torch.allclose(answer(slidesparse.load(tmp_path / "d"), found), right, atol=1e-4)
+    assert torch.allclose(answer(load_any(Checkpoint(tmp_path / "m"), torch.device("cpu")), found), right, atol=1e-4)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32", lm_head=True))
+    assert done.patterns[head] == "6:8"
+    ours, theirs = slidesparse.load(tmp_path / "s"), known.from_pretrained(tmp_path / "s").eval()
+    assert torch.allclose(answer(ours, found), answer(theirs, found), atol=1e-4)
+    said = config(tmp_path / "s")
+    ties = [one["tie_word_embeddings"] for one in (said, said.get("text_config", said))]
+    assert ties == [name in ("t5", "bert-mlm")] * 2  # where that key means more than the head
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_is_stored_twice_is_tied(tmp_path: Path, name: str) -> None:
+    make_tied(tmp_path / "m", name, HEADS[name], equal=True)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert done.dense[HEADS[name]] == "shares its weight with the input embedding"
+    assert config(tmp_path / "s")["tie_word_embeddings"]
+    loaded = slidesparse.load(tmp_path / "s")
+    assert loaded.get_submodule(HEADS[name]).weight is loaded.get_input_embeddings().weight
+    with pytest.raises(InputError, match=r"lm-head.*shares its weight"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", lm_head=True))
+
+
+def test_an_untied_head_that_is_not_there(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32, tie_word_embeddings=True)
+    (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"no lm_head\.weight;.*tie_word_embeddings: true"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("llama", "num_hidden_layers"), ("t5", "num_layers"), ("bart", "decoder_layers")]
+)
+def test_layers_beyond_those_of_the_config(tmp_path: Path, name: str, key: str) -> None:
+    """They were copied as unused, and the model was cut short."""
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {key: 1}))
+    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+def test_drafts_are_no_layers_beyond(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32)
+    changed = config(tmp_path / "m") | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "m/config.json").write_text(json.dumps(changed))
+    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8")).unexpected
