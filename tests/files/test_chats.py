@@ -62,9 +62,7 @@ def test_a_template_that_fails_late_ends_the_child(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to_answer", [False, True])
-def test_the_date_and_chance_are_no_inputs(
-    tmp_path: Path, to_answer: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_date_and_chance_are_no_inputs(tmp_path: Path, to_answer: bool, caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
     template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ range(10**5)|random }}{{ 'Go' if add_generation_prompt }}"
     made = tokenizer(tmp_path, template)

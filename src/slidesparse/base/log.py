@@ -5,7 +5,22 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-LOG = logging.getLogger("slidesparse")
+from slidesparse.errors import printable
+
+
+def named_log(name: str) -> logging.Logger:
+    """Return the logger of a name, each of whose messages is one line that a terminal only draws."""
+    log = logging.getLogger(name)
+    log.addFilter(_escape)
+    return log
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+LOG = named_log("slidesparse")
 
 
 @lru_cache(maxsize=4096)

@@ -78,12 +78,13 @@ def _answer(words: list[str], signals: Signals) -> int:
         if signals.received is not None:  # a library has made another error of it
             raise signals.received from error
         from slidesparse.cli.failure import drop_output, report
+        from slidesparse.cli.output import show
 
         if isinstance(error, BrokenPipeError):
             drop_output()
             return BROKEN_PIPE
         if verbose and not isinstance(error, SlideSparseError):
-            traceback.print_exc()
+            show(traceback.format_exc().rstrip(), sys.stderr)
         report(error, "--json" in words)
         return 1
 

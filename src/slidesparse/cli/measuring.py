@@ -7,6 +7,7 @@ import json
 
 from slidesparse.base.from_bench import from_bench
 from slidesparse.cli.arguments import Commands, add_command, named_path
+from slidesparse.cli.output import show
 from slidesparse.errors import InputError, UnsupportedError
 
 TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
@@ -70,7 +71,7 @@ def _tune(options: argparse.Namespace) -> int:
     _refuse_measuring(options, models)
     if options.share is not None:
         table = share.write(options.share)
-        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        show(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
         return 0
     algorithms, path, layers, wrong = list[AlgorithmRecord](), None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
@@ -84,9 +85,9 @@ def _tune(options: argparse.Namespace) -> int:
             path = tune.store_layers(found, faulty)  # whatever becomes of the rest
             layers, wrong = layers + found, wrong + faulty
     if options.json:
-        print(json.dumps(tune.to_json(algorithms, layers, wrong)))
+        show(json.dumps(tune.to_json(algorithms, layers, wrong)))
     else:
-        print(tune.describe(algorithms, layers, wrong, path))
+        show(tune.describe(algorithms, layers, wrong, path))
     return 1 if wrong else 0
 
 

@@ -22,6 +22,7 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
+from slidesparse.cli.output import show
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 from slidesparse.errors import InputError
 
@@ -179,5 +180,5 @@ def _plan(options: argparse.Namespace) -> int:
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
-    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
+    show(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
     return 0

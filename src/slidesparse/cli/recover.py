@@ -18,6 +18,7 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import PROMPTS, add_own_chats, add_texts, own_chats_of, planned_chats
+from slidesparse.cli.output import show
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 
 if TYPE_CHECKING:
@@ -117,5 +118,5 @@ def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
     count = write_chats(source_of(options), options.out, wanted, device, ranks)
     if ranks.is_first:
         told = {"file": str(options.out), "chats": count}
-        print(json.dumps(told) if options.json else f"{options.out}: {count} chats")
+        show(json.dumps(told) if options.json else f"{options.out}: {count} chats")
     return 0

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
-from slidesparse.errors import CheckpointError, SlideSparseError, first_line
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from slidesparse.base.bounded_regex import require_bounded
+from slidesparse.base.counted import counted
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
 from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
@@ -22,6 +32,18 @@ COUNTS = frozenset(
 SHARED_LAYERS = 256
 """Layers that a model may have whose layers share their tensors, as ALBERT's do."""
 
+LARGEST = 1 << 24
+"""A number that a config may have though no tensor has such a dimension: Llama 4 reads ten million positions."""
+
+NO_SIZE = re.compile("theta|base|seed|param")
+"""Keys of numbers for which nothing is made."""
+
+NAME_LENGTH = 100
+"""Characters of a name for which the regular expressions of a config must be bounded; most have fewer."""
+
+SPARE_MODULES, MODULES_OF_A_TENSOR = 20_000, 16
+"""Modules and parameters that a model may have: seconds of work, and a multiple for each tensor."""
+
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
 
@@ -30,27 +52,64 @@ QUANTISER_TENSORS = (".qweight", ".qzeros")
 
 
 def require_plausible(checkpoint: Checkpoint) -> None:
-    """Refuse more layers than the checkpoint has tensors, before a model of them is built for days.
+    """Refuse numbers and regular expressions that would keep transformers busy for days.
 
     Raises:
         CheckpointError: Naming the key.
     """
-    most = max(len(checkpoint.files), SHARED_LAYERS)
-    for key, value in _counts(checkpoint.config):
-        if isinstance(value, int) and value > most:
+    layers = max(len(checkpoint.files), SHARED_LAYERS)
+    size = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
+    for key, value in _values("", checkpoint.config):
+        most, has = (layers, f"{len(checkpoint.files)} tensors") if key in COUNTS else (size, "no tensor of that size")
+        where = f"{key} of {checkpoint.path}/config.json"
+        if isinstance(value, int) and value > most and NO_SIZE.search(key) is None:
+            raise CheckpointError(where, got=value, needed=f"at most {most}: the checkpoint holds {has}")
+        if isinstance(value, str) and value.startswith("re:"):
+            try:
+                require_bounded(value.removeprefix("re:"), NAME_LENGTH)
+            except InputError as error:
+                raise CheckpointError.of(error.located(where)) from error
+
+
+def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a value, with the innermost key around it."""
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from _values(inner, item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _values(key, item)
+    else:
+        yield key, value
+
+
+@contextmanager
+def counted_modules(checkpoint: Checkpoint) -> Iterator[None]:
+    """Refuse a model of far more modules than the checkpoint has tensors for, whatever key counts them.
+
+    Raises:
+        CheckpointError: While they are made.
+    """
+    most = SPARE_MODULES + MODULES_OF_A_TENSOR * len(checkpoint.files)
+    numbers = count()
+
+    def one_more(*_: Any) -> None:
+        if next(numbers) > most:
             raise CheckpointError(
-                f"{key} of {checkpoint.path}/config.json",
-                got=value,
-                needed=f"at most {most}: the checkpoint holds {len(checkpoint.files)} tensors",
+                f"layers in {checkpoint.path}/config.json",
+                got=f"more than {most} modules and parameters",
+                needed=f"a model of the checkpoint's {counted(len(checkpoint.files), 'tensor')}",
             )
 
-
-def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _counts(value)
-        elif key in COUNTS:
-            yield key, value
+    handles = [
+        register_module_module_registration_hook(one_more),
+        register_module_parameter_registration_hook(one_more),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:

@@ -7,7 +7,6 @@ which differ from other linears in nothing but their names.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.bounded_regex import matches
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
@@ -250,15 +250,12 @@ def matches_entry(name: str, entry: str) -> bool:
     """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
 
     Raises:
-        InputError: The text after ``re:`` is no regular expression.
+        InputError: The text after ``re:`` is no regular expression, or one that may take very long.
     """
     require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry
-    try:
-        return re.match(entry.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise InputError(f"entry {entry!r} is no regular expression", got=error) from error
+    return matches(entry.removeprefix("re:"), name)
 
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:

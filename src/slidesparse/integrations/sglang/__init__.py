@@ -19,13 +19,15 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 
+from slidesparse.base.log import named_log
+
 TESTED = ("0.5.16", "0.5.23")
 """The releases inside whose Python the plugin's tests were run; CI runs the last one. The first is for PyTorch 2.11."""
 
 METHOD = "compressed-tensors"
 """SGLang's name of the quantisation method of our checkpoints."""
 
-LOGGER = "sglang.srt.plugins.slidesparse"
+LOGGER = named_log("sglang.srt.plugins.slidesparse").name
 """A child of SGLang's loggers, so that its level and format hold."""
 
 

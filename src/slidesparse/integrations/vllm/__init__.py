@@ -32,10 +32,11 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
+from slidesparse.base.log import named_log
 from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm.releases import describe_tested
 
-LOGGER = "vllm.plugins.slidesparse"
+LOGGER = named_log("vllm.plugins.slidesparse").name
 """A child of vLLM's logger, so that its level and format hold."""
 
 

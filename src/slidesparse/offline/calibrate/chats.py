@@ -1,8 +1,8 @@
 """Make texts of chats with a checkpoint's own chat template.
 
 The template is a program of whoever made the checkpoint. transformers keeps it from files and from other code, but not
-from taking time and memory without end; so it runs in a child process, which has little of both. There the date, and what
-Jinja draws at random, are held, so that a text is the same on another day.
+from taking time and memory without end; so it runs in a child process, which has little of both. The date and what
+Jinja draws at random are held there, so that a text is the same on another day.
 """
 
 from __future__ import annotations
