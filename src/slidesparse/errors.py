@@ -5,6 +5,8 @@ A message answers four questions in one line: what is wrong, what was got, what 
 
 from __future__ import annotations
 
+import json
+
 LONGEST = 500
 """Most characters of another library's message that one of ours repeats."""
 
@@ -43,13 +45,14 @@ def system_words(error: OSError) -> str:
     return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
-def printable(text: str) -> str:
-    r"""Return one line, with whatever is not drawn (escape sequences, marks of direction) written out as in JSON.
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return a text with whatever is not drawn (escape sequences, marks of direction) written out as JSON writes it.
 
     >>> print(printable("a\x1b[2Jb\u202ec\nd"))
-    a\u001b[2Jb\u202ec\u000ad
+    a\u001b[2Jb\u202ec\nd
     """
-    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    text = text.replace("\x7f", "\\u007f")  # which JSON may hold as it is
+    return "".join(c if c.isprintable() or c in keep else json.dumps(c)[1:-1] for c in text)
 
 
 class SlideSparseWarning(UserWarning):

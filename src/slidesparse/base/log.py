@@ -8,19 +8,14 @@ from functools import lru_cache
 from slidesparse.errors import printable
 
 
-def named_log(name: str) -> logging.Logger:
-    """Return the logger of a name, each of whose messages is one line that a terminal only draws."""
-    log = logging.getLogger(name)
-    log.addFilter(_escape)
-    return log
-
-
-def _escape(record: logging.LogRecord) -> bool:
+def escape(record: logging.LogRecord) -> bool:
+    """Write out what is not drawn in a message, for all handlers: a filter of every logger of ours."""
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
 
-LOG = named_log("slidesparse")
+LOG = logging.getLogger("slidesparse")
+LOG.addFilter(escape)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slidesparse.base.apart import something_is_left
 from slidesparse.cli.interruption import Signals
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -78,13 +78,12 @@ def _answer(words: list[str], signals: Signals) -> int:
         if signals.received is not None:  # a library has made another error of it
             raise signals.received from error
         from slidesparse.cli.failure import drop_output, report
-        from slidesparse.cli.output import show
 
         if isinstance(error, BrokenPipeError):
             drop_output()
             return BROKEN_PIPE
         if verbose and not isinstance(error, SlideSparseError):
-            show(traceback.format_exc().rstrip(), sys.stderr)
+            print(printable(traceback.format_exc(), keep="\n"), file=sys.stderr)
         report(error, "--json" in words)
         return 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import (
@@ -15,10 +14,10 @@ from slidesparse.cli.arguments import (
     device_of,
     named_path,
     print_outcome,
+    show,
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import PROMPTS, add_own_chats, add_texts, own_chats_of, planned_chats
-from slidesparse.cli.output import show
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 
 if TYPE_CHECKING:
@@ -117,6 +116,5 @@ def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
     device = own_device(ranks, device_of(options))
     count = write_chats(source_of(options), options.out, wanted, device, ranks)
     if ranks.is_first:
-        told = {"file": str(options.out), "chats": count}
-        show(json.dumps(told) if options.json else f"{options.out}: {count} chats")
+        show(options, {"file": str(options.out), "chats": count}, f"{options.out}: {count} chats")
     return 0

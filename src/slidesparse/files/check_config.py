@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
 from slidesparse.files.marker import FROM_FLOAT, is_bitnet, quantisation_dtype, source_quantisation
@@ -24,25 +21,14 @@ from slidesparse.models.config_keys import MARKER_KEY
 GENERATION_FILE = "generation_config.json"
 """Holds the settings with which a model writes text."""
 
-COUNTS = frozenset(
-    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
-)
-"""Keys under which config files have their numbers of layers."""
-
-SHARED_LAYERS = 256
-"""Layers that a model may have whose layers share their tensors, as ALBERT's do."""
-
 LARGEST = 1 << 24
-"""A number that a config may have though no tensor has such a dimension: Llama 4 reads ten million positions."""
+"""A number that a config may have though no tensor is so long: Llama 4 reads ten million positions."""
 
 NO_SIZE = re.compile("theta|base|seed|param")
 """Keys of numbers for which nothing is made."""
 
-NAME_LENGTH = 100
-"""Characters of a name for which the regular expressions of a config must be bounded; most have fewer."""
-
-SPARE_MODULES, MODULES_OF_A_TENSOR = 20_000, 16
-"""Modules and parameters that a model may have: seconds of work, and a multiple for each tensor."""
+SPARE, OF_A_TENSOR = 4096, 16
+"""Modules that a model may have: some seconds of work, and so many for each tensor of the checkpoint."""
 
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
@@ -52,64 +38,44 @@ QUANTISER_TENSORS = (".qweight", ".qzeros")
 
 
 def require_plausible(checkpoint: Checkpoint) -> None:
-    """Refuse numbers and regular expressions that would keep transformers busy for days.
+    """Refuse numbers beyond any size of a tensor, and regular expressions that libraries may never finish.
 
     Raises:
         CheckpointError: Naming the key.
+        InputError: Naming the expression.
     """
-    layers = max(len(checkpoint.files), SHARED_LAYERS)
-    size = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
+    most = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
     for key, value in _values("", checkpoint.config):
-        most, has = (layers, f"{len(checkpoint.files)} tensors") if key in COUNTS else (size, "no tensor of that size")
-        where = f"{key} of {checkpoint.path}/config.json"
         if isinstance(value, int) and value > most and NO_SIZE.search(key) is None:
-            raise CheckpointError(where, got=value, needed=f"at most {most}: the checkpoint holds {has}")
+            needed = f"at most {most}: no tensor is longer"
+            raise CheckpointError(f"{key} of {checkpoint.path}/config.json", got=value, needed=needed)
         if isinstance(value, str) and value.startswith("re:"):
-            try:
-                require_bounded(value.removeprefix("re:"), NAME_LENGTH)
-            except InputError as error:
-                raise CheckpointError.of(error.located(where)) from error
+            require_bounded(value[3:], max(map(len, checkpoint.files), default=0))
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is in a value, with the innermost key around it."""
-    if isinstance(value, Mapping):
-        for inner, item in value.items():
-            yield from _values(inner, item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _values(key, item)
-    else:
-        yield key, value
+    """Yield a value and all that is in it, each with the innermost key around it."""
+    yield key, value
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else zip(repeat(key), value, strict=False):
+            yield from _values(name, item)
 
 
 @contextmanager
 def counted_modules(checkpoint: Checkpoint) -> Iterator[None]:
-    """Refuse a model of far more modules than the checkpoint has tensors for, whatever key counts them.
-
-    Raises:
-        CheckpointError: While they are made.
-    """
-    most = SPARE_MODULES + MODULES_OF_A_TENSOR * len(checkpoint.files)
-    numbers = count()
+    """Refuse a model that gets far more modules in this block than the checkpoint has tensors, whatever key says so."""
+    most, numbers = SPARE + OF_A_TENSOR * len(checkpoint.files), count()
 
     def one_more(*_: Any) -> None:
-        if next(numbers) > most:
-            raise CheckpointError(
-                f"layers in {checkpoint.path}/config.json",
-                got=f"more than {most} modules and parameters",
-                needed=f"a model of the checkpoint's {counted(len(checkpoint.files), 'tensor')}",
-            )
+        if next(numbers) >= most:
+            needed = f"a model of {counted(len(checkpoint.files), 'tensor')}"
+            raise CheckpointError(f"layers in {checkpoint.path}/config.json", got=f"{most} modules", needed=needed)
 
-    handles = [
-        register_module_module_registration_hook(one_more),
-        register_module_parameter_registration_hook(one_more),
-    ]
+    handle = register_module_module_registration_hook(one_more)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:

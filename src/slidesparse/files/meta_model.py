@@ -147,20 +147,15 @@ def build_meta_model(
             config.
     """
     known, config = model_class(checkpoint)
-
-    def build(empty: Any) -> nn.Module:
-        what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
+    what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
+    # The size of buffers is known before they have values.
+    for empty in (torch.device("meta"), *([_empty_parameters()] if real_buffers else [])):
         with _explained(what), counted_modules(checkpoint), empty, _default_dtype(dtype or config.dtype):
             model: nn.Module = known(config)
-        return model
-
-    model = build(torch.device("meta"))
-    if real_buffers:
-        if (n_bytes := sum(buffer.nbytes for buffer in model.buffers())) > max(MOST_BUFFERS, checkpoint.n_bytes):
-            got, needed = readable_size(n_bytes), f"at most {readable_size(MOST_BUFFERS)}, or the size of the weights"
-            raise CheckpointError(f"buffers that {checkpoint.path}/config.json asks for", got=got, needed=needed)
-        model = build(_empty_parameters())
-    with _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"):
+        if (size := sum(buffer.nbytes for buffer in model.buffers())) > max(MOST_BUFFERS, checkpoint.n_bytes):
+            needed = f"at most {readable_size(MOST_BUFFERS)}, or the size of the weights"
+            raise CheckpointError(what, got=f"{readable_size(size)} of tables and masks", needed=needed)
+    with _explained(what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone

@@ -7,6 +7,7 @@ which differ from other linears in nothing but their names.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
-from slidesparse.base.bounded_regex import matches
+from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
@@ -255,7 +256,8 @@ def matches_entry(name: str, entry: str) -> bool:
     require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry
-    return matches(entry.removeprefix("re:"), name)
+    require_bounded(entry[3:], len(name))
+    return re.match(entry[3:], name) is not None
 
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
