@@ -31,7 +31,7 @@ def require_bounded(expression: str, length: int) -> None:
         bounded = _ways(_parser.parse(expression), length) <= MAX_WAYS
         re.compile(expression)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
-        raise InputError(f"{expression[:80]!r} is no regular expression", got=error) from error
+        raise InputError(f"entry {f're:{expression}'[:80]!r} is no regular expression", got=error) from error
     if not bounded:
         got = f"{expression:.80} for a name of {length} characters"
         remedy = "name the layers, or repeat single characters alone, such as .* and [0-9]+, a few times"

@@ -90,9 +90,9 @@ def print_outcome(options: argparse.Namespace, outcome: Any) -> None:
     """Print what a command made: as JSON, or as text in the width of the terminal."""
     from slidesparse.base.progress import wrapped
 
-    show(options, outcome.to_json(), wrapped(outcome.describe()))
+    show(options, outcome.to_json(), lambda: wrapped(outcome.describe()))
 
 
-def show(options: argparse.Namespace, value: Any, text: str) -> None:
-    """Print a value as JSON, or the text that says it, with nothing of a checkpoint on which a terminal would act."""
-    print(printable(json.dumps(value, indent=2) if options.json else text, keep="\n"))
+def show(options: argparse.Namespace, value: Any, text: Callable[[], str]) -> None:
+    """Print a value as JSON, or the text that says it; with nothing of a checkpoint on which a terminal would act."""
+    print(printable(json.dumps(value, indent=2) if options.json else text(), keep="\n"))

@@ -69,7 +69,7 @@ def _tune(options: argparse.Namespace) -> int:
     _refuse_measuring(options, models)
     if options.share is not None:
         table = share.write(options.share)
-        show(options, str(options.share), share.describe(table, options.share))
+        show(options, str(options.share), lambda: share.describe(table, options.share))
         return 0
     algorithms, path, layers, wrong = list[AlgorithmRecord](), None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
@@ -82,7 +82,7 @@ def _tune(options: argparse.Namespace) -> int:
         for found, faulty in () if options.algorithms_only else tune.measure_layers(job):
             path = tune.store_layers(found, faulty)  # whatever becomes of the rest
             layers, wrong = layers + found, wrong + faulty
-    show(options, tune.to_json(algorithms, layers, wrong), tune.describe(algorithms, layers, wrong, path))
+    show(options, tune.to_json(algorithms, layers, wrong), lambda: tune.describe(algorithms, layers, wrong, path))
     return 1 if wrong else 0
 
 

@@ -116,5 +116,5 @@ def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
     device = own_device(ranks, device_of(options))
     count = write_chats(source_of(options), options.out, wanted, device, ranks)
     if ranks.is_first:
-        show(options, {"file": str(options.out), "chats": count}, f"{options.out}: {count} chats")
+        show(options, {"file": str(options.out), "chats": count}, lambda: f"{options.out}: {count} chats")
     return 0
