@@ -81,7 +81,7 @@ class SlideSparseError(Exception):
             parts.append(f"needed {needed}")
         if remedy is not None:
             parts.append(remedy)
-        line = printable(" ".join("; ".join(parts).splitlines()))
+        line = printable(" ".join("; ".join(map(str, parts)).splitlines()))
         whole = len(line) <= LONGEST_LINE
         super().__init__(line if whole else f"{line[: LONGEST_LINE // 2]} ... {line[5 - LONGEST_LINE // 2 :]}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.arguments import list_of_names, require_kind
 from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
@@ -97,7 +97,7 @@ def find_targets(
         InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
             has no such part.
     """
-    ignore = _entries(ignore)
+    ignore = list_of_names(ignore, "ignore")
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
     modules = ((name, module) for name, module in model.named_modules() if name not in without)
@@ -238,13 +238,6 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
     """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
     kinds = alike(dense, lambda name: (kind_of(name), dense[name]))
     return [f"left dense: {shared_name(names)} ({dense[names[0]]})" for names in kinds]
-
-
-def _entries(ignore: Iterable[str]) -> list[str]:
-    """Return an ignore list as a list; one name alone would be read letter by letter."""
-    if isinstance(ignore, str | torch.Tensor) or not isinstance(ignore, Iterable):
-        raise InputError("ignore", got=shown(ignore), needed="a list of names")
-    return list(ignore)
 
 
 def matches_entry(name: str, entry: str) -> bool:
