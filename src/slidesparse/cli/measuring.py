@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from slidesparse.base.from_bench import from_bench
-from slidesparse.cli.arguments import Commands, add_command, named_path
+from slidesparse.cli.arguments import Commands, add_command, named_path, show
 from slidesparse.errors import InputError, UnsupportedError
 
 TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
@@ -68,7 +67,7 @@ def _tune(options: argparse.Namespace) -> int:
     _refuse_measuring(options, models)
     if options.share is not None:
         shared = tune.share_times(options.share)
-        print(json.dumps(str(options.share)) if options.json else tune.describe_shared(shared, options.share))
+        show(options, str(options.share), lambda: tune.describe_shared(shared, options.share))
         return 0
     if options.records:
         tuned = tune.tune_from(options.records)
@@ -76,7 +75,7 @@ def _tune(options: argparse.Namespace) -> int:
         tokens = TUNED_TOKENS if options.tokens is None else options.tokens
         job = make_job(models, options.pattern, options.dtype, tokens, options.backends)
         tuned = tune.tune(job, layers=not options.algorithms_only)
-    print(json.dumps(tuned.to_json()) if options.json else tuned.describe())
+    show(options, tuned.to_json(), tuned.describe)
     return 1 if tuned.wrong else 0
 
 

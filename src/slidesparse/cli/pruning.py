@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from slidesparse.cli.arguments import (
     device_of,
     named_path,
     print_outcome,
+    show,
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import (
@@ -33,7 +33,7 @@ from slidesparse.cli.calibration import (
     planned_chats,
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, printable
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -189,7 +189,8 @@ def _plan(options: argparse.Namespace) -> int:
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
-    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
+    said = options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out)
+    print(printable(said, keep="\n"))
     return 0
 
 
@@ -282,6 +283,5 @@ def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
     device = own_device(ranks, device_of(options))
     count = write_chats(source_of(options), options.out, wanted, device, ranks)
     if ranks.is_first:
-        told = {"file": str(options.out), "chats": count}
-        print(json.dumps(told) if options.json else f"{options.out}: {count} chats")
+        show(options, {"file": str(options.out), "chats": count}, lambda: f"{options.out}: {count} chats")
     return 0

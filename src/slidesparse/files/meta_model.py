@@ -14,9 +14,10 @@ from torch import nn
 
 from slidesparse.base.counted import counted
 from slidesparse.base.other_libraries import LOCAL, need
+from slidesparse.base.readable_size import readable_size
 from slidesparse.base.traced_tensor import replay, sources
-from slidesparse.errors import CheckpointError, UnsupportedError, first_line
-from slidesparse.files.check_config import require_family, require_plausible
+from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.check_config import counted_modules, require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint, unmerged
 from slidesparse.files.marker import Marker
 from slidesparse.files.stored_ties import settle_ties
@@ -29,6 +30,10 @@ from slidesparse.weights.quant import FLOATS
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
 run it."""
+
+
+MOST_BUFFERS = 1 << 30
+"""Bytes of tables and masks that a model may compute, though it has fewer bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +153,16 @@ def build_meta_model(
             config.
     """
     known, config = model_class(checkpoint)
-    empty = need("accelerate").init_empty_weights(include_buffers=False) if real_buffers else torch.device("meta")
-    with (
-        _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
-        empty,
-        _default_dtype(dtype or config.dtype),
-    ):
-        model: nn.Module = known(config)
+    what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
+    init_empty = need("accelerate").init_empty_weights if real_buffers else None
+    # The size of buffers is known before they have values.
+    for empty in (torch.device("meta"), *([init_empty(include_buffers=False)] if init_empty else [])):
+        with _explained(what), counted_modules(checkpoint), empty, _default_dtype(dtype or config.dtype):
+            model: nn.Module = known(config)
+        if (size := sum(buffer.nbytes for buffer in model.buffers())) > max(MOST_BUFFERS, checkpoint.n_bytes):
+            needed = f"at most {readable_size(MOST_BUFFERS)}, or the size of the weights"
+            raise CheckpointError(what, got=f"{readable_size(size)} of tables and masks", needed=needed)
+    with _explained(what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
@@ -219,7 +227,7 @@ def _explained(what: str) -> Iterator[None]:
     """Turn any error of the block into one line that starts with ``what``: a wrong config can break anything."""
     try:
         yield
-    except UnsupportedError:
+    except SlideSparseError:
         raise
     except Exception as error:
         raise CheckpointError(what, got=first_line(error)) from error

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
@@ -54,8 +55,8 @@ NOISE = 0.15
 
 def check_tune(value: object, where: str) -> None:
     """Raise an InputError, with the place where it was given, for anything but the values of :data:`Tune`."""
-    if value not in ("auto", "off"):
-        raise InputError(where, got=repr(value), needed="auto or off")
+    if not isinstance(value, str) or value not in ("auto", "off"):
+        raise InputError(where, got=shown(value), needed="auto or off")
 
 
 class LoadTuner:
