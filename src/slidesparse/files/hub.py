@@ -132,20 +132,15 @@ def _arrival(repository: str) -> Callable[[], bool]:
     """Return what says whether enough of a model's files has arrived since it was asked last."""
     from huggingface_hub import constants
 
-    blobs = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs")
-
-    def on_disk() -> int:
-        try:
-            return sum(path.stat().st_blocks * 512 for path in blobs.glob("*"))
-        except OSError:  # a file is complete and has got its name
-            return seen[-1] + LEAST_BYTES
+    blobs, seen = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs"), [0]
 
     def goes_on() -> bool:
-        seen.append(on_disk())
+        try:
+            seen.append(sum(path.stat().st_blocks * 512 for path in blobs.glob("*")))
+        except OSError:  # a file is complete, and has got its name
+            return True
         return seen[-1] - seen[-2] >= LEAST_BYTES
 
-    seen = [0]
-    seen.append(on_disk())
     return goes_on
 
 
@@ -188,12 +183,9 @@ def _answers(repository: str, revision: str | None) -> bool:
     """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
     from huggingface_hub import HfApi, constants
 
-    limit = constants.DEFAULT_ETAG_TIMEOUT  # of a silence, where bytes may come one by one
-    try:
-        run_apart(
-            lambda: HfApi(library_name="slidesparse").model_info(repository, revision=revision, timeout=limit),
-            6 * limit,
-        )
+    ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
+    try:  # that is the limit of a silence, and bytes may come one by one
+        run_apart(lambda: ask(repository, revision=revision, timeout=limit), 6 * limit)
     except Exception as error:  # in the classes of whichever library huggingface_hub builds on
         return "Timeout" not in type(error).__name__
     return True

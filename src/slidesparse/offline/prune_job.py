@@ -14,6 +14,7 @@ from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.source_files import without_code
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -290,7 +291,8 @@ class PruneJob:
         without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
-        config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
+        known = without_code(self.checkpoint.config)
+        config = {key: value for key, value in known.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.rounds:

@@ -35,9 +35,7 @@ class Table:
         head = "| " + " | ".join(self.columns) + " |"
         numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
         rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
-        shown = [
-            [self._show(*cell).replace("|", r"\|") for cell in zip(self.columns, row, strict=True)] for row in self.rows
-        ]
+        shown = [[cell.replace("|", r"\|") for cell in map(self._show, self.columns, row)] for row in self.rows]
         lines = ["| " + " | ".join(row) + " |" for row in shown]
         return "\n".join([head, rule, *lines])
 
