@@ -93,6 +93,8 @@ def test_code_that_transformers_need_not_run_is_left_alone(tmp_path: Path) -> No
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     slidesparse.load(tmp_path / "s")
     assert not (tmp_path / "m/executed").exists()
+    assert not list((tmp_path / "s").rglob("*.py"))
+    assert "auto_map" not in Checkpoint(tmp_path / "s").config
 
 
 def test_a_tokenizer_with_code_is_refused_in_one_line(evil_tokenizer: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from bench_records import case, record
 
 from slidesparse.errors import InputError
-from slidesparse_bench import served_records
+from slidesparse_bench import records, served_records
 from slidesparse_bench.records import Record, open_records, read_records
 
 
@@ -169,3 +169,13 @@ def test_compressed_records_read_the_same(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(InputError, match="cannot read"):
             read_records([path])
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LARGEST", 1000)
+    monkeypatch.setattr(served_records, "LARGEST", 1000)
+    with open_records(tmp_path / "r.jsonl.gz", "x") as file:
+        file.write(" " * 10_000_000)
+    assert served_records.benchmark_of(tmp_path / "r.jsonl.gz") is None
+    with pytest.raises(InputError, match="too large; needed at most"):
+        read_records([tmp_path / "r.jsonl.gz"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,21 @@ from matplotlib.image import imread
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.offline.known_models import LAYERS
-from slidesparse_bench.records import ALL, CONTROL, COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Case, Record, Tried
+from slidesparse_bench.records import (
+    ALL,
+    CONTROL,
+    COPY,
+    DENSE_VARIANT,
+    QUANTIZE,
+    SQUARE,
+    Case,
+    Record,
+    Tried,
+    read_records,
+)
 from slidesparse_bench.report import plots, write_report
 from slidesparse_bench.report.numbers import Limits, comparisons, limits, points
-from slidesparse_bench.report.table import Table
+from slidesparse_bench.report.table import Table, file_name
 
 DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
 SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
@@ -377,3 +390,55 @@ def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert words in captured.err
         assert "Errno" not in captured.err
+
+
+@pytest.mark.parametrize("name", ["a$b", "a$b$", "maker/model", "../out", "a|b", "n" * 300])
+def test_any_name_of_a_model_is_drawn(tmp_path: Path, name: str) -> None:
+    records = [replace(one, case=replace(one.case, model=name)) for one in model_records()]
+    files = report(records, tmp_path / "r")
+    assert files["records"][0]["model"] == name
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    assert "| a\\|b |" in (tmp_path / "r/report.md").read_text() or "|" not in name
+
+
+def test_names_of_files_tell_models_apart() -> None:
+    assert len({file_name(name) for name in ("a/b", "a_b", "a$b", "n" * 300, "n" * 301)}) == 5
+
+
+def test_names_with_control_characters_are_refused(tmp_path: Path) -> None:
+    for changed in (
+        replace(square_records()[0], case=replace(case(), model="a\0b")),
+        replace(square_records()[0], machine=replace(MACHINE, gpu="a\x1b[31m")),
+    ):
+        (tmp_path / "r.jsonl").write_text(changed.to_line() + "\n")
+        with pytest.raises(InputError, match=r"line 1: record.* needed text without control"):
+            read_records([tmp_path / "r.jsonl"])
+
+
+def test_links_are_replaced_and_not_written_through(tmp_path: Path) -> None:
+    """Whoever may write into the folder would choose what is overwritten."""
+    own = tmp_path / "own.txt"
+    own.write_text("of the user")
+    names = [path.name for path in write_report(square_records(), tmp_path / "r")]
+    for name in names:
+        (tmp_path / "r" / name).unlink()
+        (tmp_path / "r" / name).symlink_to(own)
+    write_report(square_records(), tmp_path / "r")
+    assert own.read_text() == "of the user"
+    assert not any(path.is_symlink() for path in (tmp_path / "r").iterdir())
+
+
+def test_a_full_disk_leaves_the_earlier_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(square_records(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write = Path.write_text
+
+    def full(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name == "records.csv":  # the last
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="cannot write the report; got No space left"):
+        write_report(square_records() + kernel_records(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -23,6 +23,7 @@ import slidesparse as ss
 from slidesparse.base import apart
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files import hub as hub_module
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import HubModel, hub_model, source_folder
 
@@ -255,3 +256,55 @@ def test_an_interruption_does_not_wait_for_the_hub(hub: SmallHub, monkeypatch: p
     assert main(["inspect", "maker/small"]) == 130
     assert time.monotonic() - began < 10
     end.set()
+
+
+@pytest.mark.parametrize("where", ["etag", "linked", "commit", "missing", "sha", "lfs"])
+def test_a_hub_writes_nothing_outside_of_the_cache(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """huggingface_hub makes names of files and folders of what a hub calls a digest or a commit."""
+    answer, outside = small_hub_module.respond, "../../../../planted"
+
+    def evil(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answer(hub, path, known)
+        if "/resolve/" in path:
+            name = {"etag": "ETag", "linked": "X-Linked-ETag", "commit": "X-Repo-Commit", "missing": "X-Repo-Commit"}
+            headers |= {name[where]: outside} if where in name else {}
+            if where == "missing":
+                status, headers = 404, headers | {"X-Error-Code": "EntryNotFound"}
+        elif where == "lfs" and "/tree/" in path:
+            lfs = {"oid": outside, "size": 9, "pointerSize": 9}
+            body = json.dumps([one | {"lfs": lfs, "xetHash": "0" * 64} for one in json.loads(body)]).encode()
+        elif where == "sha" and "/tree/" not in path:
+            body = json.dumps(json.loads(body) | {"sha": outside}).encode()
+        return status, headers, body
+
+    monkeypatch.setattr(small_hub_module, "respond", evil)
+    with pytest.raises(CheckpointError, match=r"needed a digest|lacks a file that it lists"):
+        source_folder("maker/small")
+    assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+    monkeypatch.setattr(small_hub_module, "respond", answer)
+    assert source_folder("maker/small").is_dir()  # nothing is left over
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slow", "says"), [("/resolve/", "maker/small does not arrive; got less than"), ("/api/models/", "no answer from")]
+)
+def test_a_hub_that_sends_a_byte_now_and_then(hub: SmallHub, tmp_path: Path, slow: str, says: str) -> None:
+    """Each byte comes before any timeout of a silence. The command does not wait for what it leaves."""
+    hub.slow = slow
+    lines = ["import sys, huggingface_hub.constants", "huggingface_hub.constants.DEFAULT_ETAG_TIMEOUT = 0.3"]
+    lines += ["from slidesparse.files import hub", "hub.PATIENCE_S = 3.0", "from slidesparse.cli import main", "main()"]
+    command = [sys.executable, "-c", "\n".join(lines), "inspect", "maker/small"]
+    environment = {**os.environ, **settings(hub, tmp_path / "home"), "TQDM_DISABLE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert says in done.stderr.splitlines()[-1]
+
+
+def test_a_slow_hub_is_waited_for_while_files_arrive(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(hub_module, "LEAST_BYTES", 0)
+    assert source_folder("maker/small").is_dir()

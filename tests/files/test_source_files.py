@@ -239,9 +239,12 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
         "quantize_config.json",
         "speech-lora/adapter_config.json",
         "slidesparse.packed",
+        "modeling_x.py",
+        "sub/Kernel.SO",
+        "2_Dense/data.pkl",
     ],
 )
-def test_other_copies_of_the_weights_are_named_and_not_copied(source: Path, name: str) -> None:
+def test_other_weights_and_code_are_named_and_not_copied(source: Path, name: str) -> None:
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).write_text("weights")
     files = survey(source, REWRITTEN)
@@ -266,7 +269,27 @@ def test_weights_of_other_parts_of_a_model_are_copied(tmp_path: Path) -> None:
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     assert (tmp_path / "s/2_Dense/model.safetensors").read_bytes() == b"another part"
     assert summary.not_copied == ["old/model.safetensors"]
-    assert "not copied, they hold other weights: old/model.safetensors" in summary.describe()
+    assert "not copied, other weights or code: old/model.safetensors" in summary.describe()
+
+
+@pytest.mark.parametrize("key", ["auto_map", "auto\\u005fmap"])
+def test_names_of_code_are_said_and_not_copied(tmp_path: Path, key: str) -> None:
+    """A program that is told to trust code runs what they name, of this folder or of any model of a hub."""
+    make_checkpoint(tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    code = {"AutoModel": "maker/other--evil.Model"}
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"auto_map": code}).replace("auto_map", key))
+    said = {"size": 3, "image_processor": {"auto_map": code, "a": [{"auto_map": code}]}}
+    (tmp_path / "m/processor_config.json").write_text(json.dumps(said).replace("auto_map", key))
+    (tmp_path / "m/vocab.json").write_text('{"auto_map": 7}')
+    (tmp_path / "m/broken.json").write_text('{"auto_map": ')
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert summary.not_copied == ["auto_map of config.json", "auto_map of processor_config.json"]
+    assert "auto_map" not in json.loads((tmp_path / "s/config.json").read_text())
+    said = json.loads((tmp_path / "s/processor_config.json").read_text())
+    assert said == {"size": 3, "image_processor": {"a": [{}]}}
+    for name in ("vocab.json", "broken.json"):
+        assert (tmp_path / "s" / name).read_bytes() == (tmp_path / "m" / name).read_bytes()
 
 
 # -- the copies ----------------------------------------------------------------------------------------------------

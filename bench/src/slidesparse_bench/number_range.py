@@ -1,4 +1,4 @@
-"""Check that numbers which others wrote can have been measured: neither negative nor NaN nor too large to use."""
+"""Check that numbers which others wrote can have been measured, and that names can be shown."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ def require_numbers(owner: Any, where: str, *names: str, positive: bool = False)
                 continue
             least = "more than 0" if positive else "0 or more"
             raise InputError(f"{where}.{name}", got=number, needed=f"{least}, and at most {LARGEST:g}")
+
+
+def require_printable(owner: Any, where: str) -> None:
+    """Refuse attributes that are text with control characters: they are drawn, and name files.
+
+    Raises:
+        InputError: Naming the attribute.
+    """
+    for name, value in vars(owner).items():
+        if isinstance(value, str) and not value.isprintable():
+            raise InputError(f"{where}.{name}", got=f"{value!r:.80}", needed="text without control characters")

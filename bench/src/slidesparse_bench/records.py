@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError, first_line, system_words
 from slidesparse.offline.known_models import TYPES
-from slidesparse_bench.number_range import require_numbers
+from slidesparse_bench.number_range import require_numbers, require_printable
 
 DENSE_VARIANT = "dense"
 CONTROL = "inf"
@@ -45,6 +46,9 @@ PREFILL, DECODE = "prefill", "decode"
 
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
+
+LARGEST = 1 << 28
+"""Most characters of a file of records, unpacked: a few kilobytes of gzip may promise any number."""
 
 T = TypeVar("T")
 
@@ -233,6 +237,8 @@ def _check(record: Record) -> None:
     for name, names in known.items():
         if getattr(case, name).partition(",")[0] not in names:
             raise InputError(f"record.case.{name}", got=repr(getattr(case, name)), needed=f"one of {', '.join(names)}")
+    require_printable(case, "record.case")
+    require_printable(record.machine, "record.machine")
     require_numbers(case, "record.case", "tokens", "out_features", "in_features")
     require_numbers(record, "record", "error", "noise", "n_bytes")
     require_numbers(record, "record", "ideal_speedup", positive=True)
@@ -310,13 +316,16 @@ def _read_text(path: Path) -> str:
     try:
         require_regular(path)
         with open_records(path, "r") as file:
-            return file.read()
+            text = file.read(LARGEST + 1)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing", needed="a file that slidesparse bench wrote") from error
     except OSError as error:
         raise InputError(f"cannot read {path}", got=error.strerror or first_line(error)) from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}", got=first_line(error)) from error
+    if len(text) > LARGEST:
+        raise InputError(f"{path} is too large", needed=f"at most {readable_size(LARGEST)} when it is unpacked")
+    return text
 
 
 def _parse_text(path: Path, text: str, parse: Callable[[str], T]) -> list[T]:

@@ -17,8 +17,8 @@ from typing import TypeVar
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
-from slidesparse_bench.number_range import require_numbers
-from slidesparse_bench.records import Machine, open_records, parse_lines, resume_lines
+from slidesparse_bench.number_range import require_numbers, require_printable
+from slidesparse_bench.records import LARGEST, Machine, open_records, parse_lines, resume_lines
 from slidesparse_bench.served_figures import Latency, Power, Soak, Steady, check_figures, check_soak
 
 FORMAT = 1
@@ -216,7 +216,7 @@ def benchmark_of(path: Path) -> str | None:
     try:
         require_regular(path)
         with open_records(path, "r") as file:
-            first = json.loads(file.readline())
+            first = json.loads(file.readline(LARGEST))
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):
         return None
     return first.get("benchmark") if isinstance(first, dict) else None
@@ -247,6 +247,8 @@ def _from_line(kind: type[R], line: str) -> R:
     if found != (due, FORMAT):
         raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
     record: R = decode(kind, LATER | data if kind is ServeRecord else data, "record")
+    require_printable(record.key, "record.key")
+    require_printable(record.machine, "record.machine")
     require_numbers(record.key, "record.key", "layers", "gpus", "graphs", positive=True)
     require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
     if isinstance(record, ServeRecord):

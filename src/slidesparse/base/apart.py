@@ -12,14 +12,15 @@ T = TypeVar("T")
 _LEFT = [False]
 
 
-def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
+def run_apart(work: Callable[[], T], seconds: float | None = None, goes_on: Callable[[], bool] = lambda: False) -> T:
     """Return what a function returns, or raise what it raises; leave it where it takes too long.
 
     A signal is answered while the function runs, whatever it waits for. What is left goes on by itself, so it must
     leave nothing that a kill would not leave.
 
     Raises:
-        TimeoutError: It takes longer than ``seconds``, where there is a limit.
+        TimeoutError: It takes longer than ``seconds``, where there is a limit, and ``goes_on``, which is asked whenever
+            so many have passed, says that it does not go on.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -36,7 +37,8 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
     thread = threading.Thread(target=contextvars.copy_context().run, args=(note,), daemon=True)
     try:  # a signal may come while the thread starts
         thread.start()
-        finished.wait(seconds)
+        while not finished.wait(seconds) and goes_on():
+            pass
     finally:
         _LEFT[0] = _LEFT[0] or not finished.is_set()
     if raised:

@@ -63,23 +63,31 @@ def _refusal(folder: Path | None) -> str | None:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
             return f"{folder} is a link or a file"
-        if status.st_uid == 0 and not status.st_mode & 0o022:  # root's, as in an image: root could change us, too
-            return None
-        if status.st_uid != os.geteuid():
+        of_root = status.st_uid == 0 and not status.st_mode & 0o022  # as in an image: root could change us, too
+        if status.st_uid != os.geteuid() and not of_root:
             return f"{folder} belongs to another user"
-        if status.st_mode & 0o077:
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
             folder.chmod(0o700)
-        if status.st_mode & 0o022 and (planted := _of_others(folder)) is not None:
-            return f"another user has written {planted}"
+        if (planted := _of_others(folder, is_open=bool(status.st_mode & 0o077))) is not None:
+            return f"another user has written {planted}, or may"
     except OSError as error:
         return f"{folder} cannot be used ({error.strerror})"
     return None
 
 
-def _of_others(folder: Path) -> Path | None:
-    """Return something in a folder, which others could write until now, that is not the user's own."""
-    every = (Path(where, name) for where, folders, files in os.walk(folder) for name in (*folders, *files))
-    return next((path for path in every if path.lstat().st_uid != os.geteuid() or path.is_symlink()), None)
+def _of_others(folder: Path, is_open: bool) -> Path | None:
+    """Return something in a folder that is neither the user's own nor root's, or that others could write.
+
+    In a folder that is not open to others, files are out of reach, and so is what a group may write: a umask of 002
+    leaves that. It may have been open before, so a folder in it that everybody may write is not taken.
+    """
+    for where, folders, files in os.walk(folder):
+        for path in (Path(where, name) for name in (*folders, *files)):
+            status = path.lstat()
+            writers = 0o022 if is_open else 0o002 * stat.S_ISDIR(status.st_mode)
+            if status.st_uid not in (0, os.geteuid()) or path.is_symlink() or status.st_mode & writers:
+                return path
+    return None
 
 
 @lru_cache(maxsize=1)

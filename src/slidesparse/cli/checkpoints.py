@@ -77,7 +77,7 @@ def _add_eval(commands: Commands) -> None:
     add("--text", metavar="FILE", help="text: .txt, .jsonl, .parquet, a folder, or a data set")
     add("--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)")
     add("--stride", type=int, help="tokens between windows (default: half a window)")
-    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, or files; needs the extra [eval]")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, or files, whose code is run; needs [eval]")
     add("--limit", type=int, help="examples of each task (default: all)")
     add("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
     add_no_bos(evaluate)

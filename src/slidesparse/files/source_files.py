@@ -7,6 +7,7 @@ looked at before any work is done.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,10 +15,10 @@ import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from slidesparse.base.typed_json import load_json
-from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, require_no_holes
+from slidesparse.base.typed_json import MAX_BYTES, load_json, parse_json
+from slidesparse.base.whole_file import NEW_FILE, kind_of, read_regular, readable_name, replace_file, require_no_holes
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
@@ -36,6 +37,12 @@ WEIGHTS = re.compile(
 """Names of files that hold weights, the index of them, or how other weights are quantised, in the form of any library.
 Servers go by a left-over hf_quant_config.json."""
 
+CODE = re.compile(r"\.(py|pyc|pyd|so|dll|dylib|pkl|pickle|joblib)$", re.IGNORECASE)
+"""Names of files that a program may run."""
+
+CODE_KEY = "auto_map"
+"""Key under which JSON files name classes of Python files, here or in any model of a hub."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -52,7 +59,7 @@ class SourceFiles:
 
     Attributes:
         copied: Files to copy.
-        not_copied: Names of files with other copies of the weights, and what describes those.
+        not_copied: Names of files with code or other copies of the weights, and of what describes those.
         links: Names of links that lead out of the source, or nowhere, and are left out.
     """
 
@@ -83,6 +90,9 @@ class SourceFiles:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # of a run that was killed
             _copy(file, target)
+            said = _json(target)
+            if (without := without_code(said)) != said:
+                replace_file(target, json.dumps(without, indent=2, ensure_ascii=False))
 
 
 def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") -> SourceFiles:
@@ -126,6 +136,9 @@ class _Survey:
                 raise CheckpointError(f"{self.folder / name} cannot be copied", got=kind_of(status.st_mode))
             if not os.access(entry, os.R_OK):
                 raise CheckpointError(f"{self.folder / name} cannot be read", got="no permission")
+            said = _json(Path(entry))
+            if said != without_code(said):
+                self.not_copied.append(f"{CODE_KEY} of {readable_name(name)}")
             if len(name.parts) == 1 and str(name) in self.rewritten:
                 continue
             try:
@@ -137,7 +150,7 @@ class _Survey:
         return SourceFiles(tuple(self.copied), tuple(sorted(self.not_copied)), tuple(sorted(self.skipped)))
 
     def _entries(self) -> Iterator[tuple[Path, str]]:
-        """Yield the name and the real path of everything but folders, weights, and links to be left out."""
+        """Yield the name and the real path of everything but folders, weights, code, and links to be left out."""
         folders = [(Path(), self.top, frozenset({self.top}))]
         seen = 0
         while folders:
@@ -147,7 +160,7 @@ class _Survey:
                 if seen > MAX_FILES:
                     raise CheckpointError(f"{self.folder} has too many files", needed=f"at most {MAX_FILES}")
                 name = within / entry.name
-                if self._is_duplicate(name) and not entry.is_dir(follow_symlinks=False):
+                if self._is_left_out(name) and not entry.is_dir(follow_symlinks=False):
                     self.not_copied.append(readable_name(name))
                     continue
                 path = self._followed(name, entry, above) if entry.is_symlink() else entry.path
@@ -156,9 +169,11 @@ class _Survey:
                 elif path is not None:
                     yield name, path
 
-    def _is_duplicate(self, name: Path) -> bool:
+    def _is_left_out(self, name: Path) -> bool:
         if len(name.parts) == 1 and (str(name) in self.rewritten or str(name) == PACKED_FILE):
             return str(name) == PACKED_FILE
+        if CODE.search(name.name) is not None:
+            return True
         return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in self.modules)
 
     def _followed(self, name: Path, entry: os.DirEntry[str], above: frozenset[str]) -> str | None:
@@ -176,6 +191,25 @@ class _Survey:
             self.skipped.append(readable_name(name))
             return None
         raise CheckpointError(f"{self.folder / name} is {why}", got=path, remedy=remedy)
+
+
+def without_code(said: Any) -> Any:
+    """Return a value of JSON without what names code; a token of that name, whose value is a number, stays."""
+    if isinstance(said, dict):
+        kept = {key: one for key, one in said.items() if key != CODE_KEY or not isinstance(one, dict)}
+        return {key: without_code(one) for key, one in kept.items()}
+    return [without_code(one) for one in said] if isinstance(said, list) else said
+
+
+def _json(path: Path) -> Any:
+    """Return what a JSON file says that may name code; None for all other files."""
+    if path.suffix.lower() != ".json":
+        return None
+    try:
+        content = read_regular(path, MAX_BYTES)
+        return parse_json(content, str(path), non_finite=True) if re.search(rb"auto_map|\\u00[567]", content) else None
+    except InputError:  # no JSON, and so nothing that anybody reads
+        return None
 
 
 def _listed(folder: str) -> list[os.DirEntry[str]]:

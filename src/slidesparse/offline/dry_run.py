@@ -76,7 +76,7 @@ class DryRun(PruneOutcome):
         lines += [f"experts: {line}" for line in self.treated_experts]
         lines += [f"would leave {what.describe('layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {self.others.describe('other tensors')}, and {self.files.describe('other files')}")
-        lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
+        lines += [f"would not copy, other weights or code: {', '.join(self.not_copied)}"] if self.not_copied else []
         size, free = readable_size(self.destination_bytes), readable_size(self.free_bytes)
         lines.append(f"{size} in {self.destination}, {free} free")
         lines += [f"would be REFUSED: {self.refused}"] if self.refused is not None else []

@@ -39,7 +39,7 @@ class PruneOutcome:
         in_transformers: Whether transformers reads them.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
-        not_copied: Files of the source that hold or describe other copies of the weights.
+        not_copied: Files of the source that hold or describe code or other copies of the weights.
         destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
     """
 
@@ -127,7 +127,7 @@ class PruneSummary(PruneOutcome):
         for what, names in (
             ("copied, though the model does not use them", unexpected),
             ("taken over from an interrupted run", self.resumed),
-            ("not copied, they hold other weights", self.not_copied),
+            ("not copied, other weights or code", self.not_copied),
             ("not copied, they are links", self.links),
         ):
             lines += [f"{what}: {', '.join(names)}"] if names else []

@@ -18,6 +18,7 @@ from slidesparse.files.check_tensors import check_finite, left_alone, refuse_fau
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.source_files import without_code
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.stored_ties import config_as_stored
 from slidesparse.files.tensor_writer import TensorWriter
@@ -340,7 +341,8 @@ class PruneJob:
         without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
-        config = config_as_stored(self.checkpoint.config, self.meta.model, self.meta.names)
+        known = without_code(self.checkpoint.config)
+        config = config_as_stored(known, self.meta.model, self.meta.names)
         config.pop("compression_config", None)
         if self.source_dtype is None:
             config.pop("quantization_config", None)

@@ -62,7 +62,7 @@ def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = AL
     path = cache_folder() / "chats" / f"{model.name}-{options.number}-{key}.jsonl"
     there = ranks.gather(path.exists())
     if not all(there):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         write_chats(model, path, options, device, ranks)
     LOG.info("chats that %s wrote: %s", model, path)
     return path

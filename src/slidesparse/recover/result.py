@@ -14,7 +14,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.source_files import SourceFiles
+from slidesparse.files.source_files import SourceFiles, without_code
 from slidesparse.files.staging import Workplace
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_writer import TensorWriter
@@ -85,7 +85,7 @@ def write_result(
         write_index(work.output / INDEX_FILE, checkpoint.shards, checkpoint.n_bytes)
     files.copy_to(work.output)
     # Without the marker it is a source for ``prune`` once more, which keeps the zeros and quantises the rest.
-    config = {key: value for key, value in checkpoint.config.items() if key != MARKER_KEY}
+    config = {key: value for key, value in without_code(checkpoint.config).items() if key != MARKER_KEY}
     write_json(work.output / "config.json", config)
     write_json(work.output / RECORD, record)
 

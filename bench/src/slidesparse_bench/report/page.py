@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from slidesparse.errors import InputError, system_words
 from slidesparse_bench.records import Machine, Record
 from slidesparse_bench.report import engines, experts, tables
 from slidesparse_bench.report.numbers import Comparison, Limits, comparisons, limits
-from slidesparse_bench.report.table import Table
+from slidesparse_bench.report.table import Table, file_name
 
 PAGE = "report.md"
 
@@ -109,17 +110,19 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
 
     written = [table for _, _, made in sections for table in made]
     written += [*tables.library_tables(found), tables.everything(found)]
-    return write_page(folder / PAGE, lambda: _draw(plots, found, folder), parts, written)
+    return write_page(folder / PAGE, lambda where: _draw(plots, found, where), parts, written)
 
 
 def write_page(
-    page: Path, draw: Callable[[], list[Path]], parts: Callable[[list[str]], list[str]], made: Iterable[Table]
+    page: Path, draw: Callable[[Path], list[Path]], parts: Callable[[list[str]], list[str]], made: Iterable[Table]
 ) -> list[Path]:
     """Write pictures, a page that shows them, and a CSV file for each table, into one folder.
 
+    All is written beside its place first, so a full disk leaves an earlier report whole; links are replaced.
+
     Args:
         page: The page, whose folder is made if it does not exist.
-        draw: Draws the pictures into the folder, and returns them.
+        draw: Draws the pictures into a folder, and returns them.
         parts: Returns the page's paragraphs, given a line for each picture.
         made: The tables.
 
@@ -129,18 +132,24 @@ def write_page(
     Raises:
         InputError: The folder cannot be written.
     """
-    folder, files = page.parent, {f"{table.name}.csv": table.csv() for table in made}
+    import matplotlib
+
+    folder, files = page.parent, {f"{file_name(table.name)}.csv": table.csv() for table in made}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = draw()
-        text = "\n\n".join(parts([f"![{path.stem}]({path.name})" for path in pictures])) + "\n"
-        for name, content in {page.name: text, **files}.items():
-            (folder / name).write_text(content, encoding="utf-8", newline="")
+        with TemporaryDirectory(prefix=".report-", dir=folder) as new:
+            with matplotlib.rc_context({"text.parse_math": False}):  # names may hold dollar signs
+                pictures = [path.name for path in draw(Path(new))]
+            text = "\n\n".join(parts([f"![{Path(name).stem}]({name})" for name in pictures])) + "\n"
+            for name, content in {page.name: text, **files}.items():
+                (Path(new) / name).write_text(content, encoding="utf-8", newline="")
+            for path in sorted(Path(new).iterdir()):
+                path.replace(folder / path.name)
     except OSError as error:
         raise InputError(
             "cannot write the report", got=system_words(error), needed="a folder that can be written"
         ) from error
-    return [page, *pictures, *(folder / name for name in files)]
+    return [page, *(folder / name for name in (*pictures, *files))]
 
 
 def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from matplotlib.ticker import MultipleLocator
 
 from slidesparse_bench.records import COPY, QUANTIZE, SQUARE
 from slidesparse_bench.report.numbers import Comparison, Limits, Point, limits, median_us, points, ratio
+from slidesparse_bench.report.table import file_name
 
 COLOURS = {
     "2:4": "#0072b2",
@@ -58,7 +59,7 @@ def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folde
         if bounded:
             handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
         handles.append(Line2D([], [], color=GREY, linewidth=3, solid_capstyle="butt", label="ideal"))
-        path = folder / f"{benchmark}_speedup_{model.lower()}{'' if scaled else '_bare'}.png"
+        path = folder / f"{benchmark}_speedup_{file_name(model)}{'' if scaled else '_bare'}.png"
         _save(figure, handles, path)
         paths.append(path)
     return paths

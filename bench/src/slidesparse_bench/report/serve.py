@@ -110,8 +110,8 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
         head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
         return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]
 
-    def draw() -> list[Path]:
-        return [path for group in found for path in serve_plots.draw(group, folder)]
+    def draw(where: Path) -> list[Path]:
+        return [path for group in found for path in serve_plots.draw(group, where)]
 
     return write_page(folder / PAGE, draw, parts, tables)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slidesparse_bench.report.numbers import ratio
+from slidesparse_bench.report.table import file_name
 from slidesparse_bench.served_records import CONTROL, STOCK, ServeRecord, TimelineRecord
 
 EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -61,7 +62,7 @@ def groups(records: Iterable[ServeRecord]) -> list[Group]:
     for (model, dtype, gpus, layers, http), engines in found.items():
         name = f"{model}, {dtype.upper()}, {layers} layers" + (f", {gpus} GPUs" if gpus > 1 else "")
         name += ", over HTTP" if http else ""
-        slug = f"{model}_{dtype}_{layers}_{gpus}".lower().replace(".", "_") + ("_http" if http else "")
+        slug = file_name(f"{model}_{dtype}_{layers}_{gpus}".replace(".", "_")) + ("_http" if http else "")
         made.append(Group(name, slug, dict(sorted(engines.items(), key=lambda item: _order(item[0])))))
     return made
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+import zlib
 from dataclasses import dataclass
 
 Cell = str | int | float | None
@@ -33,7 +35,8 @@ class Table:
         head = "| " + " | ".join(self.columns) + " |"
         numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
         rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
-        lines = ["| " + " | ".join(map(self._show, self.columns, row)) + " |" for row in self.rows]
+        shown = [[cell.replace("|", r"\|") for cell in map(self._show, self.columns, row)] for row in self.rows]
+        lines = ["| " + " | ".join(row) + " |" for row in shown]
         return "\n".join([head, rule, *lines])
 
     def text(self) -> str:
@@ -45,7 +48,9 @@ class Table:
     def _show(self, column: str, cell: Cell) -> str:
         if cell is None:
             return "-"
-        return format(cell, self.formats.get(column, ".2f")) if isinstance(cell, float) else str(cell)
+        if isinstance(cell, float):
+            return format(cell, self.formats.get(column, ".2f"))
+        return text if (text := str(cell)).isprintable() else repr(text)[1:-1]
 
     def csv(self) -> str:
         """Return comma-separated values, as RFC 4180 has them."""
@@ -54,3 +59,14 @@ class Table:
         writer.writerow(self.columns)
         writer.writerows(self.rows)
         return buffer.getvalue()
+
+
+def file_name(text: str) -> str:
+    """Return a name of a file for a text; where characters are replaced, a checksum keeps two texts apart.
+
+    >>> file_name("Qwen2.5-7B"), file_name("a/$b")
+    ('qwen2.5-7b', 'a__b-c39baf75')
+    """
+    lower = text.lower()
+    safe = re.sub(r"[^a-z0-9_.-]", "_", lower)[:80]
+    return safe if safe == lower else f"{safe}-{zlib.crc32(text.encode()):08x}"

@@ -135,6 +135,7 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, code: bytes) -> None:
     """Write machine code into the cache; where that fails, only the next start is slower."""
     with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # whatever the umask is: cache_folder() looks at it
         replace_file(path, hashlib.sha256(code).digest() + code)
 
 
