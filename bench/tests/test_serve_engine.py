@@ -126,13 +126,6 @@ def test_arrivals_wait_for_their_time(pretend: None, tmp_path: Path) -> None:
     assert found.first.p50_ms < 60  # from their arrival, not from the start
 
 
-def test_what_lasts_a_while_is_repeated_meanwhile(pretend: None, tmp_path: Path) -> None:
-    driver = ServeDriver(ServeOptions(tmp_path, False))
-    found = driver.measure(Workload("burst", AT_ONCE, 2, (3, 3), (1, 1), repeats=2, seconds=0.2), None)
-    assert len(found.seconds) > 5
-    assert found.wall_s > 0.2
-
-
 def test_a_decode_counts_the_steps_in_which_all_sequences_run(pretend: None, tmp_path: Path) -> None:
     driver = ServeDriver(ServeOptions(tmp_path, False))
     assert driver.measure(decode(4, 80), None).seconds == pytest.approx([0.002] * 5)

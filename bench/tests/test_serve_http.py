@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -170,11 +169,6 @@ def test_a_step_is_what_lies_between_tokens_while_all_decode() -> None:
     assert client_step([slow, late]) == 1.0  # 2 to 3 and 3 to 4; 1.5 to 3.5
     with pytest.raises(Unmeasured, match="no time in which all 2"):
         client_step([Served((1.0,), 1), slow])
-
-
-def test_ports_are_free() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
 
 
 def test_why_there_is_no_http_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
