@@ -14,23 +14,16 @@ import torch
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_pattern
 from slidesparse_bench import environment
-from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse_bench.records import Machine, open_records
 from slidesparse_bench.serve import serve, serve_checkpoints
 from slidesparse_bench.serve.serve import run
 from slidesparse_bench.serve.serve_load import FULL, QUICK
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_options import ServeOptions
-from slidesparse_bench.serve.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
+from slidesparse_bench.serve.serve_plan import ServeProfile, adapt
 from slidesparse_bench.served_figures import Latency, Power
 from slidesparse_bench.served_records import (
-    ARRIVALS,
     ServeRecord,
     Step,
     TimelineRecord,
@@ -180,23 +173,6 @@ def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path)
         adapt(plan=tmp_path / "other.json")
 
 
-def test_a_checkpoint_of_a_plan_follows_it(tmp_path: Path) -> None:
-    config = model_config("Qwen2.5-7B", 2) | {"hidden_size": 96, "intermediate_size": 48, "vocab_size": 8}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    plan = served_plan(plan_file(tmp_path / "plan.json", 2))
-    assert plan is not None
-    write_checkpoint(tmp_path / "made", config, torch.int8, plan.common, torch.device("cpu"), plan.exceptions)
-    made = Checkpoint(tmp_path / "made")
-    marker = Marker.require(made.config, made.path)
-    for name, pattern in plan.layers.items():
-        weight = made.tensor(f"{name}.weight")
-        assert marker.pattern_of(name) == pattern
-        if pattern == DENSE:
-            assert float((weight == 0).float().mean()) < 0.2
-        else:
-            check_pattern(weight, pattern)
-
-
 def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     models, backends = ["Qwen3-30B-A3B"], ["auto", "hopper"]
     profile = adapt(quick=True, models=models, dtypes=["int8"], patterns=["6:8"], layers=12, backends=backends)
@@ -211,42 +187,10 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
 
 
-def test_an_output_embedding_in_eight_bits(pretend: None, tmp_path: Path) -> None:
-    """It is one more linear: pruned, named by the quantisation, and in the bytes that a checkpoint takes."""
-    profile = adapt(quick=True, models=["Llama-3-8B+lm_head"], dtypes=["int8"], patterns=["6:8"], engines=["6:8"])
-    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
-    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
-    plain = replace(record.key, model="Llama-3-8B")
-    rows = 128256 * 4096
-    assert serve_checkpoints.checkpoint_bytes(plain) - serve_checkpoints.checkpoint_bytes(record.key) == rows
-    config = model_config("Llama-3-8B+lm_head", 1) | {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 24}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    pattern, device = Pattern.parse("6:8"), torch.device("cpu")
-    write_checkpoint(tmp_path / "made", config, torch.int8, pattern, device, {}, "6bit", True)
-    assert inspect_checkpoint(tmp_path / "made").ok
-    made = Checkpoint(tmp_path / "made")
-    weight, scale = (made.tensor(f"lm_head.{part}") for part in ("weight", "weight_scale"))
-    check_pattern(weight, pattern)
-    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (24, 64), (24, 1))
-    assert Marker.require(made.config, made.path).ignore == ()
-    assert "re:(.*[.])?lm_head$" in made.config["quantization_config"]["config_groups"]["group_0"]["targets"]
-
-
 def test_a_plan_says_nothing_of_an_output_embedding(tmp_path: Path) -> None:
     plan = plan_file(tmp_path / "plan.json", 28)
     with pytest.raises(InputError, match="differs at lm_head"):
         adapt(models=["Qwen2.5-7B+lm_head"], dtypes=["int8"], plan=plan)
-
-
-def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
-    def kept() -> list[str]:
-        return sorted(folder.name for folder in (tmp_path / "scratch").glob("[!.]*"))
-
-    run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
-    (tmp_path / "scratch" / "mine").mkdir()
-    run(replace(PROFILE, dtypes=("fp8",)), tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert kept() == [*(f"Qwen2.5-7B-28-fp8-{pattern}" for pattern in ("2of4", "6of8", "dense")), "mine"]
 
 
 def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:
@@ -390,13 +334,6 @@ def test_what_was_served_without_a_figure_ends_no_engine(
     assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
 
 
-def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Path) -> None:
-    profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
-    run(profile, tmp_path / "r.jsonl", tmp_path)
-    rates = [rate for name, rate in Pretender.asked if name.startswith(ARRIVALS)]
-    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 5  # the median of 4 and 8 s
-
-
 @pytest.mark.parametrize(
     "profile",
     [
@@ -421,35 +358,6 @@ def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
     assert summary.added == 3  # burst, mixed, and why there are no arrivals
     assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
-
-
-def test_a_run_fails_by_its_own_engines_alone(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "r.jsonl"
-    monkeypatch.setattr(Pretender, "dies_at", "start")
-    assert list(run(PROFILE, path, tmp_path).failed) == [
-        f"Qwen2.5-7B int8 {name}" for name in ("control", "6:8", "2:4")
-    ]
-    monkeypatch.setattr(Pretender, "dies_at", None)
-    assert not run(replace(PROFILE, dtypes=("fp8",)), path, tmp_path).failed
-    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
-    assert len(run(PROFILE, path, tmp_path).failed) == 3
-
-
-def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
-    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
-    assert [(workload.name, workload.seconds) for workload in profile.workloads] == [
-        ("mixed", 0.0),
-        ("arrivals, soak", 360.0),
-    ]
-    run(profile, tmp_path / "r.jsonl", tmp_path)
-    assert Pretender.asked[1::2] == [("arrivals, soak", pytest.approx(0.8 * 1000 / 6))] * 2
-
-
-def test_a_budget_counts_the_soak_of_the_first_engine(pretend: None, tmp_path: Path) -> None:
-    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock"], budget_s=400.0)
-    assert run(profile, tmp_path / "r.jsonl", tmp_path).waiting == ("Qwen2.5-7B int8 stock",)
-    assert not Pretender.started
-    assert run(replace(profile, budget_s=600.0), tmp_path / "r.jsonl", tmp_path).added == 2
 
 
 def test_over_http_and_in_process_are_not_mixed(
@@ -487,23 +395,6 @@ def test_missing_vllm_is_one_line(
     assert (
         capsys.readouterr().err == 'slidesparse: slidesparse bench serve needs vLLM; pip install "slidesparse[vllm]"\n'
     )
-
-
-def test_a_users_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
-    run(replace(PROFILE, graphs=4096, patterns=("6:8",)), tmp_path / "r.jsonl", tmp_path)
-    sizes = [
-        options.arguments.get("compilation_config", {}).get("max_cudagraph_capture_size")
-        for options in Pretender.started
-    ]
-    assert sizes == [None, 4096, 4096, 4096, None]
-    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-2] == "stock, graphs to 4096"
-
-
-@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 2048), ("Qwen2.5-7B", 2, 4096)])
-def test_stock_gets_graphs_as_large_as_the_plugin_captures(model: str, gpus: int, graphs: int) -> None:
-    assert larger_graphs(model, gpus) == graphs
-    labels = [key.engine for key in ServeProfile(gpus=gpus).keys(model, "int8")]
-    assert labels == ["stock", "control", "6:8", "4:6", "2:4", f"stock, graphs to {graphs}", "stock again"]
 
 
 def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
@@ -554,19 +445,3 @@ def test_a_file_of_something_else_is_refused(pretend: None, tmp_path: Path) -> N
     path.write_text('{"format": 1}\n')
     with pytest.raises(InputError, match="line 1"):
         run(PROFILE, path, tmp_path)
-
-
-def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written: dict[str, str] = {}
-
-    def write(folder: Path, *given: Any) -> None:
-        folder.mkdir()
-        written[folder.name] = given[5]
-
-    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    profile = adapt(dtypes=["int8"], patterns=["6:8"], backends=["auto", "hopper-6bit"])
-    keys = {key.engine: key for key in profile.keys("Qwen2.5-7B", "int8")}
-    folders = [serve_checkpoints.ready_checkpoint(tmp_path, keys[f"6:8{name}"], []) for name in ("", " hopper-6bit")]
-    assert [folder.name.rpartition("int8-")[2] for folder in folders] == ["6of8", "6of8-6bit"]
-    assert list(written.values()) == ["absmax", "6bit"]

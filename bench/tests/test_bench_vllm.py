@@ -124,53 +124,6 @@ def test_what_no_kernel_does_takes_no_time_that_a_reader_would_refuse(
     assert layers == ["gemm", "elementwise", "rest"] * 3
 
 
-def test_auto_runs_beside_a_backend_on_the_same_checkpoint_under_a_name_of_its_own(
-    pretend: None, tmp_path: Path
-) -> None:
-    records = run(replace(PROFILE, patterns=("6:8",), backends=("hopper", "auto")), tmp_path / "records.jsonl")
-    stock, hopper, auto = Pretender.started
-    assert (stock.plugin, stock.additional) == (False, {})
-    assert [ours.additional["slidesparse"] for ours in (hopper, auto)] == [
-        {"backend": "hopper", "tune": "off"},
-        {"backend": "auto", "tune": "off"},
-    ]
-    assert hopper.folder == auto.folder
-    assert [(r.variant, r.algorithm) for r in records[:3]] == [("dense", ""), ("6:8", "hopper"), ("auto 6:8", "auto")]
-    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
-    assert "| model | M | dense ms | dense tokens/s | 6:8 | auto 6:8 | noise |" in page
-
-
-def test_engines_alone_start_one_after_the_other_dense_first_and_last(pretend: None, tmp_path: Path) -> None:
-    running: list[int] = []
-
-    class Alone(Pretender):
-        def __init__(self, options: EngineOptions) -> None:
-            assert not running
-            super().__init__(options)
-            running.append(len(Pretender.started))
-            self.seconds *= 1.5 if len(Pretender.started) == 4 else 1  # dense, again, on a slower machine
-
-        def stop(self) -> None:
-            assert running.pop()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "Engine", Alone)
-        records = run(replace(PROFILE, alone=True), tmp_path / "alone.jsonl")
-    assert not running
-    assert [options.plugin for options in Pretender.started] == [False, True, True, False]
-    times = [record for record in records if record.case.benchmark == ENGINE]
-    assert [(r.case.layer, r.variant) for r in times] == [
-        (f"{kind}, one engine at a time", variant) for kind in ("prefill", "decode") for variant in SECONDS
-    ]
-    medians = [r.timing.median_us for r in times[:3] if r.timing]
-    assert medians == pytest.approx([3e6 * seconds for seconds in SECONDS.values()])
-    assert [r.noise for r in times] == pytest.approx(6 * [0.5])
-    for benchmark in (KERNELS, STEP_KERNELS):
-        assert len([record for record in records if record.case.benchmark == benchmark]) == 3 * 4
-    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
-    assert "### C, prefill, one engine at a time, INT8: speed-up" in page
-
-
 @pytest.mark.parametrize(("dying", "failed"), [(2, "2:4"), (4, "dense")])
 def test_an_engine_alone_that_dies_loses_what_no_other_measured(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, failed: str

@@ -14,10 +14,9 @@ from matplotlib.image import imread
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.offline.known_models import LAYERS
-from slidesparse_bench.records import ALL, CONTROL, COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Case, Record
+from slidesparse_bench.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Case, Record
 from slidesparse_bench.report import write_report
 from slidesparse_bench.report.numbers import Limits, comparisons, limits, points
-from slidesparse_bench.report.table import Table
 
 DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
 SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
@@ -122,35 +121,10 @@ def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
     assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")
 
 
-def test_layers_are_compared_with_their_gemm(tmp_path: Path) -> None:
-    tables = report(model_records() + model_records(benchmark="linear", slower=1.5), tmp_path)
-    added = {
-        row["variant"]: (float(row["GEMM us"]), float(row["layer us"]), float(row["added"]))
-        for row in tables["layer_over_gemm"]
-    }
-    assert added == {"dense": (100, 150, 0.5), "2:4": (50, 75, 0.5), "6:8": (80, 120, 0.5)}
-
-
 def test_packing_counts_dense_bytes(tmp_path: Path) -> None:
     (row,) = report(pack_records(), tmp_path)["pack"]
     assert float(row["dense GB/s"]) == 96 * 32 * 2 / 2.0 / 1e3
     assert row["step"] == "pack 6:8"
-
-
-def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> None:
-    (row,) = report(model_records(), tmp_path)["baselines"]
-    assert (row["library"], row["algorithm"], row["fastest in"]) == ("vllm", "vllm kernel", "4")
-    assert row["tried"] == "vllm: another, vllm kernel; torch: another, torch kernel"
-    assert row["algorithms"] == "4"
-
-
-def test_what_has_no_time_is_listed_with_its_reason(tmp_path: Path) -> None:
-    refused = [record(case(layer), "4:6", None, backend="hopper", why_not="no such tile") for layer in LAYERS]
-    left = record(case(tokens=128), ALL, None, backend="", why_not="left out: the budget was spent")
-    rows = report([*model_records(), *refused, left], tmp_path)["missing"]
-    found = [(row["variant"], row["backend"], row["reason"], row["problems"]) for row in rows]
-    assert found == [("4:6", "hopper", "no such tile", "4"), (ALL, "", "left out: the budget was spent", "1")]
-    assert "4:6" not in report(model_records(), tmp_path / "b")["gemm_model_int8_speedup"][0]
 
 
 def test_the_latest_comparison_of_a_problem_counts_as_a_whole() -> None:
@@ -226,26 +200,12 @@ def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
     assert float(summary["worst"]) == pytest.approx(0.1)
 
 
-def test_every_record_is_in_the_flat_table(tmp_path: Path) -> None:
-    rows = report(model_records() + kernel_records(), tmp_path)["records"]
-    assert len(rows) == len(model_records() + kernel_records())
-    row = next(row for row in rows if (row["layer"], row["variant"], row["backend"]) == ("qkv", "2:4", "cusparselt"))
-    assert (row["median us"], row["p20 us"], row["p80 us"], row["speedup"]) == ("5.0", "4.5", "5.5", "2.0")
-    assert (row["SM MHz"], row["W"], row["host us"]) == ("1500.0", "690.0", "7.5")
-
-
 def test_one_gpu_a_report(tmp_path: Path) -> None:
     others = [*square_records(), replace(square_records()[0], machine=replace(MACHINE, gpu="Other"))]
     with pytest.raises(InputError, match="records of one GPU"):
         write_report(others, tmp_path)
     with pytest.raises(InputError, match="there are no records in these files; needed files that slidesparse bench"):
         write_report([], tmp_path)
-
-
-def test_markdown_aligns_numbers_to_the_right() -> None:
-    table = Table("n", "t", ("name", "x", "y"), (("a", 1.234, None), ("b", None, 7)), {"x": ".1f"})
-    assert table.markdown() == "| name | x | y |\n|---|---:|---:|\n| a | 1.2 | - |\n| b | - | 7 |"
-    assert table.csv() == "name,x,y\r\na,1.234,\r\nb,,7\r\n"
 
 
 def test_the_command_writes_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

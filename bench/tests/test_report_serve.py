@@ -156,9 +156,8 @@ def test_the_command_line_tells_files_apart(tmp_path: Path, capsys: pytest.Captu
 def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     line = json.dumps(dataclasses.asdict(replace(record(STOCK, BURST), **wrong)))
     (tmp_path / "r.jsonl").write_text(to_line(record(STOCK, BURST)) + "\n" + line + "\n")
-    with pytest.raises(InputError, match=r"r\.jsonl, line 2: (a )?record") as error:
+    with pytest.raises(InputError, match=r"r\.jsonl, line 2: (a )?record"):
         read(ServeRecord, [tmp_path / "r.jsonl"])
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +217,6 @@ def test_a_soak_served_all_that_came_and_not_each_of_its_lengths_once() -> None:
     (group,) = groups([soaked])
     rows = load_table(group).rows
     assert [row[:3] for row in rows] == [("6:8", "arrivals, soak", 5000 / 250.0)]
-
-
-def test_of_what_was_served_twice_the_latest_counts_whichever_file_comes_first() -> None:
-    later = replace(RECORDS[1], started="2026-11-23T00:00:00+00:00", seconds=(1.0,))
-    for both in ([RECORDS[1], later], [later, RECORDS[1]]):
-        (group,) = groups(both)
-        assert group.seconds("stock", "mixed") == 1.0
 
 
 def test_records_without_later_fields_are_read(tmp_path: Path) -> None:

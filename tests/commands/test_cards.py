@@ -15,7 +15,7 @@ from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.offline import cards
-from slidesparse.offline.cards import CARDS, find_card, warn_of_type
+from slidesparse.offline.cards import CARDS, find_card
 from slidesparse.weights.pattern import Pattern
 
 
@@ -65,22 +65,3 @@ def test_prune_asks_for_a_type_and_names_the_trade(tmp_path: Path, capsys: pytes
     for words in ("got no --dtype; needed int8 or fp8", "faster one in stock vLLM on an H200", "A100", "on Blackwell"):
         assert words in error
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "torch_type", "other"), [("int8", torch.int8, "Blackwell"), ("fp8", torch.float8_e4m3fn, "A100")]
-)
-def test_prune_and_inspect_say_where_a_type_does_not_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, torch_type: torch.dtype, other: str
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    warning = warn_of_type(torch_type)
-    assert warning is not None
-    assert other in warning
-    for arguments in (["prune", "m", "s", "--pattern", "6:8", "--dtype", dtype], ["inspect", "s"]):
-        paths = [str(tmp_path / word) if word in ("m", "s") else word for word in arguments]
-        assert main(paths) == 0
-        assert capsys.readouterr().out.splitlines().count(warning) == 1
-    assert main(["inspect", str(tmp_path / "m")]) == 0
-    assert "Blackwell" not in capsys.readouterr().out

@@ -157,20 +157,6 @@ def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked["model"].trust_remote_code is False
 
 
-def test_metrics_that_are_no_number_are_valid_json(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A perplexity without end, or a mean over nothing: JSON has neither."""
-    stand_in(monkeypatch, lambda **_: {"results": {"odd": {"acc,none": math.nan, "ppl,none": math.inf, "em,x": 0.5}}})
-    assert main(["eval", str(source), "--tasks", "odd", "--device", "cpu", "--json"]) == 0
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert told["tasks"] == {"odd": {"acc,none": None, "ppl,none": None, "em,x": 0.5}}
-
-
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [

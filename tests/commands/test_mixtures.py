@@ -23,15 +23,10 @@ from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.expert_weights import calibrated_experts
-from slidesparse.models.grams import collect_grams
-from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
@@ -39,8 +34,6 @@ from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
-from slidesparse.prune import get_pruner
-from slidesparse.weights.pattern import Pattern
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
@@ -241,31 +234,6 @@ def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
 # -- one at a time, and again after a kill -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "gpt-oss"])
-def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    one = 304 * 64  # gate and up of one expert
-    read: list[int] = []
-    tensor, part = TensorReader.tensor, TensorReader.part
-
-    def noted(reader: Any, key: str, *args: Any) -> torch.Tensor:
-        found = tensor(reader, key, *args)
-        if "bias" not in key and (found.dim() == 3 or ".experts." in key):
-            read.append(found.numel())
-        return found
-
-    def noted_part(reader: Any, key: str, *args: Any) -> torch.Tensor:
-        found = part(reader, key, *args)
-        read.append(found.numel())
-        return found
-
-    monkeypatch.setattr(TensorReader, "tensor", noted)
-    monkeypatch.setattr(TensorReader, "part", noted_part)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
-    assert len(read) == 2 * 4 * (3 if name == "mixtral" else 2)
-    assert max(read) <= one
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("mixtral", "bf16"), ("gpt-oss", "bf16"), ("qwen3-vl-moe", "int8")])
 def test_a_run_that_was_interrupted_goes_on(
     tmp_path: Path, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -350,21 +318,9 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
 )
 def test_what_experts_cannot_is_refused_in_one_line(tmp_path: Path, options: PruneOptions, told: str) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=told):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_method_that_calibrates_can_do_the_rest(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    options = PruneOptions("6:8", "fp32", method="wanda", calibration=text, ignore=("re:.*experts",))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert len(summary.patterns) == 8
-    assert len(summary.losses) == 4
-    assert inspect_checkpoint(tmp_path / "s").ok
 
 
 def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,40 +376,6 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
     assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
         key: pattern if pattern != "dense" else None for key, pattern in experts.items()
     }
-
-
-@pytest.mark.parametrize("at_once", [2**32, 2 * 4 * 152 * 152])
-def test_plan_holds_no_more_inputs_of_experts_than_prune(
-    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of all experts at once where they fit, else part by part; the damage is that of what prune makes."""
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
-    leaves = [f"model.layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in ("gate_up_proj", "down_proj")]
-    experts = calibrated_experts(model, leaves)
-    sets = [["model.layers.0.self_attn.o_proj"], leaves[:2], leaves[2:]]
-    generator = torch.Generator().manual_seed(0)
-    seen, held_out = ([{"input_ids": torch.randint(3, 90, (4, 16), generator=generator)}] for _ in range(2))
-    pruner, patterns = get_pruner("wanda"), [Pattern.parse("6:8"), Pattern.parse("2:4")]
-    held: list[int] = []
-
-    def noted(layer: Any, index: int, linears: Any, samples: Any) -> Any:
-        held.append(sum(4 * one.weight.shape[1] ** 2 for name, one in linears.items() if name in experts))
-        return collect_grams(layer, index, linears, samples)
-
-    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", at_once)
-    monkeypatch.setattr(sensitivity, "collect_grams", noted)
-    found = list(measure_sensitivities(model, sets, patterns, pruner, seen, held_out, experts=experts))
-    everything = 4 * 4 * (64**2 + 152**2)
-    assert max(held) <= at_once
-    assert (
-        [one for one in held if one] == [everything] * 2 if everything <= at_once else sum(held) == 2 * 2 * everything
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for one in found:
-        alone = {name: Pattern.parse(one.pattern if name in one.names else "dense") for names in sets for name in names}
-        assert damage_together(model, sets, alone, pruner, seen, held_out, experts) == pytest.approx(one.damage)
-        model.load_state_dict(before)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "mixtral"])

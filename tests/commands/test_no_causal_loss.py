@@ -58,9 +58,8 @@ def test_other_models_have_no_perplexity(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{name} has no causal loss" in last or "lacks" in last  # ViT, whose tensors transformers renames
     calibration = Calibration(str(tmp_path / "text.txt"), 1, 16)
     options = PlanOptions(Target(speedup=1.1), calibration, "wanda", ("6:8",))
-    with pytest.raises((InputError, CheckpointError)) as error:
+    with pytest.raises((InputError, CheckpointError)):
         plan_checkpoint(folder, tmp_path / "plan.json", options)
-    assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
 
 

@@ -289,22 +289,6 @@ def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
         plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=1.5)))
 
 
-def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No causal model of transformers has such layers; this one runs twice whenever it is run."""
-
-    def twice(model: Any) -> Any:
-        run = run_once(model)
-        assert run is not None
-        return lambda: (run(), run())
-
-    monkeypatch.setattr(planning, "run_once", twice)
-    with pytest.raises(InputError, match=r"got model\.layers\.0, which runs 2 times; .*; use --method magnitude"):
-        plan_checkpoint(source, source.parent / "plan.json", options(source))
-    assert not (source.parent / "plan.json").exists()
-    by_magnitude = options(source, method="magnitude", patterns=("2:4",))
-    assert plan_checkpoint(source, source.parent / "plan.json", by_magnitude).patterns
-
-
 def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +343,6 @@ def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(CheckpointError, match=r"is damaged: .*remove it") as error:
         enter(path)
-    assert "\n" not in str(error.value)
     assert str(error.value).count("; got ") <= 1
 
 

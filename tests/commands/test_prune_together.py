@@ -106,17 +106,6 @@ def test_calibration_gives_the_bytes_of_one_process(
     assert contents(tmp_path / "s") == alone(options)
 
 
-def test_more_processes_than_batches(
-    tmp_path: Path, source: Path, alone: Callable[[list[str]], dict[str, bytes]]
-) -> None:
-    """Some run no batch at all, and prune linears all the same."""
-    options = calibrated(source.parent)
-    options[options.index("256")] = "40"  # two batches
-    ended = prune(tmp_path, source, 4, options)
-    assert [(one.status, one.err) for one in ended] == [(0, "")] * 4
-    assert contents(tmp_path / "s") == alone(options)
-
-
 def test_experts_get_the_bytes_of_one_process(tmp_path: Path) -> None:
     """Each process sees what is routed to an expert in its part of the text; some experts borrow from their layer."""
     make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)

@@ -21,7 +21,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
-from slidesparse.models.smooth import MOST, best_exponents, exponents, find_inner_folds
+from slidesparse.models.smooth import MOST, best_exponents, exponents
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
@@ -140,20 +140,6 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
     assert distance(whole) < 1.3 * distance(rough)  # in float activations: nothing is scaled twice or not at all
 
 
-def test_what_rounding_costs_is_told(tmp_path: Path) -> None:
-    """Calibration sees it, and folding makes it less."""
-    source = with_outliers(tmp_path)
-    rough = prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
-    smooth = prune_checkpoint(source, tmp_path / "smooth", options(source))
-    read_norms = [names for names in rough.rounding if "q_proj" in names or "gate_proj" in names]
-    assert len(read_norms) == len(rough.rounding) / 2
-    for names in read_norms:
-        assert smooth.rounding[names] < rough.rounding[names] / 4
-    assert all(0 < loss < 1 for loss in rough.rounding.values())
-    assert "rounding inputs to INT8 costs: mean" in rough.describe()
-    assert prune_checkpoint(source, tmp_path / "fp8", options(source, smooth=False, dtype="fp8")).rounding == {}
-
-
 def test_the_cost_of_rounding_is_that_of_the_product() -> None:
     """It is counted from sums; here is the definition, with outliers and without."""
     generator = torch.Generator().manual_seed(0)
@@ -231,17 +217,6 @@ def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
         for weight in weights:
             weight.copy_(weight.flip(0))
         assert not torch.equal(layers.output(index), wanted[index][:1])
-
-
-@pytest.mark.parametrize(("name", "writers"), [("llama", ["gate_proj", "up_proj"]), ("phi3", [])])
-def test_inner_channels_are_those_of_the_linears_before(name: str, writers: list[str], tmp_path: Path) -> None:
-    """Of Phi-3 one linear joins gate and up, whose rows are not down's channels."""
-    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    run = run_once(model)
-    assert run is not None
-    down = "model.layers.1.mlp.down_proj"
-    found = [one.writer for one in find_inner_folds(find_targets(model).linears, model, run) if one.linears == (down,)]
-    assert found == [f"model.layers.1.mlp.{leaf}" for leaf in writers]
 
 
 def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:

@@ -65,12 +65,6 @@ def test_every_kind_of_layer_is_measured_on_every_backend() -> None:
 
 
 @pytest.mark.usefixtures("backends")
-def test_a_busy_gpu_has_no_times(caplog: pytest.LogCaptureFixture) -> None:
-    assert measured(FakeStopwatch(lambda *_: 1e4, disturbance=1.05), [64], "quick") == ([], [])
-    assert "int8 48x32 6:8: times are not used: dense differs from itself" in caplog.text
-
-
-@pytest.mark.usefixtures("backends")
 def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(self: Quick, problem: Problem) -> str | None:
         return "not this one" if problem.out_features == 96 else None
@@ -148,9 +142,8 @@ def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Pa
     ],
 )
 def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(InputError, match=words) as error:
+    with pytest.raises(InputError, match=words):
         make_job(*arguments)
-    assert "\n" not in str(error.value)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -164,7 +157,6 @@ def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytes
     monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
     layer = LayerSpeed("int8", 64, 64, (16,), {"dense": (2.0,), "cusparselt 6:8": (1.0,)})
     kept = load_speeds(tune.store_layers([layer]))
-    assert kept is not None
     assert kept.layers == (layer,)
 
 
@@ -178,7 +170,6 @@ def test_the_command_searches_then_measures(
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
     table = load_speeds(tuned_path(HERE))
-    assert table is not None
     assert table.layers == (layer,)
     monkeypatch.setattr(tune, "measure_layers", lambda job: pytest.fail("it measured"))
     assert main(["tune", "--algorithms-only"]) == 0
@@ -198,7 +189,6 @@ def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
         {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8"}
     ]
     table = load_speeds(tuned_path(HERE))
-    assert table is not None
     assert (table.wrong, table.layers) == ((WRONG,), (layer,))
 
 
@@ -228,4 +218,3 @@ def test_out_of_memory_while_tuning_is_one_clear_line(monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedError) as error:
         cusparselt_tune.tune(4096, 4096, 64, torch.int8)
     assert "not enough GPU memory to tune 4096 x 4096 at 64 tokens; tune fewer tokens" in str(error.value)
-    assert "\n" not in str(error.value)

@@ -104,7 +104,6 @@ def test_a_dense_copy_is_kept_only_where_the_packed_form_needs_it(
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("speed-*.json")), ids=lambda path: path.stem)
 def test_no_8_bit_layer_of_a_shipped_table_keeps_a_copy_at_the_usual_patterns(path: Path) -> None:
     table = load_speeds(path)
-    assert table is not None
     eight_bits = [layer for layer in table.layers if layer.dtype in ("int8", "fp8")]
     seen = 0
     for layer, pattern in product(eight_bits, ("2:4", "4:6", "6:8")):
@@ -119,7 +118,6 @@ def test_no_8_bit_layer_of_a_shipped_table_keeps_a_copy_at_the_usual_patterns(pa
     "shares",
     [
         (0.77, 0.85, 1.16, 1.31, 1.17, 1.14, 1.08),  # int8 37888x3584 at 6:8, a start whose time ended at 4096 tokens
-        (0.77, 0.85, 1.13, 1.33, 1.17, 1.17, 1.06, 0.92),  # the same on another machine
         (0.91, 0.83, 0.82, 1.36, 1.04, 1.10, 1.15, 0.99),  # fp8 3584x18944 at 6:8
     ],
 )

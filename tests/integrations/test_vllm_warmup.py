@@ -77,24 +77,6 @@ def test_experts_with_weights_of_another_form_are_warmed_up_too(monkeypatch: pyt
     assert ran == [layers[place] for place in (0, 1, 3, 4)]
 
 
-def test_a_warm_up_that_memory_ended_is_done_by_the_next_layer_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-
-    def run(_: object, dtype: torch.dtype, top_k: int) -> None:
-        tried.append(top_k)
-        if len(tried) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(SlideExperts, "warm_up", run)
-    layer = SlideExperts(packed_experts(2, 16, 16, torch.int8), packed_experts(2, 16, 8, torch.int8))
-    warmup = WarmUp(4, torch.bfloat16)
-    with pytest.raises(torch.OutOfMemoryError):
-        warmup.experts(layer, "a", 2)
-    warmup.experts(layer, "a", 2)
-    warmup.experts(layer, "a", 2)
-    assert tried == [2, 2]
-
-
 def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     token_bytes = 2 * (16 + 8) + 2 * 16  # bf16 in and out, int8 lifted
