@@ -26,7 +26,7 @@ from checkpoints import (
     reverse_letters,
     write_text,
 )
-from small_models import make
+from small_models import build, make
 from torch import nn
 
 import slidesparse
@@ -434,9 +434,7 @@ def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
     """A random model of an architecture in memory, and its layers."""
     found = ARCHITECTURES[name]
     skip_if_unknown(found.model)
-    known = getattr(transformers, found.model)
-    torch.manual_seed(0)
-    model = known(known.config_class(**{**found.config, **changes})).float().eval()
+    model = build(found, **changes).float().eval()
     linears = list(find_targets(model).linears)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     most = max(lists, key=lambda outer: sum(name.startswith(f"{outer}.") for name in linears))

@@ -15,6 +15,7 @@ import transformers
 from small_mixtures import MIXTURES, packed_mixtures
 from small_models import make
 from torch import nn
+from tuning_fakes import pretend_hopper
 
 import slidesparse
 from slidesparse.errors import PatternViolation, UnsupportedError
@@ -118,11 +119,8 @@ def test_gate_and_up_of_two_patterns_run_dense(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The CPU passes for a Hopper GPU without any times, on which the definition multiplies."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(expert_times, "can_be_timed", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    """On it the definition multiplies."""
+    pretend_hopper(monkeypatch, tmp_path, expert_times)
     monkeypatch.setattr(load_experts, "grouped_product", lambda problem: Grouped())
     # Linears choose by themselves, whatever is asked for: they are not what these tests are about.
     monkeypatch.setattr("slidesparse.files.load.Chooser", lambda _, fallback, tuner: Chooser("auto", fallback, tuner))

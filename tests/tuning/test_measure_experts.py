@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tuning_fakes import FakeStopwatch
+from tuning_fakes import FakeStopwatch, pretend_hopper
 
-from slidesparse.gemm import expert_times, select, speed_files
+from slidesparse.gemm import expert_times, select
 from slidesparse.gemm.expert_times import (
     NOT_MEASURED,
     ExpertKind,
@@ -123,14 +123,7 @@ def test_memory_ends_it_at_the_largest_number_that_fits() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
-    for module in (select, expert_times, at_load):
-        monkeypatch.setattr(module, "can_be_timed", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+    pretend_hopper(monkeypatch, tmp_path, select, expert_times, at_load)
 
 
 def tuner(watch: FakeStopwatch, budget_s: float = 12.0, most: int = 256) -> LoadTuner:
