@@ -114,7 +114,6 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
     eight = "8 experts, 2 a token: "
     us = {f"{eight}dense": (40.0, 50.0), f"{eight}hopper 6:8": (30.0, None)}
     assert layer == LayerSpeed("int8", 2 * 14336, 4096, (64, 256), us)
-    assert tune._rows([layer]) == [("28672x4096", "int8", f"{eight}hopper 6:8", "64: 0.75  256: -")]
     linear = _ours(_linear(64), 3.0, 2.0)
     assert len(speed.layer_speeds(records + linear)) == 2
 

@@ -180,8 +180,15 @@ def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs_by_parts(lift, OUT + 8)  # its weight is padded
     for name, other in (("padded", TOKENS + 1), ("quantised", False), ("tokens", 0)):
         assert runs_by_parts(SimpleNamespace(**vars(lift) | {name: other}))
-    monkeypatch.setattr(dense, "_capability", lambda _: (7, 5))
-    assert runs_by_parts(lift)
+    for dtype, capability, parts in (
+        (INT8, (7, 5), True),
+        (INT8, (8, 0), False),
+        (FP8, (8, 6), True),
+        (FP8, (8, 9), False),
+        (FP8, (12, 0), False),
+    ):
+        monkeypatch.setattr(dense, "_capability", lambda _, capability=capability: capability)
+        assert runs_by_parts(SimpleNamespace(**vars(lift) | {"target": dtype})) == parts
 
 
 def fp8_layer() -> SlideLinear:

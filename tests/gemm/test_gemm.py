@@ -11,7 +11,7 @@ from oracles import scaled_product, sparse_int8
 from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import BACKENDS, Backend, Problem, choose, dense, get_backend, select, speed_files
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select, speed_files
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
@@ -320,23 +320,6 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
         choose(PROBLEM, *arguments)
     assert "dense" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "has"),
-    [
-        (torch.int8, (7, 5), False),
-        (torch.int8, (8, 0), True),
-        (torch.float8_e4m3fn, (8, 6), False),
-        (torch.float8_e4m3fn, (8, 9), True),
-        (torch.float8_e4m3fn, (12, 0), True),
-    ],
-)
-def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
-    dtype: torch.dtype, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense, "_capability", lambda _: capability)
-    assert dense._has_kernels(dtype, 0) == has
 
 
 @pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])

@@ -68,13 +68,6 @@ def test_the_nearest_layer_speaks() -> None:
     assert _find([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
 
 
-def test_the_users_table_counts_before_the_packages() -> None:
-    users = _layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
-    packages = _layer(dense=(2.0,) * 3, **{"quick 6:8": (9.9,) * 3})
-    found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
-    assert found.layer.us["quick"] == (0.5,) * 3
-
-
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
@@ -159,12 +152,6 @@ def test_what_was_not_measured_here_is_a_prior(there: dict[str, Any], told: str)
     assert found.describe() == f"prior: measured at 4096x4096 {told}".strip()
     here = _find([prior, _table(_layer(dense=(3.0,) * 3, **QUICK))], LIBRARIES)
     assert (here.layer.us["dense"][0], here.here, here.describe()) == (3.0, TOKENS, "measured here")
-
-
-def test_a_layer_of_another_size_is_a_prior_too() -> None:
-    near = _table(_layer(4096, 4097, dense=(3.0,) * 3, **QUICK))
-    found = _find([near], LIBRARIES)
-    assert found.describe() == "prior: measured at 4096x4097"
 
 
 def test_an_older_table_of_this_gpu_goes_before_another_gpus() -> None:

@@ -8,7 +8,6 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import Layout, LinearTensors, Slabs, slab_view
-from slidesparse.lifting.routed import expert_lift
 from slidesparse.lifting.routed import lift_routed as kernel
 from slidesparse.lifting.routed.expert_lift import lift_routed
 from slidesparse.lifting.routed.expert_order import arrange
@@ -70,18 +69,3 @@ def test_rows_of_another_number_are_refused(device: str) -> None:
             InputError, match=rf"rows of a mixture to lift; got \[3, 64\] on {device}.*; needed {needed}"
         ):
             lift_routed(x, at, torch.arange(64), (), INT8, "none", LAYOUT, gather=gather)
-
-
-def test_a_gpu_is_asked_once_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of CUDA graphs the host pays for every question."""
-    asked: list[object] = []
-    monkeypatch.setattr(expert_lift, "runs_triton", lambda device: True)
-    monkeypatch.setattr(expert_lift, "why_no_kernel", lambda *given: asked.append(given) or "none of these")
-    expert_lift._has_kernel.cache_clear()
-    packed = pack_segments(torch.zeros(1, 64, dtype=INT8), Pattern.parse("6:8"))
-    x, at = torch.randn(3, 64, dtype=BF16), arrange(torch.tensor([[0], [1], [0]]), 2, 8)
-    order = tuple(LAYOUT.order(packed).numbers)
-    for target in (INT8, INT8, FP8):
-        lift_routed(x, at, LAYOUT.column_map(packed), order, target, "none", LAYOUT, gather=True)
-    expert_lift._has_kernel.cache_clear()
-    assert asked == [(BF16, target, x.device, order) for target in (INT8, FP8)]
