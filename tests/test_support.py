@@ -104,7 +104,7 @@ def test_groups_are_cut_at_the_parents_boundaries(columns: int, n: int, data: st
 def test_violation_names_tensor_row_group_and_count() -> None:
     weight = sparse_int8(5, 32, 6, 8)
     weight[3, 16:24] = 1
-    weight[4, 8:15] = 1
+    weight[4, 8:16] = torch.tensor([1] * 7 + [0], dtype=torch.int8)  # one too many
     with pytest.raises(PatternViolation) as error:
         check_pattern(weight, "6:8", name="layers.7.mlp.down_proj")
     e = error.value
