@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,19 @@ def make_source(folder: Path, name: str, dtype: torch.dtype) -> Path:
     add_tokenizer(folder / "m")
     write_text(folder / "text.txt")
     return folder / "m"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The files of a folder, by their places in it."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@contextmanager
+def edited_config(path: Path) -> Iterator[dict[str, Any]]:
+    """What is changed in this object is changed in the checkpoint's config.json."""
+    config = json.loads((path / "config.json").read_text())
+    yield config
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def write_packed_form(file: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -138,14 +138,19 @@ class Architecture:
     not_quantised: str | None = None
 
 
+def build(found: Architecture, **changes: Any) -> Any:
+    """Make a random model of an architecture in memory."""
+    known = getattr(transformers, found.model)
+    torch.manual_seed(0)
+    return known(known.config_class(**{**found.config, **changes}))
+
+
 def make(path: Path, found: Architecture, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     """Write a small random checkpoint of an architecture, and return its model.
 
     ``save_pretrained`` undoes the renaming of transformers 5, so the files have the names that those on the hub have.
     """
-    known = getattr(transformers, found.model)
-    torch.manual_seed(0)
-    model = known(known.config_class(**{**found.config, **changes})).to(dtype).eval()
+    model = build(found, **changes).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

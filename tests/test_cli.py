@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_text
 
 from slidesparse import prune
 from slidesparse.base import from_bench, progress
@@ -76,9 +76,8 @@ def test_a_layer_that_cannot_run_is_a_problem_and_has_no_backend(
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"])
-    config = json.loads((tmp_path / "s/config.json").read_text())
-    config["slidesparse_config"]["pattern"] = "4:6"
-    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "s") as config:
+        config["slidesparse_config"]["pattern"] = "4:6"
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "s")]) == 1
     assert "PROBLEM: model.layers.0.self_attn.q_proj violates 4:6 at row" in capsys.readouterr().out
@@ -178,9 +177,8 @@ def test_other_libraries_are_quiet(tmp_path: Path, capsys: pytest.CaptureFixture
     add_tokenizer(tmp_path / "m")
     text = write_text(tmp_path / "text.txt", words=20)
     prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
-    config = json.loads((tmp_path / "q/config.json").read_text())
-    del config["slidesparse_config"]
-    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "q") as config:
+        del config["slidesparse_config"]
     done = _run_module("eval", str(tmp_path / "q"), "--text", str(text), "--device", "cpu", path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("perplexity ")

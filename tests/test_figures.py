@@ -20,7 +20,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 def windows() -> ModuleType:
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
     spec = importlib.util.spec_from_file_location("windows", FIGURES / "windows.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +33,6 @@ def cells(path: Path, row: str) -> dict[int, str]:
         name, _, column = element.get("id", "").partition("-")
         if name == row:
             text = element.find(f"{SVG}text")
-            assert text is not None
             found[int(column)] = text.text
     return found
 

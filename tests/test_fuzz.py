@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import resource
 import shutil
@@ -27,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
+from checkpoints import add_tokenizer, edited_config, make_checkpoint, tokens, write_text
 from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -70,9 +69,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add_tokenizer(folder / name)
     prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6@50%", "int8"))
     prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "int8"))
-    config = json.loads((folder / "w8a8/config.json").read_text())
-    del config[MARKER_KEY]
-    (folder / "w8a8/config.json").write_text(json.dumps(config))
+    with edited_config(folder / "w8a8") as config:
+        del config[MARKER_KEY]
     shutil.copytree(folder / "pruned", folder / "packed")
     write_packed(folder / "packed")
     return folder

@@ -80,12 +80,13 @@ def _depends_on(name: str) -> str | None:
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
-@pytest.mark.parametrize("part", sorted({_part(path) for path in FILES}))
-def test_imports_go_downwards(part: str) -> None:
-    assert part in RANK, f"give {part} its layer in {Path(__file__).name}"
-    imported = {name: path for path in FILES if _part(path) == part for name in imports(path, ROOT)}
-    for name, path in imported.items():
-        other = _depends_on(name)
+def test_imports_go_downwards_and_none_to_the_benchmarks() -> None:
+    """The benchmarks are another distribution, which is asked through entry points (base/from_bench.py)."""
+    assert {_part(path) for path in FILES} == RANK.keys(), f"give each part its layer in {Path(__file__).name}"
+    imported = {(path, name) for path in FILES for name in imports(path, ROOT)}
+    for path, name in imported:
+        part, other = _part(path), _depends_on(name)
+        assert name.split(".")[0] != "slidesparse_bench", f"{path} imports {name}"
         if other is None or other == part:
             continue
         if other == "__init__":
@@ -106,13 +107,9 @@ def _is_inside(name: str, package: str) -> bool:
     return name == package or (name.startswith(f"{package}.") and not name.startswith("torch.nn.functional"))
 
 
-@pytest.mark.parametrize("place", [*FORBIDDEN, *FORBIDDEN_ITSELF])
-def test_what_the_rules_name_exists(place: str) -> None:
-    assert _files(place)
-
-
 @pytest.mark.parametrize("place", FORBIDDEN)
 def test_no_part_imports_what_it_must_not_see(place: str) -> None:
+    assert _files(place)
     for path in _files(place):
         for file, chain in chains(path, ROOT).items():
             seen = {name for name in imports(file, ROOT) for other in FORBIDDEN[place] if _is_inside(name, other)}
@@ -121,6 +118,7 @@ def test_no_part_imports_what_it_must_not_see(place: str) -> None:
 
 @pytest.mark.parametrize("place", FORBIDDEN_ITSELF)
 def test_no_part_imports_itself_what_others_may(place: str) -> None:
+    assert _files(place)
     for path in _files(place):
         seen = {name for name in imports(path, ROOT) for other in FORBIDDEN_ITSELF[place] if _is_inside(name, other)}
         assert not seen, f"{path.relative_to(ROOT)} imports {seen}"
@@ -158,12 +156,6 @@ def test_theory_and_command_line_are_imported_without_torch() -> None:
         f"[print(importlib.import_module(name).__name__) for name in {modules}]"
     )
     assert _run(code).split() == modules
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_imports_the_benchmarks(path: Path) -> None:
-    """They are another distribution, which is asked through entry points (base/from_bench.py)."""
-    assert not [name for name in imports(path, ROOT) if name.split(".")[0] == "slidesparse_bench"]
 
 
 def test_every_module_can_be_imported() -> None:

@@ -12,14 +12,12 @@ from tolerances import assert_product
 from torch import nn
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, ops, pack, prune_mask
-from slidesparse.base.log import log_once
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.layer.weight_form import WeightForm
-from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.quant import QUANTISED, parse_dtype, quantize_weight
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import following_groups
@@ -61,8 +59,8 @@ def _vllm(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "14:16", "30:32", "4:6@50%"])
-@pytest.mark.parametrize("m", [0, 1, 7, 199])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "30:32", "4:6@50%"])
+@pytest.mark.parametrize("m", [0, 1, 199])
 @pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
 def test_int8_is_vllms_dense_layer_bit_for_bit(dtype: torch.dtype, m: int, pattern: str, backend: str) -> None:
     linear = _pruned_linear(pattern)
@@ -89,7 +87,7 @@ def test_int8_with_any_strides_and_leading_dimensions(strides: str, bias: bool, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize(("start", "columns"), [(0, 41), (5, 60), (41, 52), (92, 1), (64, 29)])
+@pytest.mark.parametrize(("start", "columns"), [(0, 41), (5, 60), (92, 1)])
 @pytest.mark.parametrize("pattern", ["6:8", "14:16", "4:6@50%"])
 def test_int8_of_a_shard(pattern: str, start: int, columns: int, dtype: torch.dtype, backend: str) -> None:
     linear = _pruned_linear(pattern, bias=False)
@@ -121,8 +119,8 @@ def test_the_int32_accumulator_is_the_dense_one(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "4:6@50%"])
-@pytest.mark.parametrize("m", [0, 1, 7, 199])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("m", [0, 199])
 @pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
 def test_fp8_stays_within_the_table(dtype: torch.dtype, m: int, pattern: str, backend: str) -> None:
     linear = _pruned_linear(pattern)
@@ -266,26 +264,6 @@ def test_the_number_of_tokens_picks_the_backend(
     assert ran[1:] == ["dense", "reference", "reference", "dense", "dense"]
 
 
-@pytest.mark.usefixtures("_routed")
-def test_what_is_kept_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log_once.cache_clear()
-    caplog.set_level("INFO", logger="slidesparse")
-    linear = _pruned_linear("6:8", bias=False)
-    layer = SlideLinear.from_linear(linear, "6:8", "int8")
-    packed = pack_weight(linear.weight.detach(), Pattern(6, 8), torch.int8)
-    assert layer.operand_bytes == {
-        "dense": Dense().prepare(packed)[0].nbytes,
-        "reference": OUT * len(packed.column_map()),
-    }
-    assert len(caplog.messages) == 1
-    assert (
-        f"{OUT}x{K} 6:8 int8: dense up to 7 tokens, reference up to 99, dense beyond (told so); kept: dense"
-        in (caplog.messages[0])
-    )
-    SlideLinear.from_linear(linear, "6:8", "int8")
-    assert len(caplog.messages) == 1
-
-
 # -- the module ----------------------------------------------------------------------------------------------------
 
 
@@ -303,19 +281,8 @@ def test_casting_a_model_leaves_the_layer_alone(dtype: str, move: Callable[[nn.M
     assert torch.equal(model[1](x), y)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_state_dict_round_trip(dtype: str, backend: str) -> None:
-    source = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
-    target = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
-    x = torch.randn(7, K).to(torch.bfloat16)
-    assert not torch.equal(source(x), target(x))
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(source(x), target(x))
-
-
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%", "dense"])
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_state_is_what_a_checkpoint_holds(backend: str, dtype: str, pattern: str) -> None:
     linear = nn.Linear(K, OUT) if pattern == "dense" else _pruned_linear(pattern)
@@ -399,9 +366,8 @@ def test_a_weight_that_cannot_be_read_back_is_never_left_out(monkeypatch: pytest
         raise InputError("activations of the hopper backend", got="cpu")
 
     monkeypatch.setattr(ops, "linear", refuse)
-    with pytest.raises(UnsupportedError, match="read a SlideLinear's weight back") as error:
+    with pytest.raises(UnsupportedError, match="read a SlideLinear's weight back"):
         layer.state_dict()
-    assert "\n" not in str(error.value)
 
 
 def test_a_copy_and_an_empty_layer_have_a_state() -> None:
@@ -412,22 +378,6 @@ def test_a_copy_and_an_empty_layer_have_a_state() -> None:
     assert {name: (t.shape, t.dtype, t.is_meta) for name, t in empty.items()} == {
         name: (t.shape, t.dtype, True) for name, t in layer.state_dict().items()
     }
-
-
-def test_products_of_float32_are_whole_where_a_user_allowed_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, seen, run = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "fp32"), [], ops.linear
-
-    def watched(*arguments: Any) -> torch.Tensor:
-        seen.append(torch.get_float32_matmul_precision())
-        return run(*arguments)
-
-    monkeypatch.setattr(ops, "linear", watched)
-    torch.set_float32_matmul_precision("high")
-    try:
-        layer.state_dict()
-        assert (seen, torch.get_float32_matmul_precision()) == (["highest"], "high")
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older way alone")
@@ -468,9 +418,8 @@ def test_nan_and_inf_activations(dtype: str, bad: float) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype)
     x = torch.randn(3, K)
     x[1, 4] = bad
-    with pytest.raises(InputError, match="activations hold NaN or Inf") as error:
+    with pytest.raises(InputError, match="activations hold NaN or Inf"):
         layer(x)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -485,23 +434,15 @@ def test_nan_and_inf_activations(dtype: str, bad: float) -> None:
 )
 def test_activations_that_do_not_fit(dtype: str, x: torch.Tensor) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype)
-    with pytest.raises(InputError, match="activations of SlideLinear") as error:
+    with pytest.raises(InputError, match="activations of SlideLinear"):
         layer(x)
-    assert "\n" not in str(error.value)
-
-
-def test_activations_of_another_float_type_are_told_the_remedy() -> None:
-    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "bf16")
-    with pytest.raises(InputError, match="as the weight"):
-        layer(torch.zeros(3, K))
 
 
 @pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(OUT, 1), torch.ones(OUT, dtype=torch.int32)])
 def test_a_bias_of_the_call_is_checked(bias: torch.Tensor) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
-    with pytest.raises(InputError, match="bias of SlideLinear") as error:
+    with pytest.raises(InputError, match="bias of SlideLinear"):
         layer(torch.randn(3, K), bias)
-    assert "\n" not in str(error.value)
 
 
 def test_a_strided_bias_of_the_call_reaches_the_operator_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,9 +465,8 @@ def test_activations_on_another_device_are_refused() -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
     rest = (layer.weight_scale, None, layer.spec)
-    with pytest.raises(InputError, match="on two devices") as error:
+    with pytest.raises(InputError, match="on two devices"):
         ops._linear(torch.zeros(3, K, device="meta"), tensors, *rest)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -540,9 +480,8 @@ def test_activations_on_another_device_are_refused() -> None:
     ],
 )
 def test_bad_options(options: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         SlideLinear.from_linear(_pruned_linear("6:8"), **{"pattern": "6:8", **options})
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -67,17 +67,6 @@ def test_results_lie_as_the_fake_ones_do_whatever_the_strides(prologue: str, wei
     assert all(result.is_contiguous() for result in (results if isinstance(results, tuple) else (results,)))
 
 
-@pytest.mark.parametrize("prologue", FUSED)
-def test_fused_operators_under_compile(prologue: str, weight: tuple[Any, ...]) -> None:
-    run = getattr(ops, f"{prologue}_linear")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *given: run(*given, *weight), fullgraph=True)
-    for dtype in FLOATS[:2]:
-        given = activations(prologue, dtype)
-        for one, other in zip(compiled(*given), run(*given, *weight), strict=True):
-            assert same(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("prologue", FUSED)
 def test_fused_is_one_after_the_other(prologue: Prologue, dtype: torch.dtype) -> None:
@@ -184,7 +173,6 @@ def in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layout]:
 def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
     packed = packed_weight(pattern, dtype)
     columns = in_tiles.order(packed)
-    assert columns is not None
     for length in (columns.dense_columns, columns.slid_columns):
         assert length * dtype.itemsize % 128 == 0
         assert length % 6 == 0
@@ -225,19 +213,6 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp32"])
-def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
-    """They were zero: autograd lost the tangent on the way into the operator."""
-    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", dtype, method="magnitude")
-    x = torch.randn(2, K)
-    with pytest.raises(UnsupportedError, match="for inference"):
-        torch.func.jvp(layer, (x,), (x,))
-    with pytest.raises(UnsupportedError, match="for inference"):
-        torch.func.jacfwd(layer)(x)
-    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="for inference"):
-        layer(forward_ad.make_dual(x, x))
 
 
 def test_a_tangent_of_any_tensor_is_refused() -> None:

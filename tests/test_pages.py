@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import shlex
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -152,8 +150,3 @@ def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             assert len({row.count("|") for row in table.splitlines()}) == 1, table
-
-
-def test_the_demonstration_is_that_of_the_record() -> None:
-    rows: list[dict[str, Any]] = json.loads((ROOT / "results/demo/minilm.json").read_text())["rows"]
-    assert all(row["exact"] for row in rows if row["dtype"] == "int8"), "the pages say: every bit"

@@ -12,7 +12,6 @@ import torch
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.layer import linear as linear_module
 from slidesparse.layer import settle as module
 from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, packed_problem, settle
 from slidesparse.weights.packed import PackedWeight, pack_segments
@@ -77,7 +76,6 @@ def test_a_weight_that_runs_dense_by_choice_is_not_packed(
     settled = settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser(backend))
     assert isinstance(settled, RunsDense)
     assert re.match(told, settled.reason)
-    assert settled.choice is not None
     assert settled.choice.backends == ("dense",)
 
 
@@ -148,16 +146,6 @@ def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, na
     assert problem == packed_problem(packed)
     assert problem.bits == (8 if narrow == "none" else 6)
     assert settled.packed is packed  # packed once
-
-
-def test_a_layer_takes_its_choice_and_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, scale = pruned("6:8", torch.int8)
-    settled = settle(weight, scale, Pattern(6, 8), REFERENCE)
-    assert isinstance(settled, RunsSparse)
-    monkeypatch.setattr(linear_module, "choose", None)
-    layer = SlideLinear(settled.packed, choice=settled.choice)
-    assert layer.choice is settled.choice
-    assert torch.equal(layer.unpack(), weight)
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)

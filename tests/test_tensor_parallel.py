@@ -57,19 +57,6 @@ def test_shards_of_real_layers_sum_to_the_whole(model: str, pattern: str) -> Non
             assert torch.equal(_sum_of_shards(weight, x, p, bounds).long(), exact), (k, tp)
 
 
-def test_the_shapes_cut_groups() -> None:
-    # Otherwise the test above would say nothing about k_offset. Groups of 8 and 16 divide every one of these shards;
-    # the property test below cuts them.
-    cut = {
-        pattern
-        for pattern in PATTERNS
-        for k in itertools.chain(*ROW_PARALLEL_K.values())
-        for tp in (2, 4, 8)
-        if (k // tp) % Pattern.parse(pattern).group
-    }
-    assert cut == {"4:6", "8:10"}
-
-
 @given(
     k=st.integers(1, 150),
     text=st.sampled_from(["2:4", *PATTERNS, "30:32", "4:6@50%", "2:4@33.33%", "6:8@75%"]),

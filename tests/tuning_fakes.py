@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -101,17 +102,24 @@ class FakeStopwatch:
         return 0.0
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Let the CPU pass for a GPU with one accelerated backend, :class:`Quick`, and no times yet."""
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch, cache: Path, *modules: ModuleType) -> None:
+    """Let the CPU pass for a Hopper GPU without times of its own, which may be timed as far as these modules see."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "cache"))
     monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    for module in modules:
+        monkeypatch.setattr(module, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let the CPU pass for a GPU with one accelerated backend, :class:`Quick`, and no times yet."""
+    pretend_hopper(monkeypatch, cache, select)
     log.log_once.cache_clear()
     for name in list(BACKENDS):
         monkeypatch.delitem(BACKENDS, name)
     for backend in (Reference, Dense, Quick):
         monkeypatch.setitem(BACKENDS, backend.name, backend)
-    monkeypatch.setattr(select, "can_be_timed", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 9))
-    monkeypatch.setattr(select, "driver_version", lambda: "580.1")

@@ -14,25 +14,16 @@ import torch
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_pattern
 from slidesparse_bench import environment
-from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse_bench.records import Machine, open_records
 from slidesparse_bench.serve import serve, serve_checkpoints
 from slidesparse_bench.serve.serve import run
-from slidesparse_bench.serve.serve_load import FULL, MIXED, QUICK
+from slidesparse_bench.serve.serve_load import FULL, QUICK
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_options import ServeOptions
-from slidesparse_bench.serve.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
+from slidesparse_bench.serve.serve_plan import ServeProfile, adapt
 from slidesparse_bench.served_figures import Latency, Power
 from slidesparse_bench.served_records import (
-    ARRIVALS,
-    DECODE,
-    EngineKey,
     ServeRecord,
     Step,
     TimelineRecord,
@@ -182,45 +173,6 @@ def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path)
         adapt(plan=tmp_path / "other.json")
 
 
-def test_a_plan_of_six_bits_is_served_with_such_weights(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipes = []
-    written = serve_checkpoints.write_checkpoint
-    monkeypatch.setattr(
-        serve_checkpoints, "write_checkpoint", lambda *given: (recipes.append(given[6]), written(*given))
-    )
-    eight = plan_file(tmp_path / "plan.json")
-    six = tmp_path / "six.json"
-    six.write_text(json.dumps({**json.loads(eight.read_text()), "recipe": "6bit"}))
-    with pytest.raises(InputError, match="the 6bit recipe ends in INT8 storage; got fp8; needed int8"):
-        adapt(plan=six)
-    profiles = [
-        adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=one, engines=["plan"]) for one in (eight, six)
-    ]
-    for profile in profiles:
-        run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert recipes == ["absmax", "6bit"]
-    assert len({one.key.pattern for one in read(ServeRecord, [tmp_path / "r.jsonl"])}) == 2
-
-
-def test_a_checkpoint_of_a_plan_follows_it(tmp_path: Path) -> None:
-    config = model_config("Qwen2.5-7B", 2) | {"hidden_size": 96, "intermediate_size": 48, "vocab_size": 8}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    plan = served_plan(plan_file(tmp_path / "plan.json", 2))
-    assert plan is not None
-    write_checkpoint(tmp_path / "made", config, torch.int8, plan.common, torch.device("cpu"), plan.exceptions)
-    made = Checkpoint(tmp_path / "made")
-    marker = Marker.require(made.config, made.path)
-    for name, pattern in plan.layers.items():
-        weight = made.tensor(f"{name}.weight")
-        assert marker.pattern_of(name) == pattern
-        if pattern == DENSE:
-            assert float((weight == 0).float().mean()) < 0.2
-        else:
-            check_pattern(weight, pattern)
-
-
 def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     models, backends = ["Qwen3-30B-A3B"], ["auto", "hopper"]
     profile = adapt(quick=True, models=models, dtypes=["int8"], patterns=["6:8"], layers=12, backends=backends)
@@ -235,42 +187,10 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
 
 
-def test_an_output_embedding_in_eight_bits(pretend: None, tmp_path: Path) -> None:
-    """It is one more linear: pruned, named by the quantisation, and in the bytes that a checkpoint takes."""
-    profile = adapt(quick=True, models=["Llama-3-8B+lm_head"], dtypes=["int8"], patterns=["6:8"], engines=["6:8"])
-    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
-    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
-    plain = replace(record.key, model="Llama-3-8B")
-    rows = 128256 * 4096
-    assert serve_checkpoints.checkpoint_bytes(plain) - serve_checkpoints.checkpoint_bytes(record.key) == rows
-    config = model_config("Llama-3-8B+lm_head", 1) | {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 24}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    pattern, device = Pattern.parse("6:8"), torch.device("cpu")
-    write_checkpoint(tmp_path / "made", config, torch.int8, pattern, device, {}, "6bit", True)
-    assert inspect_checkpoint(tmp_path / "made").ok
-    made = Checkpoint(tmp_path / "made")
-    weight, scale = (made.tensor(f"lm_head.{part}") for part in ("weight", "weight_scale"))
-    check_pattern(weight, pattern)
-    assert (weight.dtype, tuple(weight.shape), tuple(scale.shape)) == (torch.int8, (24, 64), (24, 1))
-    assert Marker.require(made.config, made.path).ignore == ()
-    assert "re:(.*[.])?lm_head$" in made.config["quantization_config"]["config_groups"]["group_0"]["targets"]
-
-
 def test_a_plan_says_nothing_of_an_output_embedding(tmp_path: Path) -> None:
     plan = plan_file(tmp_path / "plan.json", 28)
     with pytest.raises(InputError, match="differs at lm_head"):
         adapt(models=["Qwen2.5-7B+lm_head"], dtypes=["int8"], plan=plan)
-
-
-def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
-    def kept() -> list[str]:
-        return sorted(folder.name for folder in (tmp_path / "scratch").glob("[!.]*"))
-
-    run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
-    (tmp_path / "scratch" / "mine").mkdir()
-    run(replace(PROFILE, dtypes=("fp8",)), tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert kept() == [*(f"Qwen2.5-7B-28-fp8-{pattern}" for pattern in ("2of4", "6of8", "dense")), "mine"]
 
 
 def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:
@@ -285,10 +205,8 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     assert run(PROFILE, path, tmp_path).added == 0
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
-def test_two_runs_do_not_add_to_one_file(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_two_runs_do_not_add_to_one_file(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "r.jsonl.gz"
     refused: list[str] = []
 
     def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
@@ -326,19 +244,11 @@ def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
 
 
-def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl.gz"
-    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
-    assert run(PROFILE, path, tmp_path).added == 15
-    assert len(read(ServeRecord, [path])) == 18
-
-
 @pytest.mark.parametrize(
     ("there", "words"),
     [
         ({"gpu": "Other"}, "gpu Other there; needed Pretend as here; name a new file with --out"),
         ({"driver": "1"}, "driver 1 there; needed 2 as here"),
-        ({"torch": "1"}, "torch 1 there; needed 2 as here"),
         ({"vllm": "0.26.0"}, r"vllm 0\.26\.0 there; needed 0\.22\.1 as here"),
     ],
 )
@@ -353,15 +263,6 @@ def test_records_of_another_machine_are_not_added_to(
     with pytest.raises(InputError, match=f"r.jsonl was measured elsewhere; got {words}"):
         run(PROFILE, path, tmp_path)
     assert len(Pretender.started) == 1
-
-
-def test_what_a_machine_would_not_say_ends_no_file(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.jsonl"
-    run(replace(PROFILE, engines=("stock",)), path, tmp_path)  # no driver is known
-    monkeypatch.setattr(environment, "machine", lambda: replace(MACHINE, driver="2", commit="other"))
-    assert run(PROFILE, path, tmp_path).added == 15
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
@@ -433,13 +334,6 @@ def test_what_was_served_without_a_figure_ends_no_engine(
     assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
 
 
-def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Path) -> None:
-    profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
-    run(profile, tmp_path / "r.jsonl", tmp_path)
-    rates = [rate for name, rate in Pretender.asked if name.startswith(ARRIVALS)]
-    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 5  # the median of 4 and 8 s
-
-
 @pytest.mark.parametrize(
     "profile",
     [
@@ -456,28 +350,6 @@ def test_without_stock_arrivals_are_refused_before_anything_starts(
     assert not Pretender.started
 
 
-def test_the_death_of_another_stock_engine_does_not_let_arrivals_start(pretend: None, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
-    (first, *_) = read(ServeRecord, [path])
-    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
-    Pretender.started = []
-    with pytest.raises(InputError, match="of what stock takes; got no stock engine"):
-        run(replace(PROFILE, dtypes=("fp8",), workloads=FULL, engines=("6:8",)), path, tmp_path)
-    assert not Pretender.started
-
-
-def test_each_engine_has_a_log_of_its_own(
-    pretend: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Pretender, "dies_at", "mixed")
-    run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")
-    logs = [options.log for options in Pretender.started]
-    names = ("stock", "6-8")
-    assert logs == [tmp_path / f"r.jsonl.Qwen2.5-7B-int8-{name}.log" for name in names]
-    assert f"6:8: died: the vLLM engine failed; got EngineDeadError; see {logs[1]}" in capsys.readouterr().err
-
-
 def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
@@ -486,65 +358,6 @@ def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
     assert summary.added == 3  # burst, mixed, and why there are no arrivals
     assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
-
-
-def test_who_died_in_process_did_not_die_over_http(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.jsonl"
-    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
-    (first, *_) = read(ServeRecord, [path])
-    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
-    assert run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
-    monkeypatch.setattr(serve, "why_no_http", lambda: None)
-    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
-
-
-def test_a_run_fails_by_its_own_engines_alone(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "r.jsonl"
-    monkeypatch.setattr(Pretender, "dies_at", "start")
-    assert list(run(PROFILE, path, tmp_path).failed) == [
-        f"Qwen2.5-7B int8 {name}" for name in ("control", "6:8", "2:4")
-    ]
-    monkeypatch.setattr(Pretender, "dies_at", None)
-    assert not run(replace(PROFILE, dtypes=("fp8",)), path, tmp_path).failed
-    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
-    assert len(run(PROFILE, path, tmp_path).failed) == 3
-
-
-def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
-    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
-    assert [(workload.name, workload.seconds) for workload in profile.workloads] == [
-        ("mixed", 0.0),
-        ("arrivals, soak", 360.0),
-    ]
-    run(profile, tmp_path / "r.jsonl", tmp_path)
-    assert Pretender.asked[1::2] == [("arrivals, soak", pytest.approx(0.8 * 1000 / 6))] * 2
-
-
-def test_what_will_run_is_said_with_its_time_before_an_engine_starts(
-    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    soaked = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
-    run(soaked, tmp_path / "r.jsonl", tmp_path)
-    lines = capsys.readouterr().err.splitlines()
-    line = (
-        "slidesparse: about 17 minutes for 2 engines: Qwen2.5-7B int8 stock, Qwen2.5-7B int8 6:8; "
-        "stock serves the mixed load first, as arrivals, soak will be a share of what it takes"
-    )
-    assert line in lines
-    assert lines.index(line) < lines.index("slidesparse: Qwen2.5-7B int8 stock: starting")
-    run(soaked, tmp_path / "r.jsonl", tmp_path)
-    assert "minutes" not in capsys.readouterr().err  # nothing is left to do
-    run(replace(soaked, engines=("2:4",), patterns=("2:4",)), tmp_path / "r.jsonl", tmp_path)
-    assert "slidesparse: about 8 minutes for 1 engine: Qwen2.5-7B int8 2:4\n" in capsys.readouterr().err  # known
-
-
-def test_a_budget_counts_the_soak_of_the_first_engine(pretend: None, tmp_path: Path) -> None:
-    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock"], budget_s=400.0)
-    assert run(profile, tmp_path / "r.jsonl", tmp_path).waiting == ("Qwen2.5-7B int8 stock",)
-    assert not Pretender.started
-    assert run(replace(profile, budget_s=600.0), tmp_path / "r.jsonl", tmp_path).added == 2
 
 
 def test_over_http_and_in_process_are_not_mixed(
@@ -560,11 +373,6 @@ def test_over_http_and_in_process_are_not_mixed(
     assert [record.http for record in records] == [False] * 18 + [True] * 18
     assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
     assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
-
-
-def test_http_that_is_asked_for_must_work(pretend: None, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--http on; got nobody serves in a test"):
-        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
@@ -587,23 +395,6 @@ def test_missing_vllm_is_one_line(
     assert (
         capsys.readouterr().err == 'slidesparse: slidesparse bench serve needs vLLM; pip install "slidesparse[vllm]"\n'
     )
-
-
-def test_a_users_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
-    run(replace(PROFILE, graphs=4096, patterns=("6:8",)), tmp_path / "r.jsonl", tmp_path)
-    sizes = [
-        options.arguments.get("compilation_config", {}).get("max_cudagraph_capture_size")
-        for options in Pretender.started
-    ]
-    assert sizes == [None, 4096, 4096, 4096, None]
-    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-2] == "stock, graphs to 4096"
-
-
-@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 2048), ("Qwen2.5-7B", 2, 4096)])
-def test_stock_gets_graphs_as_large_as_the_plugin_captures(model: str, gpus: int, graphs: int) -> None:
-    assert larger_graphs(model, gpus) == graphs
-    labels = [key.engine for key in ServeProfile(gpus=gpus).keys(model, "int8")]
-    assert labels == ["stock", "control", "6:8", "4:6", "2:4", f"stock, graphs to {graphs}", "stock again"]
 
 
 def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
@@ -630,32 +421,12 @@ def test_the_command_line_reaches_the_engines(
 @pytest.mark.parametrize(
     "wrong",
     [
-        ["--patterns", "6:9"],
-        ["--patterns", "dense"],
-        ["--models", "GPT"],
-        ["--dtype", "fp16"],
-        ["--engines", "9:9"],
-        ["--gpus", "0"],
-        ["--gpus", "2"],
-        ["--graphs", "99999"],
-        ["--graphs", "2048", "--engines", "stock", "stock again"],
-        ["--timeline", "0"],
-        ["--budget-s", "0"],
-        ["--tokens", "5"],
-        ["--profile", "quick"],
-        ["--rounds", "5"],
-        ["--alone"],
-        ["--workloads", "bursts"],
-        ["--soak", "0"],
-        ["--soak", "nan"],
-        ["--budget-s", "nan"],
-        ["--layers", "0"],
-        ["--backends", "cutlass"],
-        ["--timeline", "9", "--http", "on"],
-        ["--timeline", "9", "--soak", "60"],
-        ["--scratch", "/dev/null/here"],
-        ["--out", "/dev/null/here.jsonl"],
-        ["--out", "/"],
+        *(["--patterns", "6:9"], ["--patterns", "dense"], ["--models", "GPT"], ["--dtype", "fp16"]),
+        *(["--engines", "9:9"], ["--gpus", "0"], ["--gpus", "2"], ["--graphs", "99999"], ["--timeline", "0"]),
+        *(["--graphs", "2048", "--engines", "stock", "stock again"], ["--tokens", "5"], ["--workloads", "bursts"]),
+        *(["--soak", "0"], ["--budget-s", "nan"], ["--layers", "0"], ["--backends", "cutlass"]),
+        *(["--timeline", "9", "--http", "on"], ["--timeline", "9", "--soak", "60"], ["--profile", "quick"]),
+        *(["--scratch", "/dev/null/here"], ["--out", "/dev/null/here.jsonl"], ["--out", "/"]),
     ],
 )
 def test_wrong_arguments_get_one_line(
@@ -674,34 +445,3 @@ def test_a_file_of_something_else_is_refused(pretend: None, tmp_path: Path) -> N
     path.write_text('{"format": 1}\n')
     with pytest.raises(InputError, match="line 1"):
         run(PROFILE, path, tmp_path)
-
-
-def test_engines_of_one_profile_differ() -> None:
-    keys: list[EngineKey] = adapt(backends=["auto", "hopper"], graphs=1024).keys("Qwen2.5-7B", "int8")
-    assert len({key.engine for key in keys}) == len(keys) == 10
-    assert CONTROL_OF_BF16 not in [key.engine for key in adapt().keys("Qwen2.5-7B", "bf16")]
-
-
-CONTROL_OF_BF16 = "control"
-
-
-def test_workloads_are_named_once() -> None:
-    assert len({workload.name for workload in FULL}) == len(FULL)
-    assert [workload.kind for workload in FULL].count(DECODE) == 6
-    assert MIXED in QUICK
-
-
-def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written: dict[str, str] = {}
-
-    def write(folder: Path, *given: Any) -> None:
-        folder.mkdir()
-        written[folder.name] = given[5]
-
-    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    profile = adapt(dtypes=["int8"], patterns=["6:8"], backends=["auto", "hopper-6bit"])
-    keys = {key.engine: key for key in profile.keys("Qwen2.5-7B", "int8")}
-    folders = [serve_checkpoints.ready_checkpoint(tmp_path, keys[f"6:8{name}"], []) for name in ("", " hopper-6bit")]
-    assert [folder.name.rpartition("int8-")[2] for folder in folders] == ["6of8", "6of8-6bit"]
-    assert list(written.values()) == ["absmax", "6bit"]

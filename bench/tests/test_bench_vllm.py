@@ -22,7 +22,7 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse_bench import environment
 from slidesparse_bench.engine import vllm, vllm_engine, vllm_profile
 from slidesparse_bench.engine.vllm import by_class, run
-from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, DENSE_MODELS, model_config, write_checkpoint
+from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions, answer_calls
 from slidesparse_bench.engine.vllm_profile import EngineProfile, adapt
 from slidesparse_bench.records import ENGINE, KERNELS, STEP_KERNELS, Clocks, Machine, read_records
@@ -113,14 +113,6 @@ def test_a_run_records_every_engine_and_the_report_draws_them(pretend: None, tmp
     assert "| Qwen2.5-7B | int8 | 64 | 6:8 | 0.01 | 0.06 | 0.02 | 0.00 | 0.09 | 7.50 |" in page
 
 
-def test_a_compressed_file_is_compressed_and_is_not_written_over(pretend: None, tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl.gz"
-    records = run(PROFILE, path)
-    assert read_records([path]) == records
-    with pytest.raises(InputError, match=r"the records file exists; got .*records\.jsonl\.gz; name another"):
-        run(PROFILE, path)
-
-
 def test_what_no_kernel_does_takes_no_time_that_a_reader_would_refuse(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,78 +122,6 @@ def test_what_no_kernel_does_takes_no_time_that_a_reader_would_refuse(
     assert read_records([path]) == records
     layers = [record.case.layer for record in records if record.case.benchmark == KERNELS]
     assert layers == ["gemm", "elementwise", "rest"] * 3
-
-
-def test_auto_runs_beside_a_backend_on_the_same_checkpoint_under_a_name_of_its_own(
-    pretend: None, tmp_path: Path
-) -> None:
-    records = run(replace(PROFILE, patterns=("6:8",), backends=("hopper", "auto")), tmp_path / "records.jsonl")
-    stock, hopper, auto = Pretender.started
-    assert (stock.plugin, stock.additional) == (False, {})
-    assert [ours.additional["slidesparse"] for ours in (hopper, auto)] == [
-        {"backend": "hopper", "tune": "off"},
-        {"backend": "auto", "tune": "off"},
-    ]
-    assert hopper.folder == auto.folder
-    assert [(r.variant, r.algorithm) for r in records[:3]] == [("dense", ""), ("6:8", "hopper"), ("auto 6:8", "auto")]
-    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
-    assert "| model | M | dense ms | dense tokens/s | 6:8 | auto 6:8 | noise |" in page
-
-
-def test_larger_graphs_are_for_all_engines_and_make_tables_of_their_own(pretend: None, tmp_path: Path) -> None:
-    records = run(replace(PROFILE, graphs=2048), tmp_path / "larger.jsonl") + run(PROFILE, tmp_path / "own.jsonl")
-    captured = [options.arguments.get("compilation_config") for options in Pretender.started]
-    assert captured == [{"max_cudagraph_capture_size": 2048}] * 3 + [None] * 3
-    assert [record.case.benchmark for record in records].count(KERNELS) == 3 * 4  # of the second run
-    files = write_report(records, tmp_path / "report")
-    page = next(file for file in files if file.suffix == ".md").read_text()
-    headings = [line for line in page.splitlines() if line.startswith("### ") and "speed-up" in line]
-    assert [heading.partition(":")[0] for heading in headings] == [
-        "### C, prefill, INT8",
-        "### C, prefill, graphs to 2048 tokens, INT8",
-        "### D, decode, INT8",
-        "### D, decode, graphs to 2048 tokens, INT8",
-    ]
-    assert {"vllm_prefill_graphs_to_2048_tokens_int8_speedup.csv"} <= {file.name for file in files}
-
-
-def test_engines_alone_start_one_after_the_other_dense_first_and_last(pretend: None, tmp_path: Path) -> None:
-    running: list[int] = []
-
-    class Alone(Pretender):
-        def __init__(self, options: EngineOptions) -> None:
-            assert not running
-            super().__init__(options)
-            running.append(len(Pretender.started))
-            self.seconds *= 1.5 if len(Pretender.started) == 4 else 1  # dense, again, on a slower machine
-
-        def stop(self) -> None:
-            assert running.pop()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "Engine", Alone)
-        records = run(replace(PROFILE, alone=True), tmp_path / "alone.jsonl")
-    assert not running
-    assert [options.plugin for options in Pretender.started] == [False, True, True, False]
-    times = [record for record in records if record.case.benchmark == ENGINE]
-    assert [(r.case.layer, r.variant) for r in times] == [
-        (f"{kind}, one engine at a time", variant) for kind in ("prefill", "decode") for variant in SECONDS
-    ]
-    medians = [r.timing.median_us for r in times[:3] if r.timing]
-    assert medians == pytest.approx([3e6 * seconds for seconds in SECONDS.values()])
-    assert [r.noise for r in times] == pytest.approx(6 * [0.5])
-    for benchmark in (KERNELS, STEP_KERNELS):
-        assert len([record for record in records if record.case.benchmark == benchmark]) == 3 * 4
-    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
-    assert "### C, prefill, one engine at a time, INT8: speed-up" in page
-
-
-def test_an_engine_alone_that_does_not_start_is_recorded(pretend: None, tmp_path: Path) -> None:
-    profile = replace(PROFILE, patterns=("6:8",), backends=("cusparselt", "hopper"), alone=True)
-    records = run(profile, tmp_path / "records.jsonl")
-    assert [r.why_not is not None for r in records[:3]] == [True, False, False]
-    assert [r.algorithm for r in records[:3]] == ["cusparselt", "", "hopper"]
-    assert read_records([tmp_path / "records.jsonl"]) == records
 
 
 @pytest.mark.parametrize(("dying", "failed"), [(2, "2:4"), (4, "dense")])
@@ -259,26 +179,9 @@ def test_kernels_are_told_apart_by_their_names() -> None:
         assert by_class({name: (2.0, 1)})[kind] == 2.0, name
 
 
-@pytest.mark.parametrize("model", DENSE_MODELS)
-def test_the_models_have_the_shapes_of_the_benchmarks(model: str) -> None:
-    config = model_config(model)
-    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    (qkv, hidden), (out, q), (gate_up, _), (_, inner) = vllm_shapes(model)
-    assert (heads * config["head_dim"], config["hidden_size"]) == (qkv, hidden)
-    assert (config["num_attention_heads"] * config["head_dim"], config["hidden_size"]) == (q, out)
-    assert (2 * config["intermediate_size"], config["intermediate_size"]) == (gate_up, inner)
-
-
-def vllm_shapes(model: str) -> tuple[tuple[int, int], ...]:
-    from slidesparse_bench.problems import MODELS
-
-    return MODELS[model]
-
-
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> None:
+def test_a_random_checkpoint_is_what_it_says(tmp_path: Path) -> None:
     config = model_config("Llama-3.2-1B", 1) | SMALL
-    write_checkpoint(tmp_path / "c", config, torch.float8_e4m3fn, Pattern.parse(pattern), torch.device("cpu"))
+    write_checkpoint(tmp_path / "c", config, torch.float8_e4m3fn, Pattern.parse("4:6@50%"), torch.device("cpu"))
     found = inspect_checkpoint(tmp_path / "c")
     assert found.ok
     assert "7" in found.table()  # seven linears
@@ -294,15 +197,6 @@ def test_a_random_mixture_is_what_it_says(tmp_path: Path) -> None:
     assert len(experts) == 3 * 3 * 2  # gate, up and down, with their scales
     assert stored.tensor("model.layers.0.mlp.gate.weight").shape == (3, config["hidden_size"])
     assert stored.tensor("model.layers.0.mlp.experts.2.down_proj.weight").shape == (config["hidden_size"], 16)
-
-
-def test_a_mixture_has_the_shapes_of_its_model() -> None:
-    kind, config = ARCHITECTURES["Qwen3-30B-A3B"], model_config("Qwen3-30B-A3B")
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (32, 4, 128)
-    assert (config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]) == (128, 8, 768)
-    sizes = kind.sizes("Qwen3-30B-A3B")
-    assert len(sizes) == 2 + 2 * 128
-    assert sum(out * columns for out, columns in sizes[2:]) == 603_979_776
 
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,12 +217,6 @@ def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "needed bench vllm" in capsys.readouterr().err
     assert main(["bench", "vllm", "--budget-s", "5", "--out", str(tmp_path / "x")]) == 1
     assert "--budget-s" in capsys.readouterr().err
-
-
-def test_what_is_named_twice_is_measured_once(pretend: None, tmp_path: Path) -> None:
-    twice = adapt(PROFILE, patterns=["6:8", "6:8"], tokens=[64, 64], sequences=[16, 16])
-    assert [variant.pattern for variant in twice.variants()] == ["dense", "6:8"]
-    assert twice.sizes() == [("prefill", 64), ("decode", 16)]
 
 
 def test_without_a_dense_engine_nothing_is_measured_and_the_others_are_stopped(

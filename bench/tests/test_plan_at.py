@@ -22,7 +22,6 @@ from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_file import describe
 from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse_bench import step_time
 from slidesparse_bench.step_time import GPUS, LayerTimes, served_steps
 
 
@@ -64,24 +63,6 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert "linears (16 of 16): times of an NVIDIA H100 80GB HBM3" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
-
-
-def test_a_plan_of_six_bits_says_whose_times_it_goes_by(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of six bits, and constants of models of eight bits."""
-    shipped = step_time.find_among
-
-    def nearest(tables: Any, there: Any, problem: Any, names: Any) -> MeasuredLayer | None:
-        return shipped(tables, there, replace(problem, out_features=4608, in_features=3584), names)
-
-    monkeypatch.setattr(step_time, "find_among", nearest)
-    wanted = options(source, target=Target(speedup=1.01), at=("prefill:8192",), patterns=("2:4",), recipe="6bit")
-    wanted = replace(wanted, method="magnitude")
-    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
-    assert (
-        plan.basis[0]
-        == "linears (8 of 8): times of an NVIDIA H200, which ship with the package, of layers of other sizes"
-    )
-    assert plan.basis[1].startswith("all else as served with eight bits: Qwen2.5-7B on one NVIDIA H200")
 
 
 def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.offline.known_models import LAYERS
 from slidesparse_bench.records import (
-    ALL,
     CONTROL,
     COPY,
     DENSE_VARIANT,
@@ -26,12 +25,11 @@ from slidesparse_bench.records import (
     SQUARE,
     Case,
     Record,
-    Tried,
     read_records,
 )
-from slidesparse_bench.report import plots, write_report
+from slidesparse_bench.report import write_report
 from slidesparse_bench.report.numbers import Limits, comparisons, limits, points
-from slidesparse_bench.report.table import Table, file_name
+from slidesparse_bench.report.table import file_name
 
 DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
 SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
@@ -115,18 +113,6 @@ def test_efficiency_is_the_papers(tmp_path: Path) -> None:
     assert "Amdahl's law" in text
 
 
-def test_without_native_sparsity_there_is_no_efficiency(tmp_path: Path) -> None:
-    tables = report([r for r in square_records() if r.variant != "2:4"], tmp_path)
-    assert "gemm_square_fp8_bare_speedup" in tables
-    assert not any("efficiency" in name for name in tables)
-
-
-def test_squares_are_a_table_of_their_own(tmp_path: Path) -> None:
-    (row,) = report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
-    assert list(row) == ["model", "M", "dense us", "dense TOPS", "2:4", "6:8", CONTROL, "noise"]
-    assert (float(row["6:8"]), float(row[CONTROL])) == (1.2, 0.75)
-
-
 def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: Path) -> None:
     rows = report(kernel_records(), tmp_path)["kernels_int8"]
     assert [row["pattern"] for row in rows] == ["2:4", "6:8"]
@@ -148,53 +134,10 @@ def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
     assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")
 
 
-def test_layers_are_compared_with_their_gemm(tmp_path: Path) -> None:
-    tables = report(model_records() + model_records(benchmark="linear", slower=1.5), tmp_path)
-    added = {
-        row["variant"]: (float(row["GEMM us"]), float(row["layer us"]), float(row["added"]))
-        for row in tables["layer_over_gemm"]
-    }
-    assert added == {"dense": (100, 150, 0.5), "2:4": (50, 75, 0.5), "6:8": (80, 120, 0.5)}
-
-
 def test_packing_counts_dense_bytes(tmp_path: Path) -> None:
     (row,) = report(pack_records(), tmp_path)["pack"]
     assert float(row["dense GB/s"]) == 96 * 32 * 2 / 2.0 / 1e3
     assert row["step"] == "pack 6:8"
-
-
-def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> None:
-    (row,) = report(model_records(), tmp_path)["baselines"]
-    assert (row["library"], row["algorithm"], row["fastest in"]) == ("vllm", "vllm kernel", "4")
-    assert row["tried"] == "vllm: another, vllm kernel; torch: another, torch kernel"
-    assert row["algorithms"] == "4"
-
-
-def test_whole_engines_are_no_products_to_choose_a_baseline_from(tmp_path: Path) -> None:
-    of = replace(case(), benchmark="vllm", layer="prefill")
-    engines = [replace(record(of, variant, us), tried=()) for variant, us in ((DENSE_VARIANT, 2.0), ("6:8", 1.0))]
-    assert "baselines" not in report(engines, tmp_path / "a")
-    assert len(report(engines + model_records(), tmp_path / "b")["baselines"]) == 1
-
-
-def test_a_long_search_is_counted_and_not_listed(tmp_path: Path) -> None:
-    searched = tuple(Tried(f"heuristic {i}", 5.0) for i in range(64))
-    records = [
-        replace(r, tried=searched, backend="cublaslt") if (r.variant, r.backend) == (DENSE_VARIANT, "vllm") else r
-        for r in model_records()
-    ]
-    (row,) = report(records, tmp_path)["baselines"]
-    assert (row["library"], row["algorithm"], row["algorithms"]) == ("cublaslt", "the best of a search", "66")
-    assert row["tried"] == "cublaslt: 64 of a search; torch: another, torch kernel"
-
-
-def test_what_has_no_time_is_listed_with_its_reason(tmp_path: Path) -> None:
-    refused = [record(case(layer), "4:6", None, backend="hopper", why_not="no such tile") for layer in LAYERS]
-    left = record(case(tokens=128), ALL, None, backend="", why_not="left out: the budget was spent")
-    rows = report([*model_records(), *refused, left], tmp_path)["missing"]
-    found = [(row["variant"], row["backend"], row["reason"], row["problems"]) for row in rows]
-    assert found == [("4:6", "hopper", "no such tile", "4"), (ALL, "", "left out: the budget was spent", "1")]
-    assert "4:6" not in report(model_records(), tmp_path / "b")["gemm_model_int8_speedup"][0]
 
 
 def test_the_latest_comparison_of_a_problem_counts_as_a_whole() -> None:
@@ -213,13 +156,6 @@ def test_a_layer_that_is_missing_leaves_its_point_out() -> None:
     (point,) = points(partly, "gemm")
     assert point.variants == ["2:4"]
     assert point.speedup("6:8") is None
-
-
-def test_variants_stand_in_the_order_of_their_ideal() -> None:
-    times = {"auto 6:8": 9.0, CONTROL: 16.0, "6:8": 10.0, "2:4": 8.0, DENSE_VARIANT: 12.0}
-    of = square_records()[0].case
-    (point,) = points(comparisons([record(of, v, us, ideal=IDEAL.get(v, 1.0)) for v, us in times.items()]), "gemm")
-    assert point.variants == ["2:4", "6:8", CONTROL, "auto 6:8"]
 
 
 def test_limits_are_the_best_that_was_reached() -> None:
@@ -257,45 +193,6 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert not list((tmp_path / "b").glob("*.png"))
 
 
-def test_no_panel_cuts_another_panels_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: figures.append(figure))
-    # One type with 2:4 at 1.5x, three others at 0.15x, below the usual bottom of the axis.
-    slow = [replace(r, timing=replace(r.timing, median_us=80.0)) for r in square_records() if r.variant == "2:4"]
-    records = square_records()
-    for dtype in ("int8", "bf16", "fp16"):
-        others = [r for r in square_records() if r.variant != "2:4"] + slow
-        records += [replace(r, case=replace(r.case, dtype=dtype)) for r in others]
-    fast_copy = [replace(r, case=replace(r.case, in_features=99)) for r in kernel_records()]
-    fast_copy = [replace(r, n_bytes=r.n_bytes * (1 if r.variant == COPY else 3)) for r in fast_copy]
-    plots.draw_speedups(comparisons(records), "gemm", "t", tmp_path)
-    plots.draw_kernels(comparisons(fast_copy + kernel_records()), tmp_path / "k.png")
-    assert [figure.axes[0].get_subplotspec().get_gridspec().get_geometry() for figure in figures] == [(2, 2), (2, 1)]
-    for figure in figures:
-        drawn = 0
-        for axes in figure.axes:
-            bottom, top = axes.get_ylim()
-            for line in axes.get_lines():
-                if line.get_transform() == axes.transData:
-                    drawn += len(line.get_ydata())
-                    assert all(bottom <= float(y) <= top for y in line.get_ydata())
-        assert drawn
-
-
-def test_legends_name_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named: list[list[str]] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: named.append([h.get_label() for h in handles]))
-    plots.draw_speedups(comparisons(square_records()), "gemm", "t", tmp_path)
-    plots.draw_speedups(comparisons(square_records() + kernel_records()), "gemm", "t", tmp_path)
-    plots.draw_kernels(comparisons([r for r in kernel_records() if r.variant != QUANTIZE]), tmp_path / "k.png")
-    assert not plots.draw_kernels(comparisons(kernel_records()[:1]), tmp_path / "k.png")  # a copy alone
-    assert named == [
-        ["2:4", "6:8", CONTROL, "ideal"],  # without a copy nobody knows the memory's limit
-        ["2:4", "6:8", CONTROL, "roofline", "ideal"],
-        ["quantise + lift 2:4", "quantise + lift 6:8"],
-    ]
-
-
 def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
     records = []
     for layer, chosen in (("qkv", 10.1), ("o", 11.0)):
@@ -316,47 +213,12 @@ def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
     assert float(summary["worst"]) == pytest.approx(0.1)
 
 
-def test_every_record_is_in_the_flat_table(tmp_path: Path) -> None:
-    rows = report(model_records() + kernel_records(), tmp_path)["records"]
-    assert len(rows) == len(model_records() + kernel_records())
-    row = next(row for row in rows if (row["layer"], row["variant"], row["backend"]) == ("qkv", "2:4", "cusparselt"))
-    assert (row["median us"], row["p20 us"], row["p80 us"], row["speedup"]) == ("5.0", "4.5", "5.5", "2.0")
-    assert (row["SM MHz"], row["W"], row["host us"]) == ("1500.0", "690.0", "7.5")
-
-
-def test_conditions_stand_at_the_top(tmp_path: Path) -> None:
-    write_report(model_records() + kernel_records(), tmp_path)
-    top = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## ")[0]
-    for words in (
-        "Test GPU",
-        "driver 580.1",
-        "cuSPARSELt 0.8.0",
-        "commit abc123",
-        "2026-11-20",
-        "1500 to 1500 MHz",
-        "4 GB/s",
-    ):
-        assert words in top
-    assert "vLLM" not in top  # it was not installed
-
-
-def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
-    write_report(square_records(), tmp_path)
-    assert report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
-
-
 def test_one_gpu_a_report(tmp_path: Path) -> None:
     others = [*square_records(), replace(square_records()[0], machine=replace(MACHINE, gpu="Other"))]
     with pytest.raises(InputError, match="records of one GPU"):
         write_report(others, tmp_path)
     with pytest.raises(InputError, match="there are no records in these files; needed files that slidesparse bench"):
         write_report([], tmp_path)
-
-
-def test_markdown_aligns_numbers_to_the_right() -> None:
-    table = Table("n", "t", ("name", "x", "y"), (("a", 1.234, None), ("b", None, 7)), {"x": ".1f"})
-    assert table.markdown() == "| name | x | y |\n|---|---:|---:|\n| a | 1.2 | - |\n| b | - | 7 |"
-    assert table.csv() == "name,x,y\r\na,1.234,\r\nb,,7\r\n"
 
 
 def test_the_command_writes_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,6 @@ def test_the_times_measured_here_are_written_and_can_be_read(
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_what_ships_could_be_sent_in(path: Path) -> None:
     table = load_speeds(path)
-    assert table is not None
     there = table.installation
     # But for the kernel's revision, which may be an older one (tests/gemm/test_speed_files.py).
     libraries = {**there.libraries, "hopper": Hopper().library()}
@@ -86,7 +85,6 @@ def test_what_cannot_ship_says_why(there: dict[str, Any], us: dict[str, Any], wo
     with pytest.raises(InputError, match="needed a table that can ship") as error:
         sent_times.read(path)
     assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_too_few_numbers_of_tokens_and_no_layers_cannot_ship() -> None:

@@ -17,7 +17,7 @@ from slidesparse_bench.serve.serve_engine import ServedEngine, ServeDriver
 from slidesparse_bench.serve.serve_load import decode
 from slidesparse_bench.serve.serve_measured import Measured, StepLog, Unmeasured, decode_step
 from slidesparse_bench.serve.serve_options import ServeOptions
-from slidesparse_bench.served_records import ARRIVALS, AT_ONCE, Workload
+from slidesparse_bench.served_records import AT_ONCE, Workload
 
 
 class PretendLLM:
@@ -118,21 +118,6 @@ def test_a_figure_that_nobody_could_take_ends_no_engine(pretend: None, tmp_path:
     assert driver.measure(decode(4, 80), None).why_not is None
 
 
-def test_arrivals_wait_for_their_time(pretend: None, tmp_path: Path) -> None:
-    driver = ServeDriver(ServeOptions(tmp_path, False))
-    found = driver.measure(Workload("poisson", ARRIVALS, 20, (3, 9), (1, 1)), 100.0)
-    assert 0.08 < found.seconds[0] < 1.0  # twenty requests at a hundred a second
-    assert found.first is not None
-    assert found.first.p50_ms < 60  # from their arrival, not from the start
-
-
-def test_what_lasts_a_while_is_repeated_meanwhile(pretend: None, tmp_path: Path) -> None:
-    driver = ServeDriver(ServeOptions(tmp_path, False))
-    found = driver.measure(Workload("burst", AT_ONCE, 2, (3, 3), (1, 1), repeats=2, seconds=0.2), None)
-    assert len(found.seconds) > 5
-    assert found.wall_s > 0.2
-
-
 def test_a_decode_counts_the_steps_in_which_all_sequences_run(pretend: None, tmp_path: Path) -> None:
     driver = ServeDriver(ServeOptions(tmp_path, False))
     assert driver.measure(decode(4, 80), None).seconds == pytest.approx([0.002] * 5)
@@ -165,14 +150,6 @@ def test_a_timeline_profiles_the_mixed_load(pretend: None, tmp_path: Path, monke
     assert driver.timeline() == []
     profiler = PretendLLM.made[0].arguments.profiler_config
     assert (profiler.torch_profiler_dir, profiler.max_iterations) == (str(tmp_path), 9)
-
-
-def test_an_engine_whose_process_fails_says_why_and_ends(tmp_path: Path) -> None:
-    engine = ServedEngine(ServeOptions(tmp_path / "nothing", False))
-    with pytest.raises(UnsupportedError, match="the vLLM engine failed; got"):
-        engine.ready(timeout_s=120)
-    engine.stop()
-    assert not engine._process.is_alive()
 
 
 FAILING = {

@@ -45,7 +45,6 @@ def test_power_is_energy_over_time_of_all_gpus() -> None:
     for _ in range(2):  # it may be used again
         with meter:
             time.sleep(0.25)
-        assert meter.power is not None
         assert abs(meter.power.mean_w - 700) < 35
         assert abs(meter.power.energy_j / meter.power.mean_w - 0.25) < 0.2
         assert meter.power.sm_mhz == 1600
@@ -122,7 +121,6 @@ def test_the_load_of_a_part_leaves_out_what_samples_say_of_before(monkeypatch: p
         ended = time.perf_counter()
     assert meter.busy_during([(began, ended)]) == pytest.approx(0.2, abs=0.1)
     assert meter.busy_during([(began, began + 0.05)]) is None
-    assert meter.power is not None
     assert 0.2 < meter.power.busy < 0.9
 
 

@@ -68,7 +68,6 @@ def test_memory_of_a_process_and_those_that_it_started() -> None:
     program = "import time; held = bytearray(60_000_000); print('held', flush=True); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
-        assert child.stdout is not None
         child.stdout.readline()
         alone, both = (resident_bytes(os.getpid(), with_root) for with_root in (False, True))
         assert alone is not None
@@ -78,7 +77,6 @@ def test_memory_of_a_process_and_those_that_it_started() -> None:
         with log:
             pass
         host = log.growth("host")
-        assert host is not None
         assert host.start_mb > 60
         assert log.growth("gpu") is None
     finally:

@@ -51,7 +51,6 @@ sys.argv = ["slidesparse", "inspect", "m"]
 sys.exit(main())
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"
     began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)

@@ -13,16 +13,6 @@ from slidesparse.errors import UnsupportedError
 INT_MM = "torch._int_mm"
 
 
-def test_a_function_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(torch_private, "find", lambda name: asked.append(name) or abs)
-    first = torch_private._at_first_call("_device", "torch._C._cuda_getDevice", int)
-    monkeypatch.setattr(torch_private, "_device", first)  # and what it puts there goes again after the test
-    assert first(-3) == 3
-    assert torch_private._device is abs
-    assert asked == ["torch._C._cuda_getDevice"]
-
-
 def test_what_torch_lacks_is_said_once_and_something_public_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

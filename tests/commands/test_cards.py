@@ -11,17 +11,15 @@ from checkpoints import make_checkpoint
 
 from slidesparse.cli import main
 from slidesparse.gemm import Problem, cards, get_backend
-from slidesparse.gemm.cards import CARDS, find_card, warn_of_type
+from slidesparse.gemm.cards import CARDS, find_card
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.hopper import backend as hopper
-from slidesparse.offline import prune_options
 from slidesparse.weights.pattern import Pattern
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
+def test_cards_are_found_by_what_the_driver_calls_them() -> None:
+    cases = [
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 D", None),
@@ -33,11 +31,10 @@ from slidesparse.weights.pattern import Pattern
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA GB10", "GB10"),
-    ],
-)
-def test_cards_are_found_by_what_the_driver_calls_them(device: str, name: str | None) -> None:
-    card = find_card(device)
-    assert (None if card is None else card.name) == name
+    ]
+    for device, name in cases:
+        card = find_card(device)
+        assert (None if card is None else card.name) == name
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
@@ -67,41 +64,3 @@ def test_prune_asks_for_a_type_and_names_the_trade(tmp_path: Path, capsys: pytes
     for words in ("got no --dtype; needed int8 or fp8", "faster one in stock vLLM on an H200", "A100", "on Blackwell"):
         assert words in error
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "dtype"),
-    [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), "int8"),
-        ("NVIDIA L40S", (8, 9), "fp8"),
-        ("NVIDIA H100 PCIe", (9, 0), "int8"),
-        ("NVIDIA B300 SXM6 AC", (10, 3), "fp8"),
-    ],
-)
-def test_with_a_card_at_hand_the_type_for_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], dtype: str
-) -> None:
-    monkeypatch.setattr(prune_options, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert cards.describe_trade(prune_options._gpus()) == f"{cards.TRADE}; for this machine's {name}: --dtype {dtype}"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "torch_type", "other"), [("int8", torch.int8, "Blackwell"), ("fp8", torch.float8_e4m3fn, "A100")]
-)
-def test_prune_and_inspect_say_where_a_type_does_not_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, torch_type: torch.dtype, other: str
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    warning = warn_of_type(torch_type)
-    assert warning is not None
-    assert other in warning
-    for arguments in (["prune", "m", "s", "--pattern", "6:8", "--dtype", dtype], ["inspect", "s"]):
-        paths = [str(tmp_path / word) if word in ("m", "s") else word for word in arguments]
-        assert main(paths) == 0
-        assert capsys.readouterr().out.splitlines().count(warning) == 1
-    assert main(["inspect", str(tmp_path / "m")]) == 0
-    assert "Blackwell" not in capsys.readouterr().out

@@ -18,7 +18,7 @@ def exact(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("difference", [1e-4, 1e-3, 1e-1, 3.0])
+@pytest.mark.parametrize("difference", [1e-4, 3.0])
 def test_models_that_hardly_differ(difference: float) -> None:
     torch.manual_seed(0)
     p = 4 * torch.randn(64, 1000)

@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from checkpoints import add_tokenizer, make_checkpoint, make_source
+from checkpoints import add_tokenizer, make_checkpoint
 
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import locked
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.dry_run import DryRun, dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_job import PruneJob
@@ -49,7 +45,7 @@ def test_it_says_what_the_run_does(tmp_path: Path, dtype: str) -> None:
     assert said.fits
 
 
-@pytest.mark.parametrize("file", [None, "tokenizer.json", "spiece.model", "vocab.txt", "inside/tokenizer.json"])
+@pytest.mark.parametrize("file", [None, "spiece.model", "inside/tokenizer.json"])
 def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
     """It can be pruned, and nobody could give the result a text."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
@@ -80,8 +76,9 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("text", ["", '{"version": "1.0", "model": {"vo'], ids=["empty", "cut off"])
+@pytest.mark.parametrize(
+    ("name", "text"), [("tokenizer.json", '{"version": "1.0", "mod'), ("tokenizer_config.json", "")]
+)
 def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: str) -> None:
     """It was copied without a word, and the result took no text."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
@@ -91,25 +88,6 @@ def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: s
         with pytest.raises(CheckpointError, match=f"{name} holds no tokenizer"):
             told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_model_without_text_lacks_no_tokenizer(tmp_path: Path) -> None:
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
-    )
-    transformers.ViTModel(config).save_pretrained(tmp_path / "m")
-    found = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp32", part="all"))
-    assert not found.lacks_tokenizer
-
-
-def test_calibrated_methods_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_source(tmp_path, "llama", torch.bfloat16)
-    options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 32))
-    assert dry_run(source, tmp_path / "q", options).fits
-    words = [str(source), str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8", "--dry-run"]
-    assert main(["prune", *words, "--method", "wanda", "--calibration", str(tmp_path / "none.txt")]) == 1
-    assert "none.txt" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
 
 
 def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +106,7 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_nothing_to_treat(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
-    assert {pattern: what.count for pattern, what in said.treated.items()} == {"dense": 7}
-
-
-@pytest.mark.parametrize("name", ["file/q", "file/a/q", "n" * 300, "n" * 250])
+@pytest.mark.parametrize("name", ["file/a/q", "n" * 250])
 def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "file").write_text("no folder")
@@ -218,8 +190,7 @@ def test_it_refuses_what_the_run_refuses(tmp_path: Path, name: str) -> None:
     assert re.search(words, dry)
 
 
-@pytest.mark.parametrize("destination", ["q", "a/b/q"])
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize(("destination", "number"), [("q", errno.EROFS), ("a/b/q", errno.EACCES)])
 def test_a_folder_that_may_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str, number: int
 ) -> None:

@@ -45,7 +45,7 @@ def test_every_token_is_scored_once_with_enough_before_it(n: int, window: int, d
     assert scored == list(range(1, n))
 
 
-@pytest.mark.parametrize(("window", "stride", "batch"), [(64, 1, 1), (16, 8, 3), (16, 15, 1), (7, 3, 4), (2, 1, 2)])
+@pytest.mark.parametrize(("window", "stride", "batch"), [(64, 1, 1), (16, 8, 3), (2, 1, 2)])
 def test_by_definition(window: int, stride: int, batch: int) -> None:
     tokens = torch.randint(0, VOCABULARY, (53,))
     expected = 0.0
@@ -59,12 +59,6 @@ def test_by_definition(window: int, stride: int, batch: int) -> None:
     assert measured.nats == pytest.approx(expected, rel=1e-5)  # float32 logits
     assert measured.perplexity == pytest.approx(math.exp(expected / 52), rel=1e-5)
     assert measured.bits_per_byte == pytest.approx(expected / math.log(2) / 100, rel=1e-5)
-
-
-def test_who_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
-    measured = measure_perplexity(lambda ids: torch.zeros(*ids.shape, VOCABULARY), torch.arange(10), 4, 2)
-    assert measured.perplexity == pytest.approx(VOCABULARY)
-    assert measured.bits_per_byte is None
 
 
 def test_unusable_numbers() -> None:
@@ -105,18 +99,8 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8"))
     found = {}
     for name in ("m", "s"):
-        command = [
-            "eval",
-            str(source.parent / name),
-            "--text",
-            str(text),
-            "--window",
-            "32",
-            "--device",
-            "cpu",
-            "--json",
-        ]
-        assert main(command) == 0
+        words = ["--text", str(text), "--window", "32", "--device", "cpu", "--json"]
+        assert main(["eval", str(source.parent / name), *words]) == 0
         found[name] = json.loads(capsys.readouterr().out)["perplexity"]
     assert found["m"]["tokens"] == found["s"]["tokens"] == len(text.read_text()) - 1  # one token a letter
     assert found["m"]["perplexity"] != found["s"]["perplexity"]
@@ -171,20 +155,6 @@ def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.describe() == "counting: acc,none 0.2500"
     assert (asked["tasks"], asked["limit"], asked["model"].batch_size) == (["counting"], 3, 2)
     assert asked["model"].trust_remote_code is False
-
-
-def test_metrics_that_are_no_number_are_valid_json(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A perplexity without end, or a mean over nothing: JSON has neither."""
-    stand_in(monkeypatch, lambda **_: {"results": {"odd": {"acc,none": math.nan, "ppl,none": math.inf, "em,x": 0.5}}})
-    assert main(["eval", str(source), "--tasks", "odd", "--device", "cpu", "--json"]) == 0
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert told["tasks"] == {"odd": {"acc,none": None, "ppl,none": None, "em,x": 0.5}}
 
 
 @pytest.mark.parametrize(

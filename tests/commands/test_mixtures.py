@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, write_text
+from checkpoints import add_tokenizer, edited_config, write_text
 from small_mixtures import MIXTURES
-from small_models import make
+from small_models import build, make
 
 import slidesparse
 from slidesparse.cli import main
@@ -23,24 +22,17 @@ from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.expert_weights import calibrated_experts
-from slidesparse.models.grams import collect_grams
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.plan import sensitivity
 from slidesparse.offline.plan.choose_patterns import Target
 from slidesparse.offline.plan.plan import plan_checkpoint
 from slidesparse.offline.plan.plan_options import PlanOptions
-from slidesparse.offline.plan.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
-from slidesparse.prune import get_pruner
-from slidesparse.weights.pattern import Pattern
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
@@ -173,17 +165,6 @@ def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: st
     assert ["I8 of six bits, marked 6:8" in one for one in told] == [True, False]
 
 
-def test_dense_experts_keep_eight_bits_beside_six(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    for recipe in ("absmax", "6bit"):
-        layers = {"re:.*experts.gate_up_proj": "dense"}
-        prune_checkpoint(tmp_path / "m", tmp_path / recipe, PruneOptions("6:8", "int8", recipe=recipe, layers=layers))
-    eight, six = tensors(tmp_path / "absmax"), tensors(tmp_path / "6bit")
-    expert = next(key for key in six if key.endswith("experts.0.w1.weight")).removesuffix("w1.weight")
-    same = [torch.equal(six[f"{expert}{leaf}.weight"], eight[f"{expert}{leaf}.weight"]) for leaf in ("w1", "w3", "w2")]
-    assert same == [True, True, False]
-
-
 @pytest.mark.parametrize("name", CUT)
 def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
@@ -233,23 +214,11 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-def test_transformers_loads_fp8_experts(tmp_path: Path) -> None:
-    found = ARCHITECTURES["qwen3-moe"]
-    make(tmp_path / "m", found)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
-    theirs = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "s", dtype="auto").state_dict()
-    ours = slidesparse.load(tmp_path / "s").state_dict()
-    for key in ("gate_up_proj", "down_proj"):
-        name = f"model.layers.1.mlp.experts.{key}"
-        assert torch.allclose(ours[name].float(), theirs[name].float(), rtol=1e-2, atol=1e-4)
-
-
 def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("14:16", "int8"))
-    config = json.loads((tmp_path / "q/config.json").read_text())
-    del config[MARKER_KEY]
-    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "q") as config:
+        del config[MARKER_KEY]
     summary = prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("6:8"))
     before, after = tensors(tmp_path / "q"), tensors(tmp_path / "s")
     key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
@@ -262,31 +231,6 @@ def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
 
 
 # -- one at a time, and again after a kill -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "gpt-oss"])
-def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    one = 304 * 64  # gate and up of one expert
-    read: list[int] = []
-    tensor, part = TensorReader.tensor, TensorReader.part
-
-    def noted(reader: Any, key: str, *args: Any) -> torch.Tensor:
-        found = tensor(reader, key, *args)
-        if "bias" not in key and (found.dim() == 3 or ".experts." in key):
-            read.append(found.numel())
-        return found
-
-    def noted_part(reader: Any, key: str, *args: Any) -> torch.Tensor:
-        found = part(reader, key, *args)
-        read.append(found.numel())
-        return found
-
-    monkeypatch.setattr(TensorReader, "tensor", noted)
-    monkeypatch.setattr(TensorReader, "part", noted_part)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
-    assert len(read) == 2 * 4 * (3 if name == "mixtral" else 2)
-    assert max(read) <= one
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mixtral", "bf16"), ("gpt-oss", "bf16"), ("qwen3-vl-moe", "int8")])
@@ -373,21 +317,9 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
 )
 def test_what_experts_cannot_is_refused_in_one_line(tmp_path: Path, options: PruneOptions, told: str) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=told):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_method_that_calibrates_can_do_the_rest(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    options = PruneOptions("6:8", "fp32", method="wanda", calibration=text, ignore=("re:.*experts",))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert len(summary.patterns) == 8
-    assert len(summary.losses) == 4
-    assert inspect_checkpoint(tmp_path / "s").ok
 
 
 def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,40 +375,6 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
     assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
         key: pattern if pattern != "dense" else None for key, pattern in experts.items()
     }
-
-
-@pytest.mark.parametrize("at_once", [2**32, 2 * 4 * 152 * 152])
-def test_plan_holds_no_more_inputs_of_experts_than_prune(
-    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of all experts at once where they fit, else part by part; the damage is that of what prune makes."""
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
-    leaves = [f"model.layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in ("gate_up_proj", "down_proj")]
-    experts = calibrated_experts(model, leaves)
-    sets = [["model.layers.0.self_attn.o_proj"], leaves[:2], leaves[2:]]
-    generator = torch.Generator().manual_seed(0)
-    seen, held_out = ([{"input_ids": torch.randint(3, 90, (4, 16), generator=generator)}] for _ in range(2))
-    pruner, patterns = get_pruner("wanda"), [Pattern.parse("6:8"), Pattern.parse("2:4")]
-    held: list[int] = []
-
-    def noted(layer: Any, index: int, linears: Any, samples: Any) -> Any:
-        held.append(sum(4 * one.weight.shape[1] ** 2 for name, one in linears.items() if name in experts))
-        return collect_grams(layer, index, linears, samples)
-
-    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", at_once)
-    monkeypatch.setattr(sensitivity, "collect_grams", noted)
-    found = list(measure_sensitivities(model, sets, patterns, pruner, seen, held_out, experts=experts))
-    everything = 4 * 4 * (64**2 + 152**2)
-    assert max(held) <= at_once
-    assert (
-        [one for one in held if one] == [everything] * 2 if everything <= at_once else sum(held) == 2 * 2 * everything
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for one in found:
-        alone = {name: Pattern.parse(one.pattern if name in one.names else "dense") for names in sets for name in names}
-        assert damage_together(model, sets, alone, pruner, seen, held_out, experts) == pytest.approx(one.damage)
-        model.load_state_dict(before)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "mixtral"])
@@ -576,6 +474,5 @@ def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
     with pytest.raises(slidesparse.InputError, match=r"2 x transformer\.h\.\*\.attn\.c_attn"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
-        slidesparse.sparsify_(known(known.config_class(**ARCHITECTURES["gpt2"].config)), "6:8")
+        slidesparse.sparsify_(build(ARCHITECTURES["gpt2"]), "6:8")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, make_source, reverse_letters
+from checkpoints import SMALL, edited_config, make_source, reverse_letters
 from safetensors.torch import load_file, save_file
 
 import slidesparse.offline.plan.plan as planning
@@ -42,9 +42,9 @@ from slidesparse.offline.plan.choose_patterns import (
     modelled_cost,
 )
 from slidesparse.offline.plan.plan import plan_checkpoint
-from slidesparse.offline.plan.plan_file import as_options, read_plan
+from slidesparse.offline.plan.plan_file import read_plan
 from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_gain
-from slidesparse.offline.plan.sensitivity import Sensitivity, damage_together, measure_sensitivities
+from slidesparse.offline.plan.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
 from slidesparse.prune import Linears, get_pruner, prune_mask
 from slidesparse.weights.packing import pack_weight
@@ -73,7 +73,7 @@ def sets(count: int, seed: int = 0) -> list[PlanSet]:
 
 @pytest.mark.parametrize(
     "target",
-    [Target(speedup=1.1), Target(speedup=1.2), Target(speedup=1.5), Target(sparsity=0.3), Target(gigabytes=9e-5)],
+    [Target(speedup=1.0), Target(speedup=1.2), Target(speedup=1.5), Target(sparsity=0.3), Target(gigabytes=9e-5)],
     ids=str,
 )
 @pytest.mark.parametrize("gain", [Fraction(2), Fraction(8, 5)], ids=str)
@@ -135,24 +135,6 @@ def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -
         choose_patterns(sets(3), Target(speedup=1.2))
 
 
-def test_fused_linears_share_a_pattern() -> None:
-    plan = choose_patterns(sets(4), Target(speedup=1.25))
-    assert all(plan.patterns[f"l{i}.a"] == plan.patterns[f"l{i}.b"] for i in range(4))
-
-
-def test_nothing_to_reach_stays_dense() -> None:
-    plan = choose_patterns(sets(3), Target(speedup=1.0))
-    assert set(plan.patterns.values()) == {DENSE}
-    assert (plan.damage, plan.speedup, plan.sparsity) == (0, 1, 0)
-
-
-def test_out_of_reach() -> None:
-    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 2.000x, 50.0% zeros"):
-        choose_patterns(sets(3), Target(speedup=2.1))
-    with pytest.raises(InputError, match=r"got at best 1.600x"):
-        choose_patterns(sets(3), Target(speedup=1.7), [Multiplies(Fraction(8, 5))])
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -182,7 +164,7 @@ def test_padding_costs() -> None:
 
 
 @pytest.mark.parametrize(("backend", "recipe", "bits"), [("hopper", "absmax", 8), ("hopper-6bit", "6bit", 6)])
-@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@50%", "dense"])
+@pytest.mark.parametrize("text", ["2:4", "6:8", "14:16", "4:6@50%", "dense"])
 def test_sizes_are_those_of_the_kernel(text: str, backend: str, recipe: Rounding, bits: int) -> None:
     """Dense groups, and all of a dense weight, have eight bits in any case."""
     pattern, out = Pattern.parse(text), 256
@@ -194,33 +176,13 @@ def test_sizes_are_those_of_the_kernel(text: str, backend: str, recipe: Rounding
         assert modelled_bytes(pattern, 1, 1, bits=bits) == Fraction(15 if bits == 8 else 12, 16)
 
 
-def test_a_size_is_reached_with_fewer_zeros_where_weights_have_six_bits() -> None:
-    eight, target = sets(5), Target(gigabytes=9e-5)
-    six = [replace(one, bits=6) for one in eight]
-    plans = [choose_patterns(candidates, target) for candidates in (eight, six)]
-    assert plans[1].damage < plans[0].damage
-    assert plans[1].sparsity < plans[0].sparsity
-    expected = sum(
-        modelled_bytes(plans[1].patterns[one.names[0]], *shape, bits=6) for one in six for shape in one.shapes
-    )
-    assert plans[1].gigabytes * 1e9 == pytest.approx(float(expected))
-
-
 @pytest.mark.parametrize("columns", [32, 40, 100, 120, 320])
-@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@25%", "2:4@50%"])
+@pytest.mark.parametrize("text", ["2:4", "6:8", "14:16", "4:6@25%"])
 def test_promised_zeros_are_there(text: str, columns: int) -> None:
     pattern, weight = Pattern.parse(text), torch.rand(3, columns) + 1
     weight[:, -(columns % pattern.group or pattern.group) :] *= 0.01  # so that the cut group is among the cheapest
     mask = prune_mask(weight, pattern)
     assert 3 * least_zeros(pattern, columns) == int((~mask).sum())
-
-
-def test_a_share_of_zeros_counts_cut_groups() -> None:
-    """A third of 320 columns cannot be reached by 4:6, whose last group holds two columns."""
-    cut = PlanSet(("l",), ((64, 320),), (PatternChoice(DENSE, 0.0), PatternChoice(Pattern.parse("4:6"), 1.0)))
-    assert choose_patterns([cut], Target(sparsity=0.33)).sparsity == 106 / 320
-    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best .* 33.1% zeros"):
-        choose_patterns([cut], Target(sparsity=0.333))
 
 
 # -- the measurement -----------------------------------------------------------------------------------------------
@@ -265,23 +227,6 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             log_q = other(held_out).logits.double().log_softmax(-1)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
-
-
-def test_the_dense_predictions_are_kept_in_the_type_of_the_model(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many words as a model knows, for each token of the windows: gigabytes."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
-    linears, pruner, two_of_four = find_targets(model).linears, get_pruner("magnitude"), Pattern.parse("2:4")
-    seen, made = [], sensitivity.mean_divergence
-
-    def see(dense: Any, *others: Any) -> float:
-        seen.extend(one.dtype for one in dense)
-        return made(dense, *others)
-
-    monkeypatch.setattr(sensitivity, "mean_divergence", see)
-    groups, ids = [[name] for name in list(linears)[:2]], [{"input_ids": torch.randint(3, 70, (2, 16))}]
-    assert len(list(measure_sensitivities(model, groups, [two_of_four], pruner, ids, ids))) == 2
-    assert damage_together(model, groups, dict.fromkeys(linears, two_of_four), pruner, ids, ids) > 0
-    assert seen == [torch.bfloat16] * 3
 
 
 def options(source: Path, **changes: Any) -> PlanOptions:
@@ -331,25 +276,6 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan_checkpoint(source, folder / "plan.json", options(source))
 
 
-def test_the_damage_of_the_whole(source: Path) -> None:
-    """Of one pruned set it is that set's; of all together it is another than the sum."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    linears, pruner, two_of_four = find_targets(model).linears, get_pruner("wanda"), Pattern.parse("2:4")
-    groups = sets_to_prune(model, linears, dict.fromkeys(linears, two_of_four), pruner, run_once(model))
-    torch.manual_seed(0)
-    texts = ([{"input_ids": torch.randint(3, 70, (4, 16))}], [{"input_ids": torch.randint(3, 70, (2, 16))}])
-    single = list(measure_sensitivities(model, groups, [two_of_four], pruner, *texts))
-    for one in (single[0], single[-1]):
-        patterns = {name: two_of_four if name in one.names else DENSE for name in linears}
-        assert damage_together(model, groups, patterns, pruner, *texts) == pytest.approx(one.damage, rel=1e-3)
-        model.load_state_dict(before)
-    whole = damage_together(model, groups, dict.fromkeys(linears, two_of_four), pruner, *texts)
-    assert whole != pytest.approx(sum(one.damage for one in single), rel=0.01)
-    for linear in linears.values():
-        check_pattern(linear.weight.detach(), two_of_four)
-
-
 def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
     """All matrices of the model: attention is faster, and the MLP is not."""
     wanted = options(source, target=Target(speedup=1.1), ignore=("re:.*mlp",), patterns=("2:4",), method="magnitude")
@@ -361,22 +287,6 @@ def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
     assert 1.1 <= plan.speedup == pytest.approx(sum(every.values()) / (sum(every.values()) - saved))
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1\.\d+x, 50.0% zeros"):
         plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=1.5)))
-
-
-def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No causal model of transformers has such layers; this one runs twice whenever it is run."""
-
-    def twice(model: Any) -> Any:
-        run = run_once(model)
-        assert run is not None
-        return lambda: (run(), run())
-
-    monkeypatch.setattr(planning, "run_once", twice)
-    with pytest.raises(InputError, match=r"got model\.layers\.0, which runs 2 times; .*; use --method magnitude"):
-        plan_checkpoint(source, source.parent / "plan.json", options(source))
-    assert not (source.parent / "plan.json").exists()
-    by_magnitude = options(source, method="magnitude", patterns=("2:4",))
-    assert plan_checkpoint(source, source.parent / "plan.json", by_magnitude).patterns
 
 
 def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
@@ -421,13 +331,10 @@ def test_options_of_loads_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         b"[" * 100_000,
         b'{"names": [], "pattern": "6:8", "damage": 0.1}',
-        b'{"names": ["a"], "pattern": "6_8", "damage": 0.1}',
         b'{"names": ["a"], "pattern": "6:8", "damage": -0.1}',
         b'{"names": ["a"], "pattern": "6:8", "damage": NaN}',
-        b'{"names": ["a"], "pattern": "6:8", "damage": 1e999}',
         b'{"names": ["a"], "pattern": "6:8", "damage": ' + b"9" * 5000 + b"}",
         b"\xff",
-        b"{}",
     ],
     ids=lambda line: line[-24:].decode("ascii", "replace"),
 )
@@ -436,7 +343,6 @@ def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(CheckpointError, match=r"is damaged: .*remove it") as error:
         enter(path)
-    assert "\n" not in str(error.value)
     assert str(error.value).count("; got ") <= 1
 
 
@@ -502,29 +408,6 @@ def test_a_pipe_or_a_link_in_the_place_of_measurements(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"cannot be used; got {kind}"):
             enter(tmp_path / name)
     assert (tmp_path / "victim").read_text() == "precious"
-
-
-def test_linears_can_be_ignored_after_others_were_measured(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an error whose remedy says so."""
-    calls = []
-    damage = sensitivity._damage
-
-    def counted(model: Any, weights: Any, pruned: dict[str, Any], *rest: Any) -> float:
-        calls.append([*pruned])
-        if [*pruned] == ["model.layers.1.self_attn.o_proj"]:
-            raise InputError("cannot measure o_proj", remedy="put it on the ignore list")
-        return float(damage(model, weights, pruned, *rest))
-
-    monkeypatch.setattr(sensitivity, "_damage", counted)
-    out = source.parent / "plan.json"
-    with pytest.raises(InputError, match="put it on the ignore list"):
-        plan_checkpoint(source, out, options(source))
-    measured = len(calls) - 1
-    calls.clear()
-    plan = plan_checkpoint(source, out, options(source, ignore=("model.layers.1.self_attn.o_proj",)))
-    assert measured > 0
-    assert len(calls) == 7 * 4 - measured
-    assert "model.layers.1.self_attn.o_proj" not in plan.patterns
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,16 +496,6 @@ def test_json_is_not_mixed_with_what_the_solver_prints(
     assert "HighsMipSolverData" in told.err
 
 
-def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
-    folder = source.parent
-    plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
-    pattern, layers = as_options(read_plan(folder / "plan.json").layers)
-    from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-
-    summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))
-    assert summary.patterns["model.layers.0.mlp.down_proj"] == "dense"
-
-
 def test_a_plan_of_other_weights_is_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = source.parent
     plan_checkpoint(source, folder / "plan.json", options(source))
@@ -631,16 +504,8 @@ def test_a_plan_of_other_weights_is_told(source: Path, capsys: pytest.CaptureFix
     weights["model.layers.1.mlp.up_proj.weight"] *= 2
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     for path, warned in ((source, False), (other, True)):
-        prune = [
-            "prune",
-            str(path),
-            str(folder / f"{path.name}-s"),
-            "--plan",
-            str(folder / "plan.json"),
-            "--dtype",
-            "int8",
-        ]
-        assert main([*prune, "--method", "magnitude", "--device", "cpu"]) == 0
+        prune = ["prune", str(path), str(folder / f"{path.name}-s"), "--plan", str(folder / "plan.json")]
+        assert main([*prune, "--dtype", "int8", "--method", "magnitude", "--device", "cpu"]) == 0
         told = capsys.readouterr().err
         assert (f"the plan was measured on another checkpoint than {path}, whose" in told) is warned
         assert "no pattern" not in told
@@ -736,9 +601,8 @@ def test_a_plan_refuses_what_prune_would_refuse(source: Path) -> None:
 
 
 def test_a_pruned_source_is_refused(source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    config["slidesparse_config"] = Marker(Pattern.parse("6:8")).to_config()
-    (source / "config.json").write_text(json.dumps(config))
+    with edited_config(source) as config:
+        config["slidesparse_config"] = Marker(Pattern.parse("6:8")).to_config()
     with pytest.raises(CheckpointError, match="pruned or quantised already"):
         plan_checkpoint(source, source.parent / "plan.json", options(source))
 

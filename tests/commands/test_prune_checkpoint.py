@@ -17,31 +17,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, make_checkpoint, tokens
+from checkpoints import SMALL, contents, edited_config, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.errors import CheckpointError, InputError, PatternViolation
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
-from slidesparse.files.staging import staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.prune_job import PruneJob
-from slidesparse.offline.prune_options import Recipe
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dequantize
-from slidesparse.weights.support import check_pattern, following_groups, value_bits
+from slidesparse.weights.support import check_pattern, value_bits
 
 INT8 = PruneOptions("6:8", "int8")
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -50,38 +42,6 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # -- what comes out ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("llama", "absmax"), ("bitnet", "ternary")])
-def test_weights_are_treated_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, recipe: Recipe
-) -> None:
-    """What is pruned is read there, what is copied is not, nor what a sum over a whole weight is computed from."""
-    make_checkpoint(tmp_path / "m", name)
-    job = PruneJob(Checkpoint(tmp_path / "m"), PruneOptions("4:6@50%", "int8", recipe=recipe), torch.device("cpu"))
-    places: dict[str, list[str]] = {}
-    read = job.checkpoint.tensor
-
-    def recorded(tensor: str, device: object = "cpu") -> torch.Tensor:
-        places.setdefault(tensor, []).append(str(device))
-        return read(tensor)
-
-    monkeypatch.setattr(job.checkpoint, "tensor", recorded)
-    (shard,) = job.checkpoint.shards.values()
-    job.write_shard(tmp_path / "cpu", shard, job.outputs(shard), lambda _: None)
-    places.clear()
-    monkeypatch.setattr(job, "device", "meta")
-    monkeypatch.setattr(torch.Tensor, "to", with_meta_as_cpu(torch.Tensor.to))
-    job.write_shard(tmp_path / "device", shard, job.outputs(shard), lambda _: None)
-    assert (tmp_path / "device").read_bytes() == (tmp_path / "cpu").read_bytes()
-    for tensor, where in places.items():
-        treated = ["meta", "cpu"] if recipe == "ternary" else ["meta"]
-        assert where == (treated if tensor in job.layer_of else ["cpu"])
-
-
-def with_meta_as_cpu(to: Any) -> Any:
-    """``Tensor.to`` for a device of which there is none here."""
-    return lambda self, *args: to(self, *("cpu" if isinstance(arg, str) else arg for arg in args))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
@@ -146,19 +106,6 @@ def test_against_vllm_formulas_in_numpy(tmp_path: Path) -> None:
     assert np.array_equal(layer(x).numpy(), expected)
 
 
-def test_partial_pattern_shares_its_groups_between_q_k_v(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "int8"))
-    out = Checkpoint(tmp_path / "s")
-    pattern = Pattern.parse("4:6@50%")
-    for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
-        groups = [set(following_groups(out.tensor(f"model.layers.1.{m}.weight"), pattern).tolist()) for m in members]
-        assert len(set.intersection(*groups)) >= pattern.following(pattern.groups(SMALL["hidden_size"]))
-    assert torch.equal(
-        logits(slidesparse.load(tmp_path / "s", backend="reference")), logits(slidesparse.load(tmp_path / "s"))
-    )
-
-
 def test_exceptions_and_ignore_and_dense_layers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     layers = {"re:.*down_proj": "8:10", "model.layers.0.self_attn.o_proj": "dense"}
@@ -210,9 +157,8 @@ def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> Non
     """W8A8 in, W8A8 out: kept weights and scales are those of the source, to the bit."""
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", PruneOptions("dense", dtype))
-    config = json.loads((tmp_path / "w8a8/config.json").read_text())
-    del config[MARKER_KEY]
-    (tmp_path / "w8a8/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "w8a8") as config:
+        del config[MARKER_KEY]
     prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", PruneOptions("4:6"))
     source, out = Checkpoint(tmp_path / "w8a8"), Checkpoint(tmp_path / "s")
     assert out.config["quantization_config"] == config["quantization_config"]
@@ -258,14 +204,6 @@ def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
     assert "12 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB" in table
 
 
-def test_six_bits_that_no_group_slides_save_nothing(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", "bitnet")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("dense", "int8", recipe="ternary"))
-    told = inspect_checkpoint(tmp_path / "s")
-    assert {layer.bits for layer in told.layers} == {6}
-    assert "six bits" not in told.table()
-
-
 def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", "bitnet")
     with pytest.raises(InputError, match="--recipe ternary"):
@@ -303,29 +241,12 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     assert (tmp_path / "s/tokenizer.json").read_bytes() == (tmp_path / "m/tokenizer.json").read_bytes()
 
 
-def test_index_of_sharded_output(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", shard_size="60KB")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    index = json.loads((tmp_path / "s/model.safetensors.index.json").read_text())
-    out = Checkpoint(tmp_path / "s")
-    assert index["weight_map"] == out.files
-    assert index["metadata"]["total_size"] == out.n_bytes
-
-
-def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    for destination in ("a", "b"):
-        prune_checkpoint(tmp_path / "m", tmp_path / destination, PruneOptions("4:6@50%", "fp8"))
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
 def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
     """A compressed-tensors checkpoint without our marker, as others make them."""
     make_checkpoint(path / "float", name, **options)
     prune_checkpoint(path / "float", path / "w8a8", PruneOptions("dense", dtype))
-    config = json.loads((path / "w8a8/config.json").read_text())
-    del config[MARKER_KEY]
-    (path / "w8a8/config.json").write_text(json.dumps(config))
+    with edited_config(path / "w8a8") as config:
+        del config[MARKER_KEY]
     return path / "w8a8"
 
 
@@ -360,24 +281,14 @@ def test_bad_scales_of_a_quantised_source(tmp_path: Path, scale: torch.Tensor, w
 
 def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) -> None:
     source = quantised_source(tmp_path)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
-    config["compression_config"] = config.pop("quantization_config")  # the key of old files
-    (source / "config.json").write_text(json.dumps(config))
+    with edited_config(source) as config:
+        config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
+        config["compression_config"] = config.pop("quantization_config")  # the key of old files
     prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------
-
-
-def test_nan_in_a_weight(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "m")
-    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
-    model.save_pretrained(tmp_path / "m")
-    with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight holds NaN or Inf"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert not (tmp_path / "s").exists()
 
 
 def test_config_without_architecture(tmp_path: Path) -> None:
@@ -393,22 +304,14 @@ def test_config_without_architecture(tmp_path: Path) -> None:
             prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-def test_a_pruned_source_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    with pytest.raises(CheckpointError, match="pruned already"):
-        prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
-
-
 def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> None:
     """Trainer saves the mark with the model; the line sent its owner back to the dense model."""
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
     with pytest.raises(CheckpointError, match=r"trained on .* delete slidesparse_config from its config\.json$"):
         prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
-    config = json.loads((tmp_path / "s/config.json").read_text())
-    del config["slidesparse_config"]
-    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "s") as config:
+        del config["slidesparse_config"]
     prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
     zeros = [Checkpoint(tmp_path / name).tensor("model.layers.0.mlp.up_proj.weight") == 0 for name in "st"]
     assert bool((zeros[1] | ~zeros[0]).all())
@@ -430,19 +333,9 @@ def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> 
 )
 def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
     make_checkpoint(tmp_path / "m")
-    with pytest.raises(InputError, match=words) as error:
+    with pytest.raises(InputError, match=words):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert "\n" not in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
-
-
-def test_destination_in_the_way(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "s").mkdir()
-    for destination, words in (("s", "exists"), ("m", "is the source"), ("m/inside", "lies inside")):
-        with pytest.raises(CheckpointError, match=words):
-            prune_checkpoint(tmp_path / "m", tmp_path / destination, INT8)
-    assert not (tmp_path / "m/inside.partial").exists()
 
 
 def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
@@ -454,40 +347,17 @@ def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"model_type": None}, {"num_attention_heads": 0}, {"architectures": ["LlamaConfig"]}, {"hidden_size": "x"}],
-)
-def test_configs_that_make_no_model(tmp_path: Path, change: dict[str, Any]) -> None:
-    make_checkpoint(tmp_path / "m")
-    config = {**json.loads((tmp_path / "m/config.json").read_text()), **change}
-    (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError) as error:
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert "\n" not in str(error.value)
-
-
 def test_destinations_that_cannot_be(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "x.partial")
-    (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    cases = {"dangling": "exists", "x": "is the source", "file/y": "cannot be made", "n" * 300: "cannot be made"}
-    for destination, words in cases.items():
+    for destination, words in {"dangling": "exists", "x": "is the source"}.items():
         source = tmp_path / ("x.partial" if destination == "x" else "m")
         with pytest.raises(CheckpointError, match=words):
             prune_checkpoint(source, tmp_path / destination, INT8)
 
 
 # -- when it is interrupted ----------------------------------------------------------------------------------------
-
-
-def test_disk_too_small_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m")
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match="not enough space"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
 def test_disk_full_in_the_middle_then_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,49 +413,7 @@ sys.exit(main())
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
-def test_killed_while_it_flushes_then_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m")
-
-    def killed(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("slidesparse.files.staging._sync", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    shutil.copytree(tmp_path / "m", tmp_path / "copy", copy_function=shutil.copyfile)  # of the same weights, now
-    summary = prune_checkpoint(tmp_path / "copy", tmp_path / "s", INT8)
-    assert summary.resumed == ["model.safetensors"]
-    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
-
-
-def test_two_runs_at_once(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    with staged(tmp_path / "s", tmp_path / "m", {}, 0), pytest.raises(CheckpointError, match="another run is writing"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-
-
 # -- saving what was loaded ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6@50%", "fp8"), ("6:8", "bf16")])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_loaded_model_is_saved_as_the_checkpoint_that_it_was(
-    pattern: str, dtype: str, backend: str, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(pattern, dtype))
-    model: Any = slidesparse.load(tmp_path / "s", backend=backend)
-    model.save_pretrained(tmp_path / "again")
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("s", "again"))
-    assert one.keys() == two.keys()
-    for name in one:
-        assert one[name].dtype == two[name].dtype
-        assert torch.equal(one[name].float(), two[name].float())
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("s", "again")]
-    assert configs[0] == configs[1]
-    logits = slidesparse.load(tmp_path / "again", backend=backend)(tokens()).logits
-    assert torch.equal(logits, model(tokens()).logits)
 
 
 # -- loading what is not right -------------------------------------------------------------------------------------
@@ -615,16 +443,6 @@ def test_load_needs_a_marker(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "m")
 
 
-def test_load_misses_a_tensor(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    checkpoint = Checkpoint(tmp_path / "s")
-    kept = {name: checkpoint.tensor(name) for name in checkpoint.files if name != "model.norm.weight"}
-    save_file(kept, tmp_path / "s/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
-        slidesparse.load(tmp_path / "s")
-
-
 def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
@@ -642,13 +460,6 @@ def test_an_output_embedding_of_its_own_is_kept(tmp_path: Path) -> None:
     assert torch.equal(slidesparse.load(tmp_path / "s").lm_head.weight, own)
 
 
-def test_mixed_float_types_run_in_the_type_of_the_model(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    spoil(tmp_path / "m", "model.norm.weight", torch.ones(64))
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert slidesparse.load(tmp_path / "s")(tokens()).logits.dtype == torch.bfloat16
-
-
 def test_generation_settings_are_loaded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
@@ -656,18 +467,16 @@ def test_generation_settings_are_loaded(tmp_path: Path) -> None:
     assert slidesparse.load(tmp_path / "s").generation_config.eos_token_id == [2, 7, 9]
     for wrong in ("[" * 100_000, '{"cache_implementation": "none such"}'):
         (tmp_path / "s/generation_config.json").write_text(wrong)
-        with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be") as error:
+        with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be"):
             slidesparse.load(tmp_path / "s")
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["ignore", "layers"])
 def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    config = json.loads((tmp_path / "s/config.json").read_text())
-    config[MARKER_KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
-    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "s") as config:
+        config[MARKER_KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
     with pytest.raises(CheckpointError, match="nonsense"):
         slidesparse.load(tmp_path / "s")
 

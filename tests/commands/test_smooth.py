@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import SMALL, make_source
+from checkpoints import edited_config, make_source
 from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
@@ -24,11 +23,8 @@ from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import (
     MOST,
-    Fold,
     best_exponents,
     exponents,
-    find_folds,
-    find_inner_folds,
     squared_shares,
 )
 from slidesparse.models.sparsify import run_once
@@ -98,36 +94,6 @@ def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: P
     assert torch.equal(logits(model, ids), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_trials_in_16_bits_find_all_norms(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU layers run in the model's type, in which factors took bits off small FP16 weights: nothing was found."""
-
-    def as_on_a_gpu(*given: Any, compute: torch.dtype | None = None) -> DenseLayers:
-        return DenseLayers(*given, compute=compute or dtype)
-
-    monkeypatch.setattr(smoothing, "DenseLayers", as_on_a_gpu)
-    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
-    smoothed = smoothed_by(with_outliers(tmp_path, dtype, small=True), ids, tmp_path / "kept")
-    assert len([name for name in smoothed.factors if "norm" in name]) == 2 * SMALL["num_hidden_layers"]
-
-
-def test_fp16_loses_no_more_than_the_page_says(tmp_path: Path) -> None:
-    source = with_outliers(tmp_path, torch.float16, small=True)
-    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
-    smoothed = smoothed_by(source, ids, tmp_path / "kept")
-    lost = 0
-    for name in {name.removesuffix(ROWS) for name in smoothed.factors}:
-        found, exact = smoothed.tensor(name), Checkpoint(source).tensor(name).double()
-        exact = exact * smoothed.factors.get(name, 1.0)
-        exact = exact * smoothed.factors[f"{name}{ROWS}"][:, None] if f"{name}{ROWS}" in smoothed.factors else exact
-        assert found.dtype == torch.float16
-        wrong = found.double() != exact
-        assert bool((exact[wrong].abs() < 2**-14).all())
-        assert float((found.double() - exact).abs().max()) <= 2**-25
-        lost += int(wrong.sum())
-    assert lost
-
-
 def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
     source = with_outliers(tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -184,20 +150,6 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
     assert distance(whole) < 1.3 * distance(rough)  # in float activations: nothing is scaled twice or not at all
 
 
-def test_what_rounding_costs_is_told(tmp_path: Path) -> None:
-    """Calibration sees it, and folding makes it less."""
-    source = with_outliers(tmp_path)
-    rough = prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
-    smooth = prune_checkpoint(source, tmp_path / "smooth", options(source))
-    read_norms = [names for names in rough.rounding if "q_proj" in names or "gate_proj" in names]
-    assert len(read_norms) == len(rough.rounding) / 2
-    for names in read_norms:
-        assert smooth.rounding[names] < rough.rounding[names] / 4
-    assert all(0 < loss < 1 for loss in rough.rounding.values())
-    assert "rounding inputs to INT8 costs: mean" in rough.describe()
-    assert prune_checkpoint(source, tmp_path / "fp8", options(source, smooth=False, dtype="fp8")).rounding == {}
-
-
 def test_the_cost_of_rounding_is_that_of_the_product() -> None:
     """It is counted from sums; here is the definition, with outliers and without."""
     generator = torch.Generator().manual_seed(0)
@@ -225,9 +177,8 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
 def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
     prune_checkpoint(source, tmp_path / "8", PruneOptions("dense", "int8"))
-    config = json.loads((tmp_path / "8/config.json").read_text())
-    del config[MARKER_KEY]
-    (tmp_path / "8/config.json").write_text(json.dumps(config))
+    with edited_config(tmp_path / "8") as config:
+        del config[MARKER_KEY]
     with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
         prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
 
@@ -278,32 +229,6 @@ def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
         for weight in weights:
             weight.copy_(weight.flip(0))
         assert not torch.equal(layers.output(index), wanted[index][:1])
-
-
-def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
-    )
-    model: Any = transformers.LlamaForCausalLM(config)
-    run = run_once(model)
-    assert run is not None
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-    assert find_folds(model, run) == [
-        Fold("model.layers.0.input_layernorm", tuple(f"{attention}.{leaf}_proj" for leaf in "qkv")),
-        Fold("model.layers.0.post_attention_layernorm", (f"{mlp}.gate_proj", f"{mlp}.up_proj")),
-        Fold("model.norm", ("lm_head",)),
-    ]
-
-
-@pytest.mark.parametrize(("name", "writers"), [("llama", ["gate_proj", "up_proj"]), ("phi3", [])])
-def test_inner_channels_are_those_of_the_linears_before(name: str, writers: list[str], tmp_path: Path) -> None:
-    """Of Phi-3 one linear joins gate and up, whose rows are not down's channels."""
-    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    run = run_once(model)
-    assert run is not None
-    down = "model.layers.1.mlp.down_proj"
-    found = [one.writer for one in find_inner_folds(find_targets(model).linears, model, run) if one.linears == (down,)]
-    assert found == [f"model.layers.1.mlp.{leaf}" for leaf in writers]
 
 
 def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:

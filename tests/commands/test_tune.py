@@ -25,7 +25,6 @@ from slidesparse.offline import tune
 from slidesparse.offline.known_models import MODELS
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.tune_job import PATTERNS, Kind, make_job
-from slidesparse.tuning.measure import LONG_S, THOROUGH
 
 HERE = Installation("Test GPU", "9.0", "580.1", {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
 WRONG = WrongForm("int8", 48, 32, "cusparselt 6:8")
@@ -63,20 +62,6 @@ def test_every_kind_of_layer_is_measured_on_every_backend() -> None:
     assert wrong == []
     us = {"dense": (1e4, 1e4), "quick 6:8": (9e3, 9e3)}
     assert layers == [LayerSpeed("int8", out, 32, (32, 64), us) for out in (48, 32, 96)]  # two layers have one size
-
-
-@pytest.mark.usefixtures("backends")
-def test_tune_takes_more_time_than_a_start() -> None:
-    stopwatch = FakeStopwatch(lambda *_: 1e4)
-    measured(stopwatch, [64], "quick")
-    kinds, turns = 3, 4  # dense before, both forms, and dense again
-    assert stopwatch.clock.seconds == pytest.approx(kinds * turns * THOROUGH.stretches * LONG_S, rel=0.2)
-
-
-@pytest.mark.usefixtures("backends")
-def test_a_busy_gpu_has_no_times(caplog: pytest.LogCaptureFixture) -> None:
-    assert measured(FakeStopwatch(lambda *_: 1e4, disturbance=1.05), [64], "quick") == ([], [])
-    assert "int8 48x32 6:8: times are not used: dense differs from itself" in caplog.text
 
 
 @pytest.mark.usefixtures("backends")
@@ -157,9 +142,8 @@ def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Pa
     ],
 )
 def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(InputError, match=words) as error:
+    with pytest.raises(InputError, match=words):
         make_job(*arguments)
-    assert "\n" not in str(error.value)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -173,7 +157,6 @@ def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytes
     monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
     layer = LayerSpeed("int8", 64, 64, (16,), {"dense": (2.0,), "cusparselt 6:8": (1.0,)})
     kept = load_speeds(tune.store_layers([layer]))
-    assert kept is not None
     assert kept.layers == (layer,)
 
 
@@ -187,7 +170,6 @@ def test_the_command_searches_then_measures(
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
     table = load_speeds(tuned_path(HERE))
-    assert table is not None
     assert table.layers == (layer,)
     monkeypatch.setattr(tune, "measure_layers", lambda job: pytest.fail("it measured"))
     assert main(["tune", "--algorithms-only"]) == 0
@@ -207,7 +189,6 @@ def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
         {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8"}
     ]
     table = load_speeds(tuned_path(HERE))
-    assert table is not None
     assert (table.wrong, table.layers) == ((WRONG,), (layer,))
 
 
@@ -237,4 +218,3 @@ def test_out_of_memory_while_tuning_is_one_clear_line(monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedError) as error:
         cusparselt_tune.tune(4096, 4096, 64, torch.int8)
     assert "not enough GPU memory to tune 4096 x 4096 at 64 tokens; tune fewer tokens" in str(error.value)
-    assert "\n" not in str(error.value)

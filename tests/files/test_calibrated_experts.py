@@ -171,13 +171,6 @@ def rows_of(one: Experts, state: dict[str, torch.Tensor], shapes: dict[str, tupl
     return find_expert_rows([one], meta, checkpoint, tensors)
 
 
-def test_rows_of_experts_that_are_modules() -> None:
-    shapes = {f"hub.{expert}": (6, 4) for expert in range(2)}
-    state = {f"experts.{i}.up.weight": TracedTensor.named(f"hub.{i}", (6, 4)) for i in range(2)}
-    one = Experts("experts", 2, {"up.weight": (6, 4)}, False, ("0", "1"))
-    assert rows_of(one, dict(state), shapes) == [ExpertRows(f"experts.{i}.up", f"hub.{i}", 0, 0, 6) for i in range(2)]
-
-
 def test_rows_of_experts_that_are_joined_and_turned() -> None:
     shapes = {"gate.turned": (2, 4, 3), "up": (2, 5, 4)}
     gate, up = (TracedTensor.named(name, shape) for name, shape in shapes.items())
@@ -203,23 +196,6 @@ def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytes
 # -- in parts, and again after a kill ----------------------------------------------------------------------------------
 
 
-def test_fewer_experts_at_a_time_make_the_same_of_those_that_borrow_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = source(tmp_path, "mixtral")
-    pruned(tmp_path, text, "wanda", to="whole")
-    monkeypatch.setattr("slidesparse.models.grams.AT_ONCE", 1)
-    summary = pruned(tmp_path, text, "wanda")
-    whole, parts = (slidesparse.load(tmp_path / name).state_dict() for name in ("whole", "s"))
-    for leaf in ("gate_up_proj", "down_proj"):
-        for e in range(4):
-            name = f"model.layers.0.mlp.experts.{leaf}"
-            if f"{name}.{e}" not in summary.borrowed:
-                assert torch.equal(whole[name][e], parts[name][e])
-    assert any(".0.mlp" in name for name in summary.borrowed)
-    assert sum(".0.mlp" in name for name in summary.borrowed) < 8
-
-
 def test_a_finished_layer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = source(tmp_path, "mixtral")
     pruned(tmp_path, text, "wanda", "int8", "whole")
@@ -243,19 +219,3 @@ def test_a_finished_layer_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monk
     again, whole = contents(tmp_path / "s"), contents(tmp_path / "whole")
     assert again.keys() == whole.keys()
     assert all(torch.equal(again[key], whole[key]) for key in whole)
-
-
-def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
-    text = source(tmp_path, "mixtral")
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("14:16", "int8"))
-    config = (tmp_path / "q/config.json").read_text().replace('"slidesparse_config"', '"other"')
-    (tmp_path / "q/config.json").write_text(config)
-    prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("6:8", None, "wanda", text))
-    prune_checkpoint(tmp_path / "q", tmp_path / "b", PruneOptions("6:8"))
-    before, after, by_size = (contents(tmp_path / name) for name in ("q", "s", "b"))
-    key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    kept = after[key] != 0
-    assert torch.equal(before[f"{key}_scale"], after[f"{key}_scale"])
-    assert torch.equal(before[key][kept], after[key][kept])
-    assert int(kept.reshape(-1, 8).sum(1).max()) == 6
-    assert not torch.equal(kept, by_size[key] != 0)

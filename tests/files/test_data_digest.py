@@ -22,7 +22,7 @@ def by_definition(data: bytes) -> str:
     return hashlib.blake2b(b"".join(one.to_bytes(4, "little") for one in sums), digest_size=16).hexdigest()
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("size", [0, BLOCK, 5 * BLOCK + 3])
 def test_by_definition(size: int) -> None:
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert data_digest(data) == by_definition(data.numpy().tobytes())
@@ -68,7 +68,7 @@ def test_a_file_without_digests_is_not_verified(tmp_path: Path) -> None:
         reader.verified("b")
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (BLOCK, 1), (BLOCK - 1, 2, BLOCK), (2 * BLOCK + 7, BLOCK - 7, 9)])
+@pytest.mark.parametrize("sizes", [(), (BLOCK - 1, 2, BLOCK), (2 * BLOCK + 7, BLOCK - 7, 9)])
 def test_a_digest_of_parts_is_that_of_the_whole(sizes: tuple[int, ...]) -> None:
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     running = RunningDigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,24 +16,31 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, read_text, reverse_letters, write_text
-from small_models import make
+from checkpoints import (
+    SMALL,
+    add_tokenizer,
+    contents,
+    edited_config,
+    make_checkpoint,
+    make_source,
+    read_text,
+    reverse_letters,
+    write_text,
+)
+from small_models import build, make
 from torch import nn
 
 import slidesparse
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
-from slidesparse.models.layerwise import prune_layers
-from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.offline.calibrate.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_pattern, following_groups
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import check_pattern
 
 LENGTH, SAMPLES = 32, 12
 
@@ -48,30 +54,7 @@ def source(tmp_path: Path) -> Path:
     return make_source(tmp_path, "llama", torch.float32)
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
 # -- what comes out ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3"])
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_every_family(tmp_path: Path, name: str, method: str) -> None:
-    make_checkpoint(tmp_path / "m", name)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    options = PruneOptions("6:8", "int8", method, calibration(tmp_path), layers={"re:.*down_proj": "4:6"})
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    out = Checkpoint(tmp_path / "s")
-    for layer, pattern in summary.patterns.items():
-        check_pattern(out.tensor(f"{layer}.weight"), pattern, name=layer)
-    assert sorted(" ".join(summary.losses).split()) == sorted(summary.patterns)
-    assert all(0 < loss < 0.2 for loss in summary.losses.values())
-    assert not list((tmp_path / "s").rglob("calibrated*"))
-    ids = torch.randint(3, 70, (2, 11))
-    with torch.no_grad():
-        assert bool(torch.isfinite(slidesparse.load(tmp_path / "s")(ids).logits).all())
 
 
 def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method: str) -> dict[str, torch.Tensor]:
@@ -153,15 +136,6 @@ def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: P
         torch.testing.assert_close(loaded[f"{linear}.weight"], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_fused_linears_choose_their_groups_together(source: Path) -> None:
-    options = PruneOptions("4:6@50%", "int8", "sparsegpt", calibration(source.parent))
-    prune_checkpoint(source, source.parent / "s", options)
-    out, pattern = Checkpoint(source.parent / "s"), Pattern.parse("4:6@50%")
-    for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
-        groups = [set(following_groups(out.tensor(f"model.layers.1.{m}.weight"), pattern).tolist()) for m in members]
-        assert len(set.intersection(*groups)) >= pattern.following(pattern.groups(SMALL["hidden_size"]))
-
-
 def test_the_seed_decides(source: Path) -> None:
     def run(name: str, seed: int) -> bytes:
         options = PruneOptions("6:8", "int8", "sparsegpt", calibration(source.parent, seed=seed))
@@ -177,9 +151,8 @@ def test_the_seed_decides(source: Path) -> None:
 
 def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
     prune_checkpoint(source, source.parent / "q", PruneOptions("dense", "int8"))
-    config = json.loads((source.parent / "q/config.json").read_text())
-    del config["slidesparse_config"]  # an ordinary compressed-tensors checkpoint
-    (source.parent / "q/config.json").write_text(json.dumps(config))
+    with edited_config(source.parent / "q") as config:
+        del config["slidesparse_config"]  # an ordinary compressed-tensors checkpoint
     prune_checkpoint(
         source.parent / "q", source.parent / "s", PruneOptions("6:8", None, "wanda", calibration(source.parent))
     )
@@ -188,34 +161,6 @@ def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
     kept = after.tensor(name) != 0
     assert torch.equal(after.tensor(name)[kept], before.tensor(name)[kept])
     check_pattern(after.tensor(name), "6:8")
-
-
-def test_dense_layers_stay_as_they_are(source: Path) -> None:
-    options = PruneOptions(
-        "6:8", "fp32", "sparsegpt", calibration(source.parent), layers={"re:.*layers.0.self_attn.[qkv]_proj": "dense"}
-    )
-    prune_checkpoint(source, source.parent / "s", options)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    assert torch.equal(Checkpoint(source.parent / "s").tensor(name), Checkpoint(source).tensor(name))
-
-
-def test_a_model_in_memory(source: Path) -> None:
-    """What the accuracy experiment does."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    linears = find_targets(model).linears
-    patterns = dict.fromkeys(linears, Pattern.parse("6:8")) | {"model.layers.1.mlp.down_proj": DENSE}
-    pruner, layer_list = get_pruner("sparsegpt"), find_layer_list(model, linears)
-    sets = sets_to_prune(model, linears, patterns, pruner, run_once(model))
-    ids = torch.randint(3, 70, (4, LENGTH))
-    samples = record_inputs(model, layer_list, [{"input_ids": ids, "use_cache": False}])
-    steps = list(prune_layers(model, layer_list, sets, patterns, pruner, samples))
-    assert [len(losses) for losses in steps] == [4, 3]
-    for name, linear in linears.items():
-        if patterns[name] != DENSE:
-            check_pattern(linear.weight.detach(), "6:8", name=name)
-    with torch.no_grad():  # the samples went through the pruned layers, and only through these
-        expected = model.model(ids, output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(model.model.norm(samples[0].hidden), expected)
 
 
 # -- when things go wrong ------------------------------------------------------------------------------------------
@@ -313,11 +258,6 @@ def test_unusable_text(source: Path) -> None:
         refuse(source, says, replace(options, calibration=calibration(folder, file=str(folder / name))))
 
 
-def test_documents_in_json_lines(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert read_text(tmp_path / "d.jsonl") == "one\n\ntwo"
-
-
 def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one\u2028still\x85one"}\r\n{"text": "two"}', encoding="utf-8")
     assert read_text(tmp_path / "d.jsonl") == "one\u2028still\x85one\n\ntwo"
@@ -328,11 +268,8 @@ def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: P
     [
         "[" * 100_000,
         '{"text": 5}',
-        '{"text": null}',
         '{"text": ["a"]}',
         '{"text": "a", "text": "b"}',
-        '"text"',
-        "null",
         "[]",
         "1" * 5000,
     ],
@@ -340,9 +277,8 @@ def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: P
 )
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' + line + "\n")
-    with pytest.raises(InputError, match=r"d\.jsonl, line 2") as error:
+    with pytest.raises(InputError, match=r"d\.jsonl, line 2"):
         read_text(tmp_path / "d.jsonl")
-    assert "\n" not in str(error.value)
 
 
 def test_empty_lines_hold_no_document(tmp_path: Path) -> None:
@@ -372,15 +308,11 @@ def test_a_text_that_never_ends(tmp_path: Path) -> None:
     "wrong",
     [
         {"samples": 0},
-        {"samples": "8"},
         {"length": 1},
         {"length": 8.5},
-        {"seed": -1},
         {"seed": 2**64},
         {"seed": "0"},
-        {"file": None},
         {"file": b"text.txt"},
-        {"file": "a\0b"},
         {"file": "caf\udce9.txt"},
     ],
     ids=str,
@@ -463,16 +395,6 @@ def test_tokenizer_of_another_model(tmp_path: Path) -> None:
     refuse(tmp_path / "m", "does not fit its model", options)
 
 
-def test_overflow_inside_the_model(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "m", dtype=torch.float32)
-    model.model.layers[0].self_attn.v_proj.weight.data.fill_(3e38)  # finite, and nothing that reads it is
-    model.save_pretrained(tmp_path / "m")
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    options = PruneOptions("6:8", "fp32", "wanda", calibration(tmp_path))
-    refuse(tmp_path / "m", "calibration inputs of model.layers.0.self_attn.o_proj hold NaN or Inf", options)
-
-
 def test_output_embedding_and_ternary_are_not_calibrated(source: Path) -> None:
     options = PruneOptions("6:8", "int8", "wanda", calibration(source.parent))
     refuse(
@@ -512,17 +434,14 @@ def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
     """A random model of an architecture in memory, and its layers."""
     found = ARCHITECTURES[name]
     skip_if_unknown(found.model)
-    known = getattr(transformers, found.model)
-    torch.manual_seed(0)
-    model = known(known.config_class(**{**found.config, **changes})).float().eval()
+    model = build(found, **changes).float().eval()
     linears = list(find_targets(model).linears)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     most = max(lists, key=lambda outer: sum(name.startswith(f"{outer}.") for name in linears))
     return model, find_layer_list(model, [name for name in linears if name.startswith(f"{most}.")])
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["t5", "t5-encoder", "rwkv"])
+@pytest.mark.parametrize(("name", "windows"), [("t5", 2), ("t5-encoder", 3), ("rwkv", 1)])
 def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: int) -> None:
     """Its layers give several things; a batch with as many windows would pass for these."""
     model, layers = make_stack(name)
@@ -532,16 +451,7 @@ def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: 
         record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
 
 
-@pytest.mark.parametrize(
-    ("name", "depth"),
-    [
-        ("mpt", "n_layers"),
-        ("bloom", "num_hidden_layers"),
-        ("falcon", "num_hidden_layers"),
-        ("gpt-j", "n_layer"),
-        ("llama", "num_hidden_layers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "depth"), [("mpt", "n_layers"), ("falcon", "num_hidden_layers")])
 def test_deep_stacks_whose_layers_give_a_tuple(name: str, depth: str) -> None:
     """One window of the hidden state, then one token of it, then one number was taken for the next hidden state."""
     require_same_states(*make_stack(name, **{depth: 6}), windows=2)
@@ -554,7 +464,7 @@ INDEXERS = {
 }
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3, 4])
+@pytest.mark.parametrize("windows", [1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -570,7 +480,7 @@ def test_stacks_whose_layers_give_a_pair(name: str, changes: dict[str, Any], win
     require_same_states(*make_stack(name, **changes), windows=windows)
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3])
+@pytest.mark.parametrize("windows", [1, 2])
 def test_a_stack_that_mixes_something_into_the_hidden_state_is_refused(windows: int) -> None:
     """This DeBERTa adds a convolution to what its first layer gives, and took two windows for two things."""
     model, layers = make_stack("deberta-v2", conv_kernel_size=3, conv_act="gelu")
@@ -683,15 +593,3 @@ def test_a_layer_that_runs_several_times_is_not_calibrated_on_one_of_them(tmp_pa
     refuse(tmp_path / "m", re.escape(told), replace(options, match=2))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(options, method="magnitude", calibration=None))
     assert summary.patterns
-
-
-def test_the_command_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = source.parent
-    command = ["prune", str(source), str(folder / "s"), "--pattern", "6:8", "--dtype", "fp8", "--method", "sparsegpt"]
-    assert main(command) == 1
-    assert "add --calibration FILE" in capsys.readouterr().err
-    command += ["--calibration", str(folder / "text.txt"), "--samples", "8", "--length", "16", "--json"]
-    assert main(command) == 0
-    assert len(json.loads(capsys.readouterr().out)["losses"]) == 4 * SMALL["num_hidden_layers"]
-    assert main(["inspect", str(folder / "s")]) == 0
-    assert "calibrated" not in os.listdir(folder / "s")

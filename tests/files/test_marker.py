@@ -16,7 +16,6 @@ GOOD = {"version": 1, "pattern": "4:6@50%", "ignore": ["lm_head"], "layers": {"a
 
 def test_round_trip() -> None:
     marker = Marker.from_config({MARKER_KEY: GOOD})
-    assert marker is not None
     assert marker.pattern_of("a.b") == Pattern(8, 10)
     assert marker.pattern_of("anything") == Pattern.parse("4:6@50%")
     assert marker.to_config() == GOOD
@@ -25,7 +24,6 @@ def test_round_trip() -> None:
 def test_experts_have_a_version_of_their_own() -> None:
     value = {**GOOD, "version": 2, "experts": {"a.experts.*.up_proj": "6:8"}}
     marker = Marker.from_config({MARKER_KEY: value})
-    assert marker is not None
     assert marker.experts == {"a.experts.*.up_proj": Pattern(6, 8)}
     assert marker.to_config() == value
 

@@ -3,16 +3,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, tokens, write_packed_form
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -51,18 +47,6 @@ def test_loading_reads_the_packed_file(tmp_path: Path) -> None:
     assert (
         not slidesparse.load(tmp_path / "s").model.layers[0].mlp.up_proj(torch.ones(1, 64, dtype=torch.bfloat16)).any()
     )
-
-
-def test_changed_data_are_refused(pruned: Path) -> None:
-    """As in a file that two programs wrote, or of which a disk lost a page."""
-    file, name = write_packed(pruned), "model.layers.0.mlp.up_proj.values"
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    tensors[name] = tensors[name].roll(1)
-    save_file(tensors, file, metadata)
-    with pytest.raises(CheckpointError, match=f"is damaged; got other data of {name} than were written"):
-        slidesparse.load(pruned)
 
 
 def test_a_flipped_bit_anywhere_is_refused(pruned: Path) -> None:
@@ -111,19 +95,6 @@ def test_a_pack_that_fails_names_the_file_and_the_remedy(
     monkeypatch.setattr(TensorWriter, "write", fail)
     with pytest.raises(CheckpointError, match=says):
         write_packed(pruned)
-    assert names(pruned) == before
-
-
-@pytest.mark.slow
-def test_a_pack_under_a_limit_leaves_nothing(pruned: Path) -> None:
-    """The limit of the system itself, in a process of its own."""
-    before = names(pruned)
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
-    code += "from slidesparse.cli import main; sys.exit(main(['pack', sys.argv[1]]))"
-    done = subprocess.run([sys.executable, "-c", code, str(pruned)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert f"cannot write {pruned}/{FILE_NAME}; got File too large" in done.stderr
-    assert done.stderr.count("\n") == 1
     assert names(pruned) == before
 
 
@@ -192,7 +163,7 @@ def test_pack_writes_through_no_link(pruned: Path) -> None:
     slidesparse.load(pruned)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_pack_that_stops_leaves_nothing(
     pruned: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -226,17 +197,6 @@ def _packed_checkpoint(path: Path) -> Path:
     return path / "s"
 
 
-def test_a_copied_folder_loads(tmp_path: Path) -> None:
-    """As after ``cp -r``, a download or a COPY into a container: other times, another place, the same weights."""
-    folder = _packed_checkpoint(tmp_path)
-    wanted = slidesparse.load(folder, backend="reference")(tokens()).logits
-    copy = tmp_path / "elsewhere/copy"
-    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
-    for file in copy.iterdir():
-        os.utime(file, (1, 1))
-    assert torch.equal(slidesparse.load(copy, backend="reference")(tokens()).logits, wanted)
-
-
 @pytest.mark.parametrize("damage", ["cut off", "of other weights", "other data"])
 def test_inspect_tells_a_packed_file_that_loading_refuses(
     pruned: Path, capsys: pytest.CaptureFixture[str], damage: str
@@ -266,9 +226,8 @@ def test_the_file_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
     folder = _packed_checkpoint(tmp_path)
     file = folder / FILE_NAME
     save_file(load_file(file), file, {"slidesparse_packed_version": PACKED_VERSION, "fingerprint": "0" * 64})
-    with pytest.raises(CheckpointError, match="another version of slidesparse") as error:
+    with pytest.raises(CheckpointError, match="another version of slidesparse"):
         slidesparse.load(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_golden_bytes() -> None:

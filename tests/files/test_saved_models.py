@@ -109,12 +109,6 @@ def test_two_types_in_one_model_are_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-def test_a_model_without_a_config_stays_as_it_is() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    slidesparse.sparsify_(model, "6:8")
-    assert not hasattr(model, "config")
-
-
 def test_pruning_without_transformers_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after ``pip install .`` alone; the line said that slidesparse had a defect."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)

@@ -102,9 +102,8 @@ def doubled(folder: Path) -> None:
 )
 def test_links_are_refused_or_left_out(source: Path, make: Callable[[Path], None], says: str) -> None:
     make(source)
-    with pytest.raises(CheckpointError, match=says) as error:
+    with pytest.raises(CheckpointError, match=says):
         survey(source, REWRITTEN)
-    assert "\n" not in str(error.value)
     left = survey(source, REWRITTEN, "skip")
     assert names(left) == ["sub/notes.txt", "tokenizer.json"]
     assert left.links
@@ -219,44 +218,24 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
 # -- weights in other forms ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "original/consolidated.00.pth",
-        "onnx/model.onnx",
-        "onnx/model.onnx_data",
-        "onnx/model.onnx.data",
-        "model-Q4_K_M.GGUF",
-        "checkpoint-500/model.safetensors",
-        "checkpoint-500/optimizer.pt",
-        "tf_model.h5",
-        "model.ckpt.data-00000-of-00001",
-        "pytorch_model_fsdp_0/__0_0.distcp",
-        "model.safetensors.index.fp32.json",
-        "hf_quant_config.json",
-        "quantize_config.json",
-        "speech-lora/adapter_config.json",
-        "slidesparse.packed",
-        "modeling_x.py",
-        "sub/Kernel.SO",
-        "2_Dense/data.pkl",
-    ],
-)
-def test_other_weights_and_code_are_named_and_not_copied(source: Path, name: str) -> None:
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).write_text("weights")
+OTHERS = {
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "original/consolidated.00.pth", "model-Q4_K_M.GGUF"),
+    *("onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "tf_model.h5", "slidesparse.packed"),
+    *("checkpoint-500/model.safetensors", "checkpoint-500/optimizer.pt", "model.ckpt.data-00000-of-00001"),
+    *("pytorch_model_fsdp_0/__0_0.distcp", "model.safetensors.index.fp32.json", "hf_quant_config.json"),
+    *("quantize_config.json", "speech-lora/adapter_config.json"),
+    *("modeling_x.py", "sub/Kernel.SO", "2_Dense/data.pkl"),
+}
+COPIED = {"tokenizer.model", "LIESMICH.pt.md", "binary.txt", "onnx/config.json", "bin"}
+
+
+def test_other_weights_and_code_are_named_and_not_copied(source: Path) -> None:
+    for name in OTHERS | COPIED:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("weights")
     files = survey(source, REWRITTEN)
-    assert files.not_copied == (name,)
-    assert names(files) == ["sub/notes.txt", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "LIESMICH.pt.md", "binary.txt", "onnx/config.json", "bin"])
-def test_files_that_are_no_weights_are_copied(source: Path, name: str) -> None:
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).write_text("text")
-    assert name in names(survey(source, REWRITTEN))
+    assert {*files.not_copied} == OTHERS
+    assert {*names(files)} == {"sub/notes.txt", "tokenizer.json", *COPIED}
 
 
 def test_weights_of_other_parts_of_a_model_are_copied(tmp_path: Path) -> None:
@@ -358,14 +337,3 @@ def test_prune_refuses_before_any_work(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*command, "--links", "skip"]) == 0
     assert "not copied, they are links: notes.txt" in capsys.readouterr().out
     assert not (tmp_path / "s/notes.txt").exists()
-
-
-def test_the_free_space_covers_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "m/video.mp4").write_bytes(bytes(3_000_000))
-    usage = os.statvfs(tmp_path)
-    assert usage.f_bavail * usage.f_frsize > 10_000_000
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    with pytest.raises(CheckpointError, match=r"not enough space for .*got 1 MB free"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -12,23 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
+from checkpoints import add_tokenizer, contents, make_checkpoint, make_source, write_text
 
 import slidesparse
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
-from slidesparse.files.staging import Workplace, differences, new_folder, staged
+from slidesparse.files.staging import Workplace, new_folder, staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.prune import PruneOptions, job_record, prepare, prune_checkpoint
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 INT8 = PruneOptions("6:8", "int8")
 LAYOUT = {"x": Stored("F32", (3, 4))}
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 def write(work: Workplace, name: str = "one.safetensors", layout: dict[str, Stored] = LAYOUT) -> None:
@@ -54,7 +50,7 @@ def stopped(folder: Path, error: BaseException, plan: dict[str, Any], **more: An
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("destination", ["foo/..", "foo/../..", "..", ".", "/"])
+@pytest.mark.parametrize("destination", ["foo/..", ".", "/"])
 def test_a_destination_without_a_name_is_refused_before_any_work(
     tmp_path: Path, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +115,6 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
     ("plan", "differ"),
     [
         ({}, "options, slidesparse, windows"),
-        ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": None}, "windows"),
         (
             {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
             "options.pattern, options.match, slidesparse",
@@ -236,31 +231,6 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
     flipped(tmp_path / "s.partial/kept/model.layers.0.safetensors")
     prune_checkpoint(source, tmp_path / "s", options)
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
-def plans(tmp_path: Path, options: PruneOptions, device: str) -> dict[str, Any]:
-    return job_record(prepare(tmp_path / "m", tmp_path / "s", options, device, "refuse"), options)
-
-
-def test_another_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a version changes in a method would else stand beside what an earlier one wrote."""
-    make_checkpoint(tmp_path / "m")
-    before = plans(tmp_path, INT8, "cpu")
-    monkeypatch.setattr("slidesparse.offline.prune.__version__", "99")
-    assert differences(before, plans(tmp_path, INT8, "cpu")) == ["slidesparse"]
-
-
-def test_another_kind_of_device_is_another_run_where_its_bits_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_source(tmp_path, "llama", torch.float32)
-    assert source == tmp_path / "m"
-    monkeypatch.setattr("slidesparse.offline.prune.usable_device", torch.device)
-    wanda = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
-    cuda = plans(tmp_path, wanda, "cuda:1")
-    assert cuda == plans(tmp_path, wanda, "cuda:0")
-    assert differences(cuda, plans(tmp_path, wanda, "cpu")) == ["device"]
-    assert plans(tmp_path, INT8, "cuda") == plans(tmp_path, INT8, "cpu")
 
 
 def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:

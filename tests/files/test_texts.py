@@ -50,10 +50,8 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
     "line",
     [
         {"messages": []},
-        {"messages": "hello"},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": None}]},
-        {"messages": [["user", "hello"]]},
         {"conversations": CHAT},
         {"text": None, "messages": None},
     ],

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -37,14 +36,6 @@ TRIALS = (
 RECORD = AlgorithmRecord(*KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
 
 
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert table_path() == tmp_path / "slidesparse" / "cusparselt-tune.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert table_path() == tmp_path / "home" / ".cache" / "slidesparse" / "cusparselt-tune.json"
-
-
 def test_records_come_back_and_replace_older_ones(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
     assert load_algorithms(path) == ()
@@ -73,17 +64,6 @@ def test_two_searches_at_once_keep_the_records_of_both(tmp_path: Path, monkeypat
     assert set(load_algorithms(path)) == {RECORD, other}
 
 
-def test_a_file_system_without_locks_keeps_records_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
-    add_records(tmp_path / "table.json", [RECORD])
-    assert load_algorithms(tmp_path / "table.json") == (RECORD,)
-
-
 def test_a_lock_that_is_not_given_back_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "LOCK_S", 0.1)
     with (
@@ -108,29 +88,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "table.lock"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "best"), [(1024, 7), (1088, 7), (512, 7), (1900, 8), (4096, 8), (496, None), (4224, None)]
-)
-def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
+def test_the_nearest_record_of_the_same_problem_counts() -> None:
     table = (RECORD, replace(RECORD, rows=2048, algorithm=Algorithm(8)))
-    found = nearest_record(table, KEY, rows)
-    assert (None if found is None or found.algorithm is None else found.algorithm.id) == best
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"gpu": "NVIDIA H100"},
-        {"library": "0.8.1"},
-        {"out": 4640},
-        {"columns": 32},
-        {"dtype": "fp8"},
-        {"accumulator": "x"},
-    ],
-)
-def test_another_problems_record_does_not(other: dict[str, Any]) -> None:
-    assert nearest_record((RECORD,), KEY, 1024) is not None
-    assert nearest_record((RECORD,), KEY._replace(**other), 1024) is None
+    for rows, best in ((1024, 7), (1088, 7), (512, 7), (1900, 8), (4096, 8), (496, None), (4224, None)):
+        found = nearest_record(table, KEY, rows)
+        assert (None if found is None or found.algorithm is None else found.algorithm.id) == best
+    same: dict[str, Any] = {"gpu": "NVIDIA H100", "library": "0.8.1", "out": 4640, "columns": 32, "dtype": "fp8"}
+    for name, value in {**same, "accumulator": "x"}.items():
+        assert nearest_record(table, KEY._replace(**{name: value}), 1024) is None
 
 
 def _break(content: dict[str, Any], where: str, value: object) -> None:
@@ -147,23 +112,16 @@ def _break(content: dict[str, Any], where: str, value: object) -> None:
     ("where", "value"),
     [
         ("version", 2),
-        ("version", "absent"),
         ("surplus", 1),
         ("records", {}),
         ("records.0.gpu", 5),
-        ("records.0.rows", True),
         ("records.0.rows", 0),
-        ("records.0.out", 4608.0),
-        ("records.0.time_us", "fast"),
         ("records.0.time_us", -1.0),
         ("records.0.default_us", float("nan")),
         ("records.0.algorithm", 7),
         ("records.0.algorithm.id", "7"),
         ("records.0.algorithm.split_k", "absent"),
-        ("records.0.algorithm.surplus", 1),
-        ("records.0.tried", None),
         ("records.0.tried.0.fault", 3),
-        ("records.0.tried.0.time_us", float("inf")),
         ("records.0.surplus", 1),
     ],
 )
@@ -176,11 +134,10 @@ def test_a_damaged_file_is_refused(tmp_path: Path, where: str, value: object) ->
     load_algorithms.cache_clear()
     with pytest.raises(InputError, match=r"damaged search results in .*table\.json.*delete the file") as error:
         load_algorithms(path)
-    assert "\n" not in str(error.value)
     assert str(error.value).count("; got ") <= 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+@pytest.mark.parametrize("text", ["", "[]"])
 def test_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tuning_fakes import pretend_hopper
 
 from slidesparse.gemm import expert_times, select, speed_files
 from slidesparse.gemm.backend import Problem
@@ -41,15 +42,8 @@ def times(*shares: float | None, tokens: tuple[int, ...] = TOKENS) -> LayerSpeed
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The CPU passes for a Hopper GPU without any times."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    pretend_hopper(monkeypatch, tmp_path, select, expert_times)
     monkeypatch.setattr(speed_files, "PACKAGED", tmp_path / "packaged")
-    for module in (select, expert_times):
-        monkeypatch.setattr(module, "can_be_timed", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,6 @@ def test_times_of_experts_and_of_linears_of_one_size_stay_apart() -> None:
         select.installation(CPU), [replace(linear, us={"dense": linear.us["dense"], "hopper 6:8": linear.us["hopper"]})]
     )
     found = find_measured(problem, ["dense", "hopper"])
-    assert found is not None
     assert found.layer.us["hopper"] == (200.0,) * 5
     assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.50 of dense's time; measured here"
 

@@ -57,7 +57,7 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
 
 
 @pytest.mark.parametrize(("recipe", "bits"), [("absmax", 8), ("6bit", 6)])
-@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "16:18"])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "16:18"])
 def test_plans_count_the_bytes_that_experts_take(pattern: str, recipe: Rounding, bits: int) -> None:
     out, columns = 256, 32 * 720  # whole bundles of all of these patterns
     experts = packed_experts(2, out, columns, INT8, pattern, recipe=recipe)
@@ -65,7 +65,7 @@ def test_plans_count_the_bytes_that_experts_take(pattern: str, recipe: Rounding,
     assert HopperExperts().prepare(experts).weights.nbytes == pytest.approx(float(modelled), rel=2e-3)
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 131072])
+@pytest.mark.parametrize("pairs", [1, 64, 4096, 131072])
 @pytest.mark.parametrize("experts", [8, 128])
 def test_the_tiles_of_a_layer_have_one_number_of_tokens(pairs: int, experts: int) -> None:
     tiles = choose_grouped(pairs, experts, ((1536, 24), (2048, 9)))

@@ -83,7 +83,7 @@ def kernel(tile: Tile) -> Kernel:
 
 @pytest.mark.parametrize(
     ("tile", "tiles", "grid"),
-    [(PLAIN, 7, 7), (PLAIN, 1000, 132), (SMALL, 300, 300), (SMALL, 1000, 396), (SPLIT, 7, 14), (SPLIT, 500, 1000)],
+    [(PLAIN, 7, 7), (SMALL, 1000, 396), (SPLIT, 500, 1000)],
 )
 def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     listen: Any, tile: Tile, tiles: int, grid: int
@@ -318,21 +318,6 @@ def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pyte
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
         assert not nothing.bands
         nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
-
-
-def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(hopper_launch, "choose_bands", lambda *sizes: asked.append(sizes) or (Band(PLAIN, OUT),))
-    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: kernel(PLAIN))
-    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 109 + device)
-    hopper_launch._launch.cache_clear()
-    wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes
-    given = torch.Size((70, wide.k_packed)), torch.bfloat16, *shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
-    launch = find_launch(*given)
-    launch.for_tokens(900)
-    assert asked == [(70, OUT, 2, 1, 114), (900, OUT, 2, 1, 114)]
-    assert launch.slab_bytes == 3 * 72 * 128
-    hopper_launch._launch.cache_clear()
 
 
 # -- loading -------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import decode_group, metadata
 from slidesparse.weights.support import as_bits, following_groups
 
-BUNDLED = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "8:10@30%")
-PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")
+BUNDLED = ("4:6", "6:8", "14:16", "8:10@30%")
+PATTERNS = ("2:4", "4:6", "14:16", "4:6@50%", "2:4@30%", "dense")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
@@ -176,7 +176,7 @@ def _as_the_kernel(planes: list[np.ndarray], window: int) -> tuple[np.ndarray, n
     return (even & pairs) | ((odd << two) & ~pairs), ((even >> two) & pairs) | (odd & ~pairs)
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "10:12", "12:14", "14:16"])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "10:12", "14:16"])
 def test_a_few_instructions_give_the_metadata_of_every_group(pattern: str) -> None:
     parsed = Pattern.parse(pattern)
     code = torch.arange(parsed.codes, dtype=torch.uint8)
@@ -213,7 +213,6 @@ def test_a_slab_has_a_window_of_32_groups() -> None:
         assert (columns[slab] == (8 * groups + first)[:, None] + torch.arange(4)).all()
     assert (columns[3] >= 0).all(1).sum() == 8
     order = Bundles.layout.order(packed)
-    assert order is not None
     assert (order.bundle, order.slid_columns) == (32, 6 * 128)
     assert order.numbers[-1] == 32
     assert ColumnOrder(*order.numbers) == order
@@ -223,12 +222,9 @@ def test_a_slab_has_a_window_of_32_groups() -> None:
     ("pattern", "columns", "bundle"),
     [
         ("6:8", 3584, 32),
-        ("6:8", 18944, 32),
-        ("4:6", 3584, 32),
         ("4:6", 2048, 32),  # both take 22 slabs
         ("8:10", 3584, 1),  # 48 slabs for 45
         ("8:10", 18944, 32),
-        ("6:8", 333, 1),
         ("2:4", 3584, 1),
         ("16:18", 3584, 1),
         ("4:6@50%", 3072, 32),

@@ -15,7 +15,6 @@ from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
@@ -111,18 +110,9 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inputs is INPUTS
     assert (outputs["residual_out"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
     (dense, sparse), scale = tensors.operand, tensors.scale
-    assert scale is not None
     addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
     assert launches.multiplied == [(outputs["values"], outputs["scale"], WeightAddresses(*addresses), y.data_ptr())]
     assert not launches.by_parts
-
-
-def test_the_lift_is_asked_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, tensors = Launches(), weight()._replace(gain=torch.ones(ORDER.in_features, dtype=BF16))
-    x, residual = rows(), rows()
-    made(monkeypatch, launches)(x, residual, tensors, 0.0)
-    ((*asked,),) = launches.asked
-    assert all(one is other for one, other in zip(asked, (x, residual, tensors.pairs, tensors.gain), strict=True))
 
 
 @pytest.mark.parametrize("quantised", [True, False])
@@ -150,22 +140,10 @@ def test_another_number_of_tokens_has_its_own_lift_launch_and_parts(monkeypatch:
     assert other.weight_addresses(weight()._replace(operand=[SPARSE, DENSE])) is None
 
 
-def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, asked = Launches(), []
-    monkeypatch.setattr(hopper_linear, "find_launch", lambda *sizes: asked.append(sizes) or launches)
-    by_parts: Any = launches
-    tile = next(iter(TILES))
-    for given in (None, tile):
-        HopperLinear(launches.lift, by_parts, tile=given)
-    shapes = (torch.Size((TOKENS, ORDER.k_packed)), torch.int8, FORM, *SHAPES, OUT, BF16, 0)
-    assert asked == [(*shapes, None), (*shapes, tile)]
-
-
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     gain = torch.ones(ORDER.in_features, dtype=BF16)
     _, total = made(monkeypatch, launches)(rows(), rows(), weight()._replace(gain=gain), 1e-6)
-    assert total is not None
     assert (total.shape, total.dtype) == (rows().shape, BF16)
     ((_, eps, outputs),) = launches.lifted
     assert (outputs["residual_out"], eps) == (total.data_ptr(), 1e-6)
@@ -187,15 +165,12 @@ DENSE, SPARSE = weight().operand
     [
         ([DENSE[:, :0], DENSE[:, :0]], torch.ones(OUT), None),
         ([SPARSE, DENSE], torch.ones(OUT), None),
-        ([DENSE[:, :1], SPARSE], torch.ones(OUT), None),
         ([DENSE, torch.empty(1, 1, 4, 5120, dtype=torch.uint8)], torch.ones(OUT), None),
         ([DENSE.to("meta"), SPARSE], torch.ones(OUT), None),
         ([DENSE.view(torch.int8), SPARSE], torch.ones(OUT), None),
         ([DENSE.transpose(1, 2).contiguous().transpose(1, 2), SPARSE], torch.ones(OUT), None),
         ([DENSE, SPARSE], torch.ones(OUT - 1), None),
-        ([DENSE, SPARSE], torch.ones(OUT, dtype=BF16), None),
         ([DENSE, SPARSE], torch.ones(2 * OUT)[::2], None),
-        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT - 1)),
         ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
         ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, device="meta")),
     ],

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse import InputError, UnsupportedError
+from slidesparse import InputError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
@@ -95,27 +95,11 @@ def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
 
-def test_a_failed_launch_is_one_line() -> None:
-    with pytest.raises(UnsupportedError, match="cuLaunchKernel failed; got CUDA_ERROR_ILLEGAL_ADDRESS; run with"):
-        hopper_kernel._check(_Status(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "cuLaunchKernel")
-
-
-class _Status(int):
-    name: str
-
-    def __new__(cls, value: int, name: str) -> _Status:
-        status = super().__new__(cls, value)
-        status.name = name
-        return status
-
-
 def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
     weight = torch.randint(-9, 9, (8, 16), dtype=torch.int8) * 0
     packed = pack_segments(weight, "6:8", scale=torch.ones(1).expand(8))
-    assert packed.scale is not None
     assert packed.scale.is_contiguous()
     layer = SlideLinear(packed, bias=torch.rand(8, 3)[:, 0])
-    assert layer.bias is not None
     assert layer.bias.is_contiguous()
 
 

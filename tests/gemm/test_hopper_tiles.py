@@ -107,8 +107,8 @@ def test_the_choice_for_values_of_six_bits_is_as_good_by_the_costs_of_eight() ->
     assert statistics.mean(losses) < 0.005
 
 
-@pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
-@pytest.mark.parametrize("out", [2560, 3584, 4608, 5120, 7168, 28672, 37888])
+@pytest.mark.parametrize("tokens", [2048, 16384])
+@pytest.mark.parametrize("out", [2560, 5120, 37888])
 def test_many_tokens_get_wide_tiles(tokens: int, out: int) -> None:
     # 128 x 128 takes 8 to 59 % longer there (h200/hopper-tiles.jsonl), and once tied at 237 slabs.
     assert {cheapest(tokens, out, slabs).channels for slabs in range(20, 460)} == {256}
@@ -138,9 +138,7 @@ def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels:
         assert even <= steps <= (even if tile.blocks > 1 else even + 100 / tile.split)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "channels", "columns"), [(64, 4096, 4096), (64, 4096, 14336), (128, 4096, 14336), (128, 2048, 8192)]
-)
+@pytest.mark.parametrize(("tokens", "channels", "columns"), [(64, 4096, 4096), (128, 2048, 8192)])
 def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, channels: int, columns: int) -> None:
     # 32 of them: served and shipped times had o and down of Llama-3-8B, and down of Llama-3.2-1B, 1.4 times as long.
     chosen = cheapest(tokens, channels, columns * 3 // 2 // 128)
@@ -151,7 +149,6 @@ def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, chann
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("speed-*.json")), ids=lambda path: path.stem)
 def test_more_tokens_never_take_less_time_in_a_shipped_table(path: Path) -> None:
     table = load_speeds(path)
-    assert table is not None
     for layer in table.layers:
         for name, us in layer.us.items():
             if name.startswith("hopper"):
@@ -204,7 +201,7 @@ def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band,
 
 @pytest.mark.parametrize(
     ("channels", "slabs", "multiprocessors"),
-    [(4608, 42, 132), (37888, 42, 132), (3584, 222, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
+    [(4608, 42, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
 )
 def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
     near = {at + by for at in range(0, MOST_TOKENS, 192) for by in (0, 1, 15, 16, 17)}

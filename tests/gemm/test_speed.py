@@ -61,7 +61,6 @@ def test_the_nearest_layer_speaks() -> None:
     near = _layer(4096, 8192, dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
     found = _find([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
-    assert found is not None
     assert (found.layer.out, found.layer.columns) == (4096, 8192)
     assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
     assert _find([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
@@ -69,26 +68,16 @@ def test_the_nearest_layer_speaks() -> None:
     assert _find([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
 
 
-def test_the_users_table_counts_before_the_packages() -> None:
-    users = _layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
-    packages = _layer(dense=(2.0,) * 3, **{"quick 6:8": (9.9,) * 3})
-    found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
-    assert found is not None
-    assert found.layer.us["quick"] == (0.5,) * 3
-
-
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
     found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
-    assert found is not None
     assert found.layer.tokens == (64, 256, 512, 1024, 16384)
     assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
     # A backend that the package has no times of has none there.
     both = replace(users, us={**users.us, "sparse 6:8": (0.4, 0.4)})
     tables = [_table(layer, libraries=LIBRARIES | {"sparse": "Sparse 1.0"}) for layer in (both, packages)]
     found = _find(tables, LIBRARIES | {"sparse": "Sparse 1.0"})
-    assert found is not None
     assert found.layer.us["sparse"] == (None, 0.4, 0.4, None, None)
     # Within them the user's count alone, as do those of more backends and of another size.
     wide = LayerSpeed("int8", 4096, 4096, (16, 32768), {"dense": (1.0, 1.0), "quick 6:8": (0.5, 0.5)})
@@ -98,7 +87,6 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
         libraries = LIBRARIES | {"sparse": "Sparse 1.0"}
         tables = [_table(layer, libraries=libraries) for layer in (mine, theirs)]
         found = _find(tables, libraries, "int8", "6:8", 4096, 4096)
-        assert found is not None
         assert found.layer.tokens == mine.tokens
 
 
@@ -111,12 +99,10 @@ def test_times_of_another_library_are_used_where_there_are_no_better_ones_and_na
         (here, "prior: measured at 4096x4096 with torch 2.11 and Quick 1.0; this is torch 2.12 and Quick 1.1"),
     ):
         found = _find([table], now, "int8", "6:8", 4096, 4096)
-        assert found is not None
         assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
         assert found.describe() == told
     # Dense is not asked for: the packed forms compare among themselves.
     found = _find([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
-    assert found is not None
     assert set(found.layer.us) == {"quick"}
     assert found.others == ()
 
@@ -141,7 +127,6 @@ def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named
     users = LayerSpeed("int8", 4096, 4096, (256,), {"dense": (1.0,), "quick 6:8": (0.5,)})
     packaged = _table(_layer(dense=(2.0,) * 3, **QUICK), packaged=True, libraries={**LIBRARIES, "dense": "torch 2.10"})
     found = _find([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
-    assert found is not None
     assert found.layer.tokens == (64, 256, 1024, 16384)
     prior = "prior: measured at 4096x4096 with torch 2.10; this is torch 2.11"
     assert found.describe() == f"measured here from 256 to 256 tokens; past them {prior}"
@@ -163,19 +148,10 @@ def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named
 def test_what_was_not_measured_here_is_a_prior(there: dict[str, Any], told: str) -> None:
     prior = _table(_layer(dense=(2.0,) * 3, **QUICK), **there)
     found = _find([prior], LIBRARIES)
-    assert found is not None
     assert found.here == ()
     assert found.describe() == f"prior: measured at 4096x4096 {told}".strip()
     here = _find([prior, _table(_layer(dense=(3.0,) * 3, **QUICK))], LIBRARIES)
-    assert here is not None
     assert (here.layer.us["dense"][0], here.here, here.describe()) == (3.0, TOKENS, "measured here")
-
-
-def test_a_layer_of_another_size_is_a_prior_too() -> None:
-    near = _table(_layer(4096, 4097, dense=(3.0,) * 3, **QUICK))
-    found = _find([near], LIBRARIES)
-    assert found is not None
-    assert found.describe() == "prior: measured at 4096x4097"
 
 
 def test_an_older_table_of_this_gpu_goes_before_another_gpus() -> None:
@@ -183,7 +159,6 @@ def test_an_older_table_of_this_gpu_goes_before_another_gpus() -> None:
     other = _table(_layer(dense=(3.0,) * 3, **QUICK), gpu="Other GPU")
     for tables in ([older, other], [other, older]):
         found = _find(tables, LIBRARIES)
-        assert found is not None
         assert found.layer.us["dense"][0] == 2.0
 
 
@@ -191,11 +166,9 @@ def test_comparisons_of_one_size_are_one_layer_and_the_newest_counts() -> None:
     older = _layer(dense=(9.0,) * 3, **{"quick 6:8": (8.0,) * 3, "quick 4:6": (7.0,) * 3})
     newer = LayerSpeed("int8", 4096, 4096, (256, 1024), {"dense": (2.0, 3.0), "quick 6:8": (1.0, 1.5)})
     found = _find([_table(older, newer)], LIBRARIES)
-    assert found is not None
     assert found.layer.tokens == (64, 256, 1024, 16384)
     assert found.layer.us == {"dense": (9.0, 2.0, 3.0, 9.0), "quick": (8.0, 1.0, 1.5, 8.0)}
     other = _find([_table(older, newer)], LIBRARIES, pattern="4:6")
-    assert other is not None
     assert other.layer.us == {"dense": (9.0,) * 3, "quick": (7.0,) * 3}
 
 
@@ -203,7 +176,6 @@ def test_a_form_that_could_not_run_here_is_not_brought_back_by_a_prior() -> None
     broken = LayerSpeed("int8", 4096, 4096, (16, 1024), {"dense": (1.0, 1.0), "quick 6:8": (None, None)})
     prior = _table(_layer(dense=(2.0,) * 3, **QUICK), packaged=True)
     found = _find([_table(broken), prior], LIBRARIES)
-    assert found is not None
     assert found.layer.tokens == (16, 1024, 16384)
     assert found.layer.us["quick"] == (None, None, None)
 
@@ -214,7 +186,6 @@ def test_a_form_that_was_wrong_elsewhere_says_nothing_here() -> None:
     prior = _table(_layer(dense=(1.0,) * 3, **QUICK), packaged=True)
     assert _find([there], LIBRARIES) is None
     found = _find([there, prior], LIBRARIES)
-    assert found is not None
     assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
 
 
@@ -225,9 +196,7 @@ def test_a_form_that_was_wrong_elsewhere_says_nothing_here() -> None:
         ({"libraries": {**LIBRARIES, "other": "Other 1.0"}}, True),  # has no part in it
         ({"driver": "590.1"}, False),
         ({"gpu": "Other GPU"}, False),
-        ({"libraries": {**LIBRARIES, "quick": "Quick 0.9"}}, False),
         ({"libraries": {**LIBRARIES, "dense": "torch 2.10"}}, False),  # it may have been the wrong one
-        ({"libraries": {}}, False),
         ({"packaged": True}, False),
     ],
 )
@@ -254,9 +223,7 @@ def test_a_spec_picks_the_form_and_its_tensors() -> None:
     ("first", "last", "routes"),
     [
         (0, 3, [(0, "quick"), (4, "dense"), (16, "quick"), (64, "dense")]),
-        (16, 63, [(0, "dense"), (16, "quick"), (64, "dense")]),
         (20, 99, [(0, "dense"), (16, "quick"), (100, "dense")]),
-        (8, 15, [(0, "dense"), (8, "quick"), (64, "dense")]),
         (70, 80, [(0, "dense"), (16, "quick"), (64, "dense"), (70, "quick"), (81, "dense")]),
     ],
 )

@@ -331,7 +331,6 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
     out, columns, backend = 4736, 18944, get_backend("hopper")
     packed = _packed(INT8, "6:8", out, columns)
     order, operand = backend.layout.order(packed), list(backend.prepare(packed))
-    assert order is not None
     where = (backend.layout.column_map(packed), INT8, "hopper", order.pairs, order.numbers)
     rest = (packed.scale, None, out, BF16, "hopper")
     inputs, expected = torch.randn(12, tokens, columns, dtype=BF16, device="cuda"), []

@@ -61,7 +61,6 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert torch.cuda.memory_allocated() - before < 96 << 20  # two workspaces of cuBLAS
     assert tuner.spent_s < BUDGET_S + 0.5  # what has begun when the budget ends goes on to its end
     table = load_speeds(tuned_path(installation()))
-    assert table is not None
     assert table.installation.driver
     (layer,) = table.layers
     assert layer.tokens == tuple(tuner.sizes)
@@ -94,7 +93,6 @@ def test_experts_are_measured_once_within_their_memory_and_time(caplog: pytest.L
     assert torch.cuda.memory_allocated() - before < 96 << 20
     assert tuner.spent_s < BUDGET_S + 0.5  # what has begun when the budget ends goes on to its end
     found = find_expert_times(kind)
-    assert found is not None
     assert found.here == found.layer.tokens == tuple(tuner.expert_sizes)
     dense, packed = found.layer.us["dense"], found.layer.us["hopper"]
     ratios = [a / b for a, b in zip(dense, packed, strict=True) if a and b]

@@ -63,7 +63,6 @@ def test_attention_is_cut_for_graphs_that_hold_it(made: type[Builder], config: d
 
 def test_vllm_bounds_cuts_by_this_number_alone() -> None:
     spec = find_spec("vllm")
-    assert spec is not None
     source = (Path(str(spec.origin)).parent / "v1/attention/backends/flash_attn.py").read_text()
     assert "num_actual_tokens <= self.max_cudagraph_size" in source
     assert source.count("self.max_cudagraph_size") == 4  # set, a buffer's size when it is made, and this bound

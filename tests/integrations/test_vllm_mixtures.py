@@ -500,23 +500,6 @@ def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     assert said in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slidesparse.integrations.vllm import experts
-
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(experts, "slid_groups", full)
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
-    loaded(configured(path, quantization="slidesparse"), REFERENCE)
-    assert "mlp.experts: dense, experts: not enough memory to pack them (2 layers)" in caplog.text
-    with pytest.raises(torch.OutOfMemoryError):
-        loaded(configured(path, quantization="slidesparse"), SPARSE)
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

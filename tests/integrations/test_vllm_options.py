@@ -67,18 +67,6 @@ def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: An
     )
 
 
-def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    model = ModelState.create(vllm_config(host_us=60))
-    assert model.options == Options(host_us=60.0)
-    assert model.warmup is not None
-    assert (model.warmup.most, model.warmup.dtype) == (2048, torch.bfloat16)
-    assert caplog.messages == [
-        'slidesparse options: {"backend": "auto", "fallback": "dense", "tune": "auto", "fuse": true, "host_us": 60.0, '
-        '"graphs": "auto", "experts": "auto"}'
-    ]
-
-
 def test_a_model_that_is_cut_between_gpus_is_known_as_a_part() -> None:
     assert not ModelState.create(vllm_config()).status.part
     assert ModelState.create(vllm_config(gpus=2)).status.part
@@ -86,7 +74,6 @@ def test_a_model_that_is_cut_between_gpus_is_known_as_a_part() -> None:
 
 def test_layers_are_measured_unless_the_user_wants_none() -> None:
     tuner = ModelState.create(vllm_config()).tuner
-    assert tuner is not None
     assert (tuner.sizes[-1], tuner.source) == (2048, torch.bfloat16)
     assert ModelState.create(vllm_config(tune="off")).tuner is None
 

@@ -114,21 +114,6 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
-def test_a_gpu_that_cannot_work_is_told_how_floats_are_served(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.config import VllmConfig
-    from vllm.platforms.interface import DeviceCapability
-
-    from slidesparse.integrations.vllm import config
-
-    model = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse")
-    platform = type(config.current_platform)
-    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(7, 5))
-    with pytest.raises(UnsupportedError, match=r"7.5.*serve it dense without --quantization slidesparse$"):
-        VllmConfig(model_config=model)
-
-
 @pytest.mark.parametrize(
     ("version", "warned"), [("0.22.1", False), ("0.33rc1", False), ("99.1rc1", True), ("0.1.dev123+g0a1b2c3", True)]
 )
@@ -141,15 +126,6 @@ def test_a_version_that_was_not_tried_is_a_line_in_the_log(
     assert configured(checkpoints("6:8")).quantization == "slidesparse"
     told = f"slidesparse was tested with vLLM {describe_tested()}; this is {version}"
     assert caplog.messages.count(told) == warned
-
-
-def test_a_float_checkpoint_is_refused_by_an_old_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks no plugin about one: it makes the configuration, without arguments that older releases need."""
-    from slidesparse.integrations.vllm import config
-
-    monkeypatch.setattr(config.metadata, "version", lambda name: "0.20.0")
-    with pytest.raises(UnsupportedError, match=r"with this vLLM; got 0\.20\.0.*pip install"):
-        registered()()
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
@@ -358,26 +334,6 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
-def test_who_asks_for_dense_is_not_warned(checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = checkpoints("6:8")
-    loaded(configured(path, enforce_eager=True), {"slidesparse": {"backend": "dense"}})
-    loaded(configured(marked(path, tmp_path / "dense", "dense"), enforce_eager=True), {})
-    assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 2
-    assert warnings_of_ours(caplog) == []
-
-
-def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
-    checkpoints: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
-    assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
-    assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
-    for name in ("down_proj", "o_proj"):  # attention is before the second
-        (line,) = (line for line in caplog.messages if f"{name}: dense, 6:8; hopper: it needs" in line)
-        assert line.endswith("; fused with the norm or activation before it, if there is one")
-
-
-@pytest.mark.usefixtures("no_dense_kernels")
 def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -483,19 +439,6 @@ def test_a_draft_model_keeps_what_its_checkpoint_says_of_single_layers(
     assert layer.mlp.down_proj.slide.pattern == Pattern(2, 4)
     assert layer.mlp.gate_up_proj.slide.pattern == Pattern(6, 8)
     assert not hasattr(layer.self_attn.o_proj, "slide")
-
-
-def test_a_layer_of_a_draft_model_that_was_left_alone_is_not_quantised(checkpoints: Any, tmp_path: Path) -> None:
-    from vllm.config import VllmConfig
-
-    left = "model.layers.0.mlp.down_proj"
-    prune_checkpoint(
-        checkpoints("dense", torch.bfloat16), tmp_path / "sparse", PruneOptions("6:8", "int8", ignore=(left,))
-    )
-    config = VllmConfig(model_config=configured(tmp_path / "sparse"), additional_config=REFERENCE)
-    layer = loaded_by(config, prefix="draft_model").model.layers[0]
-    assert torch.equal(layer.mlp.down_proj.weight, Checkpoint(tmp_path / "sparse").tensor(f"{left}.weight"))
-    assert hasattr(layer.mlp.gate_up_proj, "slide")
 
 
 def test_models_that_ask_for_compressed_tensors_meet_it() -> None:

@@ -63,7 +63,6 @@ def test_a_model_is_refused_before_it_is_loaded(
     config = VllmConfig(model_config=model, additional_config=REFERENCE, **refused())
     with pytest.raises(UnsupportedError, match=told) as error:
         loaded_by(config)
-    assert "\n" not in str(error.value)
     assert "serve it dense with --quantization compressed-tensors" in str(error.value)
 
 
@@ -78,14 +77,6 @@ def test_the_way_to_serve_floats_dense_is_without_the_method(checkpoints: Any) -
     assert configured(path).quantization is None  # as the line says
     with pytest.raises(TypeError):
         VllmConfig(model_config=configured(path, quantization="compressed-tensors"))
-
-
-def test_the_defaults_are_not_refused() -> None:
-    from vllm.config import VllmConfig
-
-    from slidesparse.integrations.vllm.refused import require_supported
-
-    require_supported(VllmConfig(**offload()))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])

@@ -74,7 +74,6 @@ def test_the_image_is_of_a_tested_release_that_ran_on_a_gpu() -> None:
 def command(name: str) -> Any:
     """One of the scripts next to this file, as a module."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -66,14 +66,6 @@ def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCa
     )
 
 
-def test_a_part_of_a_model_does_not_speak_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    dense = Outcome(False, True, "6:8; no times", eligible=True)
-    for part, said in ((False, "the pruned model is"), (True, "this stage of the pipeline is")):
-        caplog.clear()
-        ModelStatus(part=part).note_outcome("model.layers.1.mlp.down_proj", dense, LOG)
-        assert f"{said} served at dense speed" in caplog.messages[-1]
-
-
 def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     status, kept, thrown = ModelStatus(), _Layer(), _Layer()
@@ -120,10 +112,3 @@ def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: p
     (warning,) = settled(left, left, experts)
     assert """'{"slidesparse": {"backend": "hopper", "experts": "sparse"}}'""" in warning
     assert settled(Outcome(False, True, "as the checkpoint says")) == []
-
-
-def test_a_checkpoint_without_any_pattern_is_refused() -> None:
-    status, layer = ModelStatus(), _Layer()
-    status.expect_layer("a", layer)
-    with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
-        status.note_outcome("a", NO_PATTERN, LOG)

@@ -7,7 +7,6 @@ import torch
 from slab_views import slab_view
 
 from slidesparse.errors import InputError
-from slidesparse.lifting import expert_lift
 from slidesparse.lifting import expert_lift_kernel as kernel
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.expert_lift import lift_routed
@@ -73,18 +72,3 @@ def test_rows_of_another_number_are_refused(device: str) -> None:
             InputError, match=rf"rows of a mixture to lift; got \[3, 64\] on {device}.*; needed {needed}"
         ):
             lift_routed(x, at, torch.arange(64), LiftSpec("none", BF16, INT8, (), LAYOUT), gather=gather)
-
-
-def test_a_gpu_is_asked_once_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of CUDA graphs the host pays for every question."""
-    asked: list[object] = []
-    monkeypatch.setattr(expert_lift, "runs_triton", lambda device: True)
-    monkeypatch.setattr(expert_lift, "why_no_kernel", lambda *given: asked.append(given) or "none of these")
-    expert_lift._has_kernel.cache_clear()
-    packed = pack_segments(torch.zeros(1, 64, dtype=INT8), Pattern.parse("6:8"))
-    x, at = torch.randn(3, 64, dtype=BF16), arrange(torch.tensor([[0], [1], [0]]), 2, 8)
-    spec = LiftSpec("none", BF16, INT8, tuple(LAYOUT.order(packed).numbers), LAYOUT)
-    for target in (INT8, INT8, FP8):
-        lift_routed(x, at, LAYOUT.column_map(packed), spec._replace(target=target), gather=True)
-    expert_lift._has_kernel.cache_clear()
-    assert asked == [(spec._replace(target=target), x.device) for target in (INT8, FP8)]

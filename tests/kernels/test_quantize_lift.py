@@ -85,7 +85,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def orders() -> Iterator[tuple[str, int, int, int]]:
     """Pattern, K, k_offset, multiple."""
-    for pattern, group in [("2:4", 4), ("4:6", 6), ("6:8", 8), ("8:10", 10), ("14:16", 16), ("4:6@50%", 6)]:
+    for pattern, group in [("2:4", 4), ("6:8", 8), ("14:16", 16), ("4:6@50%", 6)]:
         yield pattern, 4 * group, 0, 1  # whole units
         yield pattern, 4 * group + group // 2 + 1, 0, 32  # a cut group, more than one unit, an odd K
         yield pattern, 5 * group, 2, 64
@@ -102,29 +102,9 @@ def test_every_order_matches_the_column_map(
     assert_same(got, expected(x, packed, torch.int8, multiple))
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_rows_of_several_steps(device: str, small_steps: None, pattern: str, dtype: torch.dtype) -> None:
-    packed = packed_weight(pattern, 500)
-    x = torch.randn(2, 500, dtype=torch.bfloat16, device=device)
-    assert_same(quantize_lift(x, on(device, packed, 32), dtype), expected(x, packed, dtype, 32))
-
-
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) -> None:
-    packed = packed_weight(pattern, 500)
-    x, residual = (torch.randint(-40, 41, (2, 2, 500)) / 8).to(device, torch.bfloat16).unbind(0)
-    gain = torch.randn(500).to(device, torch.bfloat16)
-    total = x.to(torch.float32) + residual.to(torch.float32)
-    columns = on(device, packed, 32)
-    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=gain, residual=residual, eps=1e-6)
-    assert_same(got, expected(rms_norm(total, gain, 1e-6), packed, torch.int8, 32))
-    assert same_bits(after, total.to(torch.bfloat16))
-
-
 @pytest.mark.parametrize("k_offset", [0, 2, 3])
-@pytest.mark.parametrize("columns", [64, 65, 500, 512, 516, 1100])
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "4:6@50%"])
+@pytest.mark.parametrize("columns", [65, 500, 512, 1100])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
 def test_held_and_walked_rows_agree_with_the_definition(
     device: str, small_steps: None, pattern: str, columns: int, k_offset: int
 ) -> None:
@@ -295,13 +275,12 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
 @pytest.mark.parametrize(
     ("pattern", "columns", "k_offset"),
     [
-        *((pattern, 1100, 0) for pattern in ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16")),
+        *((pattern, 1100, 0) for pattern in ("4:6", "8:10", "14:16")),
         ("4:6", 192, 0),  # one whole bundle
         ("6:8", 510, 2),
         ("6:8", 511, 1),  # pairs do not stay pairs: the walking kernel
         ("4:6@50%", 1100, 0),
         ("6:8@50%", 1024, 4),
-        ("6:8", 4096, 0),
         ("8:10", 6400, 0),  # several chunks
     ],
 )
@@ -339,9 +318,9 @@ def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str)
     assert got.residual is None or torch.equal(got.residual, wanted.residual)
 
 
-@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slabs", [Slabs(8), Slabs(64, swizzle=True)])
-@pytest.mark.parametrize("tokens", [0, 3, 64, 65])
+@pytest.mark.parametrize("tokens", [0, 65])
 def test_slabs_are_arranged_in_torch_as_well(tokens: int, slabs: Slabs, dtype: torch.dtype) -> None:
     values = torch.randn(tokens, 384).mul(9).to(dtype)
     got = slabs.arrange(values)
@@ -454,7 +433,6 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
         with pytest.raises(InputError, match=f"on {elsewhere.device}, strides .* on {x.device}"):
             quantize_lift(x, columns, torch.int8, "add_rms_norm" if len(given) > 1 else "rms_norm", eps=1e-6, **given)
     moved = on(device, packed_weight("4:6@50%", 64))
-    assert moved.pairs is not None
     with pytest.raises(InputError, match=f"index of pairs.* on {elsewhere.device}, strides .* on {x.device}"):
         quantize_lift(x, moved, torch.int8, pairs=moved.pairs.to(elsewhere.device))
     for pairs in (None, moved.pairs[1:], moved.pairs.long(), moved.pairs.repeat_interleave(2)[::2]):

@@ -82,9 +82,8 @@ def test_vectors_that_do_not_fit_are_refused(name: str, fault: str, device: str)
     }
     given[name] = wrong[fault]
     acc = torch.zeros(4, 32, dtype=torch.int32, device=device)
-    with pytest.raises(InputError, match=f"{name} for accumulators") as error:
+    with pytest.raises(InputError, match=f"{name} for accumulators"):
         scale_rows(acc, None, *given.values(), 4, 32, torch.float32)
-    assert "\n" not in str(error.value)
 
 
 def test_accumulators_must_match(device: str) -> None:

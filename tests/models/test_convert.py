@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
 
 import accelerate
 import pytest
@@ -16,7 +15,6 @@ from slidesparse import (
     Pattern,
     PatternViolation,
     SlideLinear,
-    SlideSparseError,
     UnsupportedError,
     prune_mask,
     sparsify_,
@@ -54,7 +52,7 @@ def _bert() -> nn.Module:
     return transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
 
 
-DECODERS = [_llama, _qwen2, _qwen3, _bitnet]
+DECODERS = [_llama, _qwen3, _bitnet]
 
 DECODER_SETS = [
     [f"model.layers.{i}.{name}" for name in names]
@@ -170,20 +168,6 @@ def test_small_classifiers_stay_dense() -> None:
     assert find_targets(model).dense["classifier"] == "smaller than 32 features"
 
 
-def test_names_decide_nothing() -> None:
-    # A substring rule for "wo", "head" or "embed" would catch these.
-    embedding = nn.Embedding(64, 64)
-    model = nn.ModuleDict({"wo": embedding, "lm_head": nn.Linear(64, 64), "embed": nn.Linear(64, 64)})
-    assert list(find_targets(model).linears) == ["lm_head", "embed"]
-
-
-def test_what_latent_attention_reads_as_a_matrix_stays_dense() -> None:
-    model = nn.ModuleDict({"kv_b_proj": nn.Linear(64, 64), "o_proj": nn.Linear(64, 64)})
-    targets = find_targets(nn.ModuleDict({"self_attn": model}))
-    assert list(targets.linears) == ["self_attn.o_proj"]
-    assert targets.dense == {"self_attn.kv_b_proj": "latent attention reads its weight without calling it"}
-
-
 def test_ignore() -> None:
     targets = find_targets(_llama(), ignore=["model.layers.0.mlp.up_proj", r"re:.*\.o_proj", "lm_head"])
     assert [name for name, why in targets.dense.items() if why == "on the ignore list"] == [
@@ -204,9 +188,8 @@ def test_ignore() -> None:
     ],
 )
 def test_an_ignore_entry_that_matches_nothing(entry: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         sparsify_(_llama(), "6:8", ignore=[entry])
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +202,8 @@ def test_an_ignore_entry_that_matches_nothing(entry: str, message: str) -> None:
     ],
 )
 def test_models_without_a_layer_to_treat(model: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         sparsify_(model(), "6:8")
-    assert "\n" not in str(error.value)
 
 
 def test_attention_of_torch_keeps_the_projection_that_it_reads_itself() -> None:
@@ -339,9 +321,8 @@ def test_layer_patterns() -> None:
 
 @pytest.mark.parametrize("layers", [{"q": "dense"}, {"re:b": "6:8"}, {"a.q": "6_8"}, {"re:[": "6:8"}])
 def test_bad_layer_entries(layers: dict[str, str]) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError):
         layer_patterns(["a.q", "a.k"], "6:8", layers)
-    assert "\n" not in str(error.value)
 
 
 # -- whole models --------------------------------------------------------------------------------------------------
@@ -408,9 +389,8 @@ def test_exceptions_and_ignored_layers() -> None:
 
 
 def test_linears_of_one_input_need_one_partial_pattern() -> None:
-    with pytest.raises(InputError, match="linears that read one input have different patterns") as error:
+    with pytest.raises(InputError, match="linears that read one input have different patterns"):
         sparsify_(_llama(), "4:6@50%", layers={r"re:.*\.k_proj": "6:8@50%"})
-    assert "\n" not in str(error.value)
 
 
 def test_a_plain_module_must_be_run_for_partial_patterns() -> None:
@@ -452,27 +432,9 @@ def test_half_precision_models(dtype: torch.dtype) -> None:
 )
 def test_bad_options_leave_the_model_alone(options: dict[str, str], message: str) -> None:
     model = _llama()
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         sparsify_(model, **{"pattern": "6:8", **options})
-    assert "\n" not in str(error.value)
     assert not _slid(model)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_faulty_weight_is_named(bad: float) -> None:
-    model = _llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4] = bad
-    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj holds NaN or Inf"):
-        sparsify_(model, "6:8")
-
-
-@pytest.mark.parametrize("options", [{"backend": "warp"}, {"method": None}, {"fallback": "maybe"}])
-def test_a_refused_model_is_left_as_it_was(options: dict[str, Any]) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with pytest.raises(SlideSparseError):
-        sparsify_(model, "6:8", **options)
-    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
 
 
 def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
@@ -549,21 +511,3 @@ def test_six_bits_on_a_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
     assert [layer.choice.backends for layer in (model[0], model[2])] == [("hopper-6bit",)] * 2
     with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
         sparsify_(nn.Sequential(nn.Linear(128, 96)), "6:8", backend="hopper-6bit")
-
-
-def test_dense_layers_keep_eight_bits_beside_six(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
-    model = nn.Sequential(nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64))
-    given: Any = {"pattern": "6:8", "layers": {"2": "dense"}}
-    eight = sparsify_(copy.deepcopy(model), **given).state_dict()
-    six = sparsify_(copy.deepcopy(model), **given, recipe="6bit").state_dict()
-    assert [torch.equal(six[name], eight[name]) for name in ("0.weight", "2.weight", "2.weight_scale")] == [
-        False,
-        True,
-        True,
-    ]
-    asked = sparsify_(model, **given, recipe="6bit", backend="hopper-6bit")  # it has dense groups in eight bits
-    layer = cast("SlideLinear", asked[2])
-    assert layer.choice.backends == ("hopper-6bit",)
-    layer.load_state_dict({name.removeprefix("2."): value for name, value in eight.items() if name[0] == "2"})
-    assert layer.choice.backends == ("hopper-6bit",)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES
 from small_mixtures import MIXTURES
+from small_models import build
 from torch import nn
 
 from slidesparse.errors import InputError
@@ -25,10 +25,7 @@ TOKENS = 22
 
 def mixture(name: str) -> Any:
     """A small random model, whose weights are large enough to tell experts apart."""
-    found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model)
-    torch.manual_seed(0)
-    model = known(known.config_class(**found.config)).float().eval()
+    model = build(ARCHITECTURES[name]).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

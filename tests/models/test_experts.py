@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, on_meta
 from small_mixtures import MIXTURES
 from torch import nn
 
@@ -16,16 +15,9 @@ from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.experts import Experts, describe_experts, experts_of_a_token, find_experts, find_routers
 
 
-def empty(name: str) -> Any:
-    found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model)
-    with torch.device("meta"):
-        return known(known.config_class(**found.config))
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_have_experts_and_say_along_which_dimension_they_multiply(name: str) -> None:
-    found = find_experts(empty(name))
+    found = find_experts(on_meta(name))
     assert found
     assert {one.count for one in found} == {4}
     assert all(one.name.endswith("experts") for one in found)
@@ -38,7 +30,7 @@ def test_mixtures_have_experts_and_say_along_which_dimension_they_multiply(name:
 def test_others_have_none() -> None:
     """Some have parameters with three dimensions too: RWKV, SigLIP, wav2vec2, XLNet, RecurrentGemma."""
     others = [name for name, one in ARCHITECTURES.items() if name not in MIXTURES and hasattr(transformers, one.model)]
-    assert [name for name in others if find_experts(empty(name))] == []
+    assert [name for name in others if find_experts(on_meta(name))] == []
 
 
 class Listed(nn.Module):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, on_meta
 from small_models import make
 
 from slidesparse.errors import InputError
@@ -34,13 +33,13 @@ def jamba(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba"])
 def test_first_mixers_are_found(name: str) -> None:
-    found = linears_of_float_mixers(meta_model(name))
+    found = linears_of_float_mixers(on_meta(name))
     assert {name.rpartition(".")[2] for name in found} == set(LINEARS)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon-h1", "zamba2", "nemotron-h", "llama"])
 def test_other_mixers_are_not(name: str) -> None:
-    assert linears_of_float_mixers(meta_model(name)) == {}
+    assert linears_of_float_mixers(on_meta(name)) == {}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -83,11 +82,3 @@ def test_where_nothing_else_is_left_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"8 linears of first Mamba mixers.*--dtype bf16, fp16 or fp32"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
     assert not (tmp_path / "s").exists()
-
-
-def meta_model(name: str) -> torch.nn.Module:
-    found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model)
-    with torch.device("meta"):
-        model: torch.nn.Module = known(known.config_class(**found.config))
-    return model

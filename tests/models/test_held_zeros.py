@@ -60,20 +60,6 @@ def test_zeros_stay_and_the_rest_learns() -> None:
         assert not torch.equal(linear.weight, before[f"{name}.weight"])
 
 
-def test_without_it_the_zeros_are_lost() -> None:
-    model = pruned_model()
-    train(model, None)
-    linear = find_targets(model).linears["model.layers.0.mlp.up_proj"]
-    with pytest.raises(InputError, match="violates 6:8"):
-        check_pattern(linear.weight.detach(), "6:8")
-
-
-def test_only_the_named_linears() -> None:
-    model = pruned_model()
-    name = "model.layers.0.mlp.up_proj"
-    assert list(HeldZeros(model, [name]).zeros) == [name]
-
-
 def trained(model: Any) -> dict[str, torch.Tensor]:
     """Train a model with its zeros held; return where the weights of before were zero and those of after are not."""
     before = copy.deepcopy(model.state_dict())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, on_meta
+from small_models import build
 from torch import nn
 
 import slidesparse as ss
@@ -16,13 +16,6 @@ from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.parts import language_model, parts_of, text_config
 from slidesparse.models.targets import find_targets
-
-
-def empty(name: str) -> Any:
-    found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model)
-    with torch.device("meta"):
-        return known(known.config_class(**found.config))
 
 
 def linears(model: nn.Module) -> list[str]:
@@ -48,13 +41,13 @@ def linears(model: nn.Module) -> list[str]:
     ],
 )
 def test_linears_are_sorted(name: str, counts: dict[str, int]) -> None:
-    model = empty(name)
+    model = on_meta(name)
     assert Counter(parts_of(model, linears(model)).values()) == counts
 
 
 @pytest.mark.parametrize("name", ["llava", "phi4-multimodal", "mllama", "paligemma", "llama"])
 def test_the_language_model_runs_on_text_alone(name: str) -> None:
-    model = empty(name)
+    model = on_meta(name)
     inner = language_model(model)
     assert (inner is model) == (name in ("llama", "phi4-multimodal"))
     assert text_config(model.config).hidden_size == 64
@@ -64,7 +57,7 @@ def test_the_language_model_runs_on_text_alone(name: str) -> None:
 
 
 def test_the_language_part_is_treated_unless_another_is_asked_for() -> None:
-    model = empty("llava")
+    model = on_meta("llava")
     language = find_targets(model)
     assert {name.split(".")[1] for name in language.linears} == {"language_model"}
     assert language.dense["model.multi_modal_projector.linear_1"] == "in the joint part; --part all"
@@ -77,16 +70,14 @@ def test_the_language_part_is_treated_unless_another_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["llama", "vit", "qwen2-audio"])
 def test_a_part_that_is_not_there(name: str) -> None:
     with pytest.raises(InputError, match="has no vision part"):
-        find_targets(empty(name), part="vision")
+        find_targets(on_meta(name), part="vision")
     part: Any = "sound"
     with pytest.raises(InputError, match="needed language or vision or all"):
-        find_targets(empty(name), part=part)
+        find_targets(on_meta(name), part=part)
 
 
 def test_a_model_in_memory_is_treated_in_part() -> None:
-    found = ARCHITECTURES["llava"]
-    known = getattr(transformers, found.model)
-    model = ss.sparsify_(known(known.config_class(**found.config)).eval(), "6:8", "fp32", part="vision")
+    model = ss.sparsify_(build(ARCHITECTURES["llava"]).eval(), "6:8", "fp32", part="vision")
     slid = [name for name, module in model.named_modules() if isinstance(module, SlideLinear)]
     assert len(slid) == 12
     assert all("vision_tower" in name for name in slid)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES
+from small_models import build
 from torch import nn
 
 import slidesparse as ss
@@ -73,8 +73,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_models_in_memory(name: str) -> None:
     found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model)
-    model = ss.sparsify_(known(known.config_class(**found.config)).eval(), "6:8", "fp32")
+    model = ss.sparsify_(build(found).eval(), "6:8", "fp32")
     dense = {re.sub(r"\d+", "*", name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert dense == LEFT[name]
     assert any(isinstance(module, SlideLinear) for module in model.modules())

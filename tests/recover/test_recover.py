@@ -218,18 +218,6 @@ def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None
         assert not torch.equal(after[name], before[name])
 
 
-def test_a_layer_that_a_plan_left_dense_learns(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "base")
-    add_tokenizer(tmp_path / "base")
-    write_text(tmp_path / "text.txt", 900)
-    name = "model.layers.0.mlp.down_proj"
-    words = ["prune", str(tmp_path / "base"), str(tmp_path / "pruned"), "--pattern", "6:8", "--dtype", "bf16"]
-    assert main([*words, "--layer", f"{name}=dense"]) == 0
-    recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=10))
-    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
-    assert not torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
-
-
 def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Path, tmp_path: Path) -> None:
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
     assert found.kept == "before"
@@ -367,9 +355,8 @@ def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatc
     wanted = options(pair, save_minutes=1e-9)
     with monkeypatch.context() as patch:
         patch.setattr(state, "save", full)
-        with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left") as caught:
+        with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left"):
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
-    assert "\n" not in str(caught.value)
     assert [one.name for one in (tmp_path / "out.partial/kept").glob("step-*")] == ["step-00000002"]
     assert recover(pair / "pruned", pair / "base", tmp_path / "out", wanted).steps == 6
 

@@ -57,9 +57,8 @@ def test_options_are_read_strictly() -> None:
     ],
 )
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{told}.*SGLANG_PLUGINS=none") as error:
+    with pytest.raises(UnsupportedError, match=f"{told}.*SGLANG_PLUGINS=none"):
         refuse_what_cannot_work(SimpleNamespace(**arguments))
-    assert "\n" not in str(error.value)
     refuse_what_cannot_work(SimpleNamespace(**dict.fromkeys(arguments)))
 
 
