@@ -30,6 +30,19 @@ from slidesparse.lifting.lift_math import (
     silu_times,
 )
 
+_LARGER_BF16 = tl.constexpr("{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }")
+_LARGER_F16 = tl.constexpr("{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, m; }")
+
+# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+_TO_INT8 = tl.constexpr(
+    "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $3; cvt.rni.s32.f32 c, $2;"
+    " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
+)
+_TO_E4M3 = tl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
+    " mov.b32 $0, {a, b}; }"
+)
+
 
 @triton.jit
 def _load(x_ptr, chunk, P: tl.constexpr):
@@ -75,21 +88,11 @@ def _larger(largest, value):
     """Return the larger of ``largest`` (not negative) and the magnitude of ``value``; NaN if one of them is NaN."""
     if value.dtype == tl.bfloat16:
         largest = tl.inline_asm_elementwise(
-            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }",
-            "=r,r,r",
-            [largest, value],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
+            _LARGER_BF16, "=r,r,r", [largest, value], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     elif value.dtype == tl.float16:
         largest = tl.inline_asm_elementwise(
-            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, m; }",
-            "=r,r,r",
-            [largest, value],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
+            _LARGER_F16, "=r,r,r", [largest, value], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
@@ -109,28 +112,8 @@ def _absmax(row, P: tl.constexpr):
 def _round(wide, P: tl.constexpr):
     """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
     low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
-    if P.quant == "int8":
-        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
-        pairs = tl.inline_asm_elementwise(
-            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $3; cvt.rni.s32.f32 c, $2;"
-            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
-            "=r,f,f,f,f",
-            [low, high],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        pairs = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
-            " mov.b32 $0, {a, b}; }",
-            "=r,f,f,f,f",
-            [low, high],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-    return pairs
+    TO_BYTES: tl.constexpr = _TO_INT8 if P.quant == "int8" else _TO_E4M3
+    return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ class KernelLift:
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
     def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
-        self.prologue, self.source, self.target, _, self.layout = prologue, source, target, _, layout = spec
+        prologue, source, target, _, layout = spec
         if source not in FLOATS:
             raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
         arch = device_arch(device)
@@ -74,6 +74,7 @@ class KernelLift:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
+        self.prologue, self.source, self.target, self.layout = prologue, source, target, layout
         self.spec, self.device, self.order = spec, device, spec.columns
         self.config = configure(tokens, self.order, source.itemsize, prologue, target in QUANTISED)
         self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)

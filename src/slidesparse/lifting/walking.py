@@ -32,6 +32,21 @@ from slidesparse.lifting.lift_math import (
     silu_times,
 )
 
+# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+_TO_INT8 = tl.constexpr(
+    "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
+    " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
+)
+# Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves convert a
+# pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it merges the halves
+# inside F2FP). So the high half converts its pair in the other order, and a byte permutation puts it right: nothing is
+# left to share. test_every_pattern_on_the_gpu would notice.
+_TO_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 l, h; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+    " cvt.rn.satfinite.e4m3x2.f32 high, $3, $4; cvt.u32.u16 l, low; cvt.u32.u16 h, high;"
+    " prmt.b32 $0, l, h, 0x4510; }"
+)
+
 
 @triton.jit
 def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
@@ -101,33 +116,8 @@ def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
 def _quantise(value, scale, inverse, P: tl.constexpr):
     """Round to 8 bits, four columns into a 32-bit register at a time."""
     wide = quotient(value, scale, inverse, P)
-    if P.quant == "int8":
-        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
-        result = tl.inline_asm_elementwise(
-            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
-            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
-            "=r,f,f,f,f",
-            [wide],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        # Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves
-        # convert a pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it
-        # merges the halves inside F2FP). So the high half converts its pair in the other order, and a byte permutation
-        # puts it right: nothing is left to share. test_every_pattern_on_the_gpu would notice.
-        result = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; .reg .b32 l, h; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 high, $3, $4; cvt.u32.u16 l, low; cvt.u32.u16 h, high;"
-            " prmt.b32 $0, l, h, 0x4510; }",
-            "=r,f,f,f,f",
-            [wide],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    return result
+    TO_BYTES: tl.constexpr = _TO_INT8 if P.quant == "int8" else _TO_E4M3
+    return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [wide], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
