@@ -46,7 +46,8 @@ def test_one_text_for_each_chat(tmp_path: Path) -> None:
 def test_templates_without_end_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
 ) -> None:
-    monkeypatch.setattr(chats, "SECONDS", 0.5)
+    if "0.51 s" in says:  # the others end by themselves, however busy the machine is
+        monkeypatch.setattr(chats, "SECONDS", 0.5)
     made = tokenizer(tmp_path, template)
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"the tokenizer's chat template fails; got {says}"):

@@ -68,7 +68,7 @@ def test_a_file_without_digests_is_not_verified(tmp_path: Path) -> None:
         reader.verified("b")
 
 
-@pytest.mark.parametrize("sizes", [(), (BLOCK - 1, 2, BLOCK), (2 * BLOCK + 7, BLOCK - 7, 9)])
+@pytest.mark.parametrize("sizes", [(), (0, BLOCK - 1, 2, BLOCK), (2 * BLOCK + 7, BLOCK - 7, 9)])
 def test_a_digest_of_parts_is_that_of_the_whole(sizes: tuple[int, ...]) -> None:
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     running = RunningDigest()
