@@ -185,7 +185,7 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
     groups = value.get("config_groups") or {}
     if value.get("quant_method") != "compressed-tensors" or not groups:
-        got = f"{_method(value)}, {len(groups)} config groups" if "config_groups" in value else _method(value)
+        got = _method(value) + (" without config_groups" if value.get("quant_method") == "compressed-tensors" else "")
         needed = "none, or compressed-tensors W8A8"
         raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     refuse_keys(value)
