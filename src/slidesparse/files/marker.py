@@ -172,17 +172,11 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
-        CheckpointError: The scheme is one that we do not treat, or there is a ``sparsity_config`` (vLLM refuses those).
+        CheckpointError: The scheme is one that we do not treat.
     """
     value = source_quantisation(config)
     if not value:
         return None
-    if value.get("sparsity_config"):
-        raise CheckpointError(
-            "the checkpoint has a sparsity_config, which vLLM no longer loads",
-            remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
-        )
-
     groups = value.get("config_groups") or {}
     if value.get("quant_method") != "compressed-tensors" or not groups:
         got = _method(value) + (" without config_groups" if value.get("quant_method") == "compressed-tensors" else "")

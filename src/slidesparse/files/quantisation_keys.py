@@ -21,9 +21,10 @@ Known = Mapping[str, Collection[Any] | None]
 
 FORMAT: Known = {"format": (None, "int-quantized", "float-quantized", "naive-quantized")}
 TOP: Known = {
-    **dict.fromkeys(["quant_method", "config_groups", "ignore", "sparsity_config", "quantization_status", "version"]),
+    **dict.fromkeys(("quant_method", "config_groups", "ignore", "quantization_status", "version")),
     **dict.fromkeys(("global_compression_ratio", "use_optimized_inference")),
-    **{"kv_cache_scheme": (None,), "moe_sparsity_config": (None,), "transform_config": (None, {})},
+    **dict.fromkeys(("transform_config", "sparsity_config"), (None, {})),
+    **dict.fromkeys(("kv_cache_scheme", "moe_sparsity_config"), (None,)),
     **{"dequantize": (None, False), "run_compressed": (None, True)},
 }
 GROUP: Known = {"targets": None, "weights": None, "input_activations": None, "output_activations": (None,)}

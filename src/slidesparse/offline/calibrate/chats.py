@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
@@ -25,9 +25,7 @@ Chat: TypeAlias = "list[dict[str, str]]"
 class PlacedChat(list[dict[str, str]]):
     """A chat that knows its file and line."""
 
-    def __init__(self, where: str, messages: Iterable[dict[str, str]]) -> None:
-        super().__init__(messages)
-        self.where = where
+    where = ""
 
 
 SECONDS, SECONDS_OF_A_CHAT = 10.0, 0.01
