@@ -31,7 +31,7 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.offline.calibrate.calibration import Calibration, encode, load_tokenizer, sample_windows
-from slidesparse.offline.calibrate.texts import read_text
+from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -118,7 +118,7 @@ def test_against_a_whole_model_in_memory(tmp_path: Path, family: str, method: st
     make_checkpoint(source, family, torch.float32)
     add_tokenizer(source)
     write_text(tmp_path / "text.txt")
-    text = encode(load_tokenizer(source), read_text(source.parent / "text.txt"))
+    text = encode(load_tokenizer(source), as_text(read_documents(source.parent / "text.txt")))
     windows = sample_windows(text, SAMPLES, LENGTH, 0)
     options = PruneOptions(pattern, "fp32", method, calibration(source.parent))
     prune_checkpoint(source, source.parent / "s", options)
@@ -146,7 +146,8 @@ def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: P
     text = calibration(tmp_path, file=str(write_text(tmp_path / "text.txt")))
     options = PruneOptions("4:6", "fp32", method, text, ignore=(r"re:.*mlp\.experts.*",))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    windows = sample_windows(encode(load_tokenizer(tmp_path / "m"), read_text(text.file)), SAMPLES, LENGTH, 0)
+    content = as_text(read_documents(text.file))
+    windows = sample_windows(encode(load_tokenizer(tmp_path / "m"), content), SAMPLES, LENGTH, 0)
     wanted = by_definition(tmp_path / "m", windows, Pattern.parse("4:6"), method)
     loaded = slidesparse.load(tmp_path / "s", device="cpu").state_dict()
     assert set(wanted) == set(summary.patterns)
@@ -316,12 +317,12 @@ def test_unusable_text(source: Path) -> None:
 
 def test_documents_in_json_lines(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert read_text(tmp_path / "d.jsonl") == "one\n\ntwo"
+    assert as_text(read_documents(tmp_path / "d.jsonl")) == "one\n\ntwo"
 
 
 def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one\u2028still\x85one"}\r\n{"text": "two"}', encoding="utf-8")
-    assert read_text(tmp_path / "d.jsonl") == "one\u2028still\x85one\n\ntwo"
+    assert as_text(read_documents(tmp_path / "d.jsonl")) == "one\u2028still\x85one\n\ntwo"
 
 
 @pytest.mark.parametrize(
@@ -342,23 +343,23 @@ def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: P
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' + line + "\n")
     with pytest.raises(InputError, match=r"d\.jsonl, line 2") as error:
-        read_text(tmp_path / "d.jsonl")
+        as_text(read_documents(tmp_path / "d.jsonl"))
     assert "\n" not in str(error.value)
 
 
 def test_empty_lines_hold_no_document(tmp_path: Path) -> None:
     for name in ("d.jsonl", "D.JSONL"):
         (tmp_path / name).write_text('\ufeff\n{"text": "one"}\n\n  \r\n{"text": "two"}\n\n', encoding="utf-8")
-        assert read_text(tmp_path / name) == "one\n\ntwo"
+        assert as_text(read_documents(tmp_path / name)) == "one\n\ntwo"
 
 
 def test_a_list_of_documents(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('[{"text": "one"},\n {"text": "two", "id": 2}]')
-    assert read_text(tmp_path / "d.json") == "one\n\ntwo"
+    assert as_text(read_documents(tmp_path / "d.json")) == "one\n\ntwo"
     for content, says in (('{"text": "one"}', "got dict"), ('[{"text": "a"}, 5]', "entry 2; got 5"), ("[", "JSON")):
         (tmp_path / "d.json").write_text(content)
         with pytest.raises(InputError, match=says):
-            read_text(tmp_path / "d.json")
+            as_text(read_documents(tmp_path / "d.json"))
 
 
 def test_a_text_that_never_ends(tmp_path: Path) -> None:
@@ -366,7 +367,7 @@ def test_a_text_that_never_ends(tmp_path: Path) -> None:
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     for name, kind in (("pipe", "a pipe"), ("zero.txt", "a device")):
         with pytest.raises(InputError, match=rf"{name} cannot be read; got {kind}"):
-            read_text(tmp_path / name)
+            as_text(read_documents(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -414,16 +415,16 @@ def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     module.load_from_disk = lambda path: found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UnsupportedError, match="datasets is not installed"):
-        read_text(tmp_path)
+        as_text(read_documents(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", module)
     found = {"train": Rows("one", "two"), "test": Rows("three")}
-    assert read_text(tmp_path) == "one\n\ntwo"
+    assert as_text(read_documents(tmp_path)) == "one\n\ntwo"
     found = {"train": Rows("one", None)}
     with pytest.raises(InputError, match="row 1; got"):
-        read_text(tmp_path)
+        as_text(read_documents(tmp_path))
     found = {"test": Rows("three")}
     with pytest.raises(InputError, match="is no data set with texts"):
-        read_text(tmp_path)
+        as_text(read_documents(tmp_path))
 
 
 def test_windows_are_taken_once_each() -> None:

@@ -18,11 +18,15 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
-from slidesparse.offline.calibrate.texts import DEFAULT_FILE, read_documents, read_text
+from slidesparse.offline.calibrate.texts import DEFAULT_FILE, as_text, read_documents
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
 TEMPLATE = "{% for m in messages %}({{ m.role }}) {{ m.content }}. {% endfor %}"
+
+
+def read_text(source: Path, tokenizer: Any = None) -> str:
+    return as_text(read_documents(source), tokenizer)
 
 
 class Tokenizer:

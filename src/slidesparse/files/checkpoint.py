@@ -82,8 +82,7 @@ class Checkpoint:
         self.wrappers, bare = unwrapped([tensor for reader in self.readers.values() for tensor in reader.stored])
         self._own = {new: old for old, new in bare.items()}
         if self.wrappers:
-            new, old = next(reversed(self._own.items()))
-            told = f"{self.path}: names of tensors are read without those of wrappers, {old} as {new}"
+            told = f"{self.path}: names of tensors are read without those of wrappers, {' as '.join(max(bare.items()))}"
             warnings.warn(told, SlideSparseWarning, stacklevel=2)
         self.shards: dict[str, dict[str, Stored]] = {}
         self.files: dict[str, str] = {}
@@ -91,8 +90,7 @@ class Checkpoint:
             self.shards[name] = {bare[tensor]: stored for tensor, stored in reader.stored.items()}
             for tensor in map(bare.__getitem__, reader.stored):
                 if tensor in self.files:
-                    got = f"{self.files[tensor]} and {name}"
-                    raise CheckpointError(f"{tensor} is in two shards, or twice in one", got=got)
+                    raise CheckpointError(f"{tensor} is in two shards or twice", got=f"{self.files[tensor]} and {name}")
                 self.files[tensor] = name
         for tensor, name in promised.items():
             if tensor not in self.readers[name].stored:

@@ -148,17 +148,12 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that no tensor has, or that is not at the top of config.json, or that we follow in part.
-
-    ``types`` are safetensors' names of the types of all tensors but vectors.
-    """
+    """Refuse a quantisation that no tensor of some types has, that is not at the top, or that we would follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
-        raise CheckpointError(
-            "quantisation of the source",
-            got=f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}",
-            remedy="remove quantization_config from config.json: it is of other weights",
-        )
+        got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
+        remedy = "remove quantization_config from config.json: it is of other weights"
+        raise CheckpointError("quantisation of the source", got=got, remedy=remedy)
     refuse_other_places(config, value)
     refuse_keys(value, but=OF_A_SCHEME)
 

@@ -79,7 +79,7 @@ def refuse_other_places(config: Mapping[str, Any], top: object, place: str = "")
     """Raise a CheckpointError for a ``quantization_config`` that is not the one at the top: in a part, or a second."""
     for key, value in config.items():
         if key in KEYS and value and value != top:
-            remedy = f"move it to the top of config.json, as {KEYS[0]}, or remove what is not meant"
+            remedy = "move it to the top of config.json, as quantization_config, or remove what is not meant"
             raise CheckpointError(f"{place}{key} of config.json", got=f"{value!r:.80}", needed="one", remedy=remedy)
         if isinstance(value, Mapping) and key not in KEYS:
             refuse_other_places(value, top, f"{place}{key}.")

@@ -197,8 +197,7 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if checkpoint.wrappers:
-        local["key_mapping"] = dict.fromkeys(checkpoint.wrappers, "")
+    local["key_mapping"] = dict.fromkeys(checkpoint.wrappers, "") or None
     try:
         with other_library():
             model, found = known.from_pretrained(

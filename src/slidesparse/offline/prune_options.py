@@ -142,10 +142,7 @@ class _Asked(NamedTuple):
     done: str
 
 
-STEPS = (
-    _Asked("--match", "matching", "layers are matched"),
-    _Asked("--smooth", "smoothing", "layers are smoothed"),
-)
+STEPS = (_Asked("--match", "matching", "layers are matched"), _Asked("--smooth", "smoothing", "layers are smoothed"))
 
 
 def check_options(options: PruneOptions) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
@@ -131,13 +132,13 @@ def smooth_checkpoint(
         InputError: No layer stays the same when it is smoothed.
         CheckpointError: The checkpoint is damaged, or the factors that were kept.
     """
-
-    def find() -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    if not (path := folder / KEPT).exists():
         layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
         rounding = partial(quantize_rows, dtype=dtype), _of_weights(dtype, recipe)
-        return _find_factors(layers, folds, progress, *rounding, required=required)
-
-    return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
+        write_tensors(path, _find_factors(layers, folds, progress, *rounding, required=required))
+    reader = TensorReader(path)
+    return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
 
 
 def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:

@@ -51,11 +51,6 @@ MAX_FETCHED = 1 << 25
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
-def read_text(source: str | Path, tokenizer: Any = None) -> str:
-    """Return all documents of a source as one text: see :func:`read_documents` and :func:`as_text`."""
-    return as_text(read_documents(source), tokenizer)
-
-
 def read_documents(source: str | Path) -> list[Document]:
     """Read the documents of a file, a folder or a data set.
 
