@@ -148,7 +148,7 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that no tensor of some types has, that is not at the top, or that we would follow in part."""
+    """Refuse a quantisation that no tensor of these types has, that is not at the top, or that we follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
         got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
