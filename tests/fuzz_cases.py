@@ -210,8 +210,61 @@ def stray(folder: Path, rng: random.Random) -> None:
         FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)
 
 
+KEYS = (
+    "transform_config",
+    "kv_cache_scheme",
+    "format",
+    "quant_method",
+    "version",
+    "unknown",
+    "config_groups",
+    "ignore",
+)
+
+
+def scheme(folder: Path, rng: random.Random) -> None:
+    """Another value of a key of a quantisation, perhaps in another place."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # config.json may be anything by now
+        if (path := folder / "config.json") not in files_of(folder):
+            return
+        config = json.loads(path.read_bytes())
+        inside = config.setdefault(rng.choice(("quantization_config", "compression_config", "text_config")), {})
+        for part in rng.choice(((), ("quantization_config",), ("config_groups", "group_0"))):
+            inside = inside.setdefault(part, {})
+        inside[rng.choice(KEYS)] = rng.choice(VALUES)
+        path.write_text(json.dumps(config))
+
+
+def second_set(folder: Path, rng: random.Random) -> None:
+    """More weights, or a part of an adapter."""
+    weights = [path for path in files_of(folder) if path.suffix == ".safetensors"]
+    names = (
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "adapter_model.safetensors",
+        "consolidated.safetensors",
+    )
+    if weights and not os.path.lexists(new := folder / rng.choice(names)):
+        new.write_bytes(rng.choice(weights).read_bytes())
+
+
+def wrapped(folder: Path, rng: random.Random) -> None:
+    """Names of tensors as wrappers leave them, in some files or all, and in the index or not."""
+    old = rng.choice(("model.", "model.layers.", "lm_head.", "self_attn."))
+    new = rng.choice(("_orig_mod.", "module.", "base_model.model.", "base_layer.", "lora_A."))
+    for path in files_of(folder):
+        if path.suffix == ".safetensors" and rng.random() < 0.9:
+            data = path.read_bytes()
+            end = 8 + int.from_bytes(data[:8], "little")
+            text = data[8:end].replace(b'"' + old.encode(), f'"{new}{old}'.encode())
+            text += b" " * (-len(text) % 8)
+            path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+        elif path.name.endswith(".index.json") and rng.random() < 0.9:
+            path.write_bytes(path.read_bytes().replace(b'"' + old.encode(), f'"{new}{old}'.encode()))
+
+
 FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
-    one.__name__: one for one in (json_file, nested, header, stray)
+    one.__name__: one for one in (json_file, nested, header, stray, scheme, second_set, wrapped)
 }
 
 DAMAGES = (*FILE_DAMAGES, *FOLDER_DAMAGES)

@@ -23,8 +23,7 @@ MAX_DEPTH = 64
 MAX_DIGITS = 20
 """Most characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
 
-MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""How files begin that editors on Windows wrote."""
+MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # of editors on Windows
 WITHOUT_MARK = "save it as UTF-8 without a byte-order mark"
 
 SHOWN = 200

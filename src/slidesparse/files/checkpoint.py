@@ -30,7 +30,7 @@ TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 NEEDED = "a folder with config.json and weights in safetensors"
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-PICKLES = (".bin", ".pt", ".pth")
+PICKLES = (".bin", ".pt", ".pth", ".distcp")
 """Ends of the names of weights that are no safetensors."""
 
 INNER = ("*/config.json", "snapshots/*/config.json")
@@ -82,21 +82,16 @@ class Checkpoint:
         self.wrappers, bare = unwrapped([tensor for reader in self.readers.values() for tensor in reader.stored])
         self._own = {new: old for old, new in bare.items()}
         if self.wrappers:
-            new, old = next(reversed(self._own.items()))
-            told = f"{self.path}: names of tensors are read without those of wrappers, {old} as {new}"
+            told = f"{self.path}: names of tensors are read without those of wrappers, {' as '.join(max(bare.items()))}"
             warnings.warn(told, SlideSparseWarning, stacklevel=2)
-        self.shards = {
-            name: {bare[tensor]: stored for tensor, stored in reader.stored.items()}
-            for name, reader in self.readers.items()
-        }
+        self.shards: dict[str, dict[str, Stored]] = {}
         self.files: dict[str, str] = {}
-        for name, tensors in self.shards.items():
-            for tensor in tensors:
+        for name, reader in self.readers.items():
+            self.shards[name] = {bare[tensor]: stored for tensor, stored in reader.stored.items()}
+            for tensor in map(bare.__getitem__, reader.stored):
                 if tensor in self.files:
-                    raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
+                    raise CheckpointError(f"{tensor} is in two shards or twice", got=f"{self.files[tensor]} and {name}")
                 self.files[tensor] = name
-        if len(self._own) < len(bare):
-            raise CheckpointError(f"{self.path} holds tensors twice, with and without the name of a wrapper")
         for tensor, name in promised.items():
             if tensor not in self.readers[name].stored:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")

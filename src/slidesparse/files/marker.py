@@ -144,17 +144,12 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that no tensor has, or that is not at the top of config.json, or that we follow in part.
-
-    ``types`` are safetensors' names of the types of all tensors but vectors.
-    """
+    """Refuse a quantisation that no tensor of these types has, that is not at the top, or that we follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
-        raise CheckpointError(
-            "quantisation of the source",
-            got=f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}",
-            remedy="remove quantization_config from config.json: it is of other weights",
-        )
+        got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
+        remedy = "remove quantization_config from config.json: it is of other weights"
+        raise CheckpointError("quantisation of the source", got=got, remedy=remedy)
     refuse_other_places(config, value)
     refuse_keys(value, but=OF_A_SCHEME)
 
@@ -168,20 +163,14 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
-        CheckpointError: The scheme is one that we do not treat, or there is a ``sparsity_config`` (vLLM refuses those).
+        CheckpointError: The scheme is one that we do not treat.
     """
     value = source_quantisation(config)
     if not value:
         return None
-    if value.get("sparsity_config"):
-        raise CheckpointError(
-            "the checkpoint has a sparsity_config, which vLLM no longer loads",
-            remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
-        )
-
     groups = value.get("config_groups") or {}
     if value.get("quant_method") != "compressed-tensors" or not groups:
-        got = f"{_method(value)}, {len(groups)} config groups" if "config_groups" in value else _method(value)
+        got = _method(value) + (" without config_groups" if value.get("quant_method") == "compressed-tensors" else "")
         needed = "none, or compressed-tensors W8A8"
         raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     refuse_keys(value)

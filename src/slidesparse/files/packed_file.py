@@ -119,12 +119,7 @@ class PackedFile:
             self.reader.verified(name, "cpu")
 
     def read(
-        self,
-        name: str,
-        pattern: Pattern,
-        weight: Stored,
-        scale: torch.Tensor | None,
-        device: str | torch.device,
+        self, name: str, pattern: Pattern, weight: Stored, scale: torch.Tensor | None, device: str | torch.device
     ) -> PackedWeight:
         """Read the packed weight of layer ``name``; the checkpoint has it as ``weight`` [out, in].
 

@@ -21,9 +21,10 @@ Known = Mapping[str, Collection[Any] | None]
 
 FORMAT: Known = {"format": (None, "int-quantized", "float-quantized", "naive-quantized")}
 TOP: Known = {
-    **dict.fromkeys(["quant_method", "config_groups", "ignore", "sparsity_config", "quantization_status", "version"]),
+    **dict.fromkeys(("quant_method", "config_groups", "ignore", "quantization_status", "version")),
     **dict.fromkeys(("global_compression_ratio", "use_optimized_inference")),
-    **{"kv_cache_scheme": (None,), "moe_sparsity_config": (None,), "transform_config": (None, {})},
+    **dict.fromkeys(("transform_config", "sparsity_config"), (None, {})),
+    **dict.fromkeys(("kv_cache_scheme", "moe_sparsity_config"), (None,)),
     **{"dequantize": (None, False), "run_compressed": (None, True)},
 }
 GROUP: Known = {"targets": None, "weights": None, "input_activations": None, "output_activations": (None,)}
@@ -78,7 +79,7 @@ def refuse_other_places(config: Mapping[str, Any], top: object, place: str = "")
     """Raise a CheckpointError for a ``quantization_config`` that is not the one at the top: in a part, or a second."""
     for key, value in config.items():
         if key in KEYS and value and value != top:
-            remedy = f"move it to the top of config.json, as {KEYS[0]}, or remove what is not meant"
+            remedy = "move it to the top of config.json, as quantization_config, or remove what is not meant"
             raise CheckpointError(f"{place}{key} of config.json", got=f"{value!r:.80}", needed="one", remedy=remedy)
         if isinstance(value, Mapping) and key not in KEYS:
             refuse_other_places(value, top, f"{place}{key}.")

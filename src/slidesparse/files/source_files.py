@@ -29,7 +29,7 @@ MAX_FILES = 100_000
 """Most files and folders of a source. A link that leads far away, or to and fro, brings more."""
 
 WEIGHTS = re.compile(
-    r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb|distcp|nemo|npz|engine)"
+    r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb|distcp|nemo|engine)"
     r"(\.index(\.\w+)?\.json)?$|\.onnx[._]?data|\.ckpt\.|\.gguf\."
     r"|^(hf_quant|quant|quantize|adapter)_config\.json$",
     re.IGNORECASE,

@@ -20,31 +20,25 @@ NO_TOKENIZER = (
     "no tokenizer was there to copy, and without one the result takes no text: add that of the model to its folder"
 )
 
-
 READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json")
 
 
 def require_fetched(files: SourceFiles) -> None:
     """Raise a CheckpointError for a tokenizer that git-lfs has not fetched yet, or whose JSON was cut off."""
     for file in files.copied:
-        if len(file.name.parts) == 1 and _is_of_a_tokenizer(file.name.name):
-            with open(file.path, "rb") as opened:
-                if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                    raise CheckpointError(
-                        f"{file.name} holds no tokenizer",
-                        got="a pointer of git-lfs",
-                        remedy="fetch it with: git lfs pull",
-                    )
-            if file.name.name in READ_AS_JSON:
-                content = Path(file.path).read_bytes()
-                if content.startswith(MARKS):  # which Python's json reads, and tokenizers does not
-                    raise CheckpointError(f"{file.name} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
-                try:
-                    json.loads(content)
-                except (ValueError, RecursionError) as error:
-                    raise CheckpointError(
-                        f"{file.name} holds no tokenizer", got=first_line(error), needed="JSON", remedy=AGAIN
-                    ) from error
+        if len(file.name.parts) > 1 or not _is_of_a_tokenizer(file.name.name):
+            continue
+        is_json, what = file.name.name in READ_AS_JSON, f"{file.name} holds no tokenizer"
+        with open(file.path, "rb") as opened:
+            content = opened.read(-1 if is_json else len(LFS_POINTER))
+        if content.startswith(LFS_POINTER):
+            raise CheckpointError(what, got="a pointer of git-lfs", remedy="fetch it with: git lfs pull")
+        if content.startswith(MARKS):  # which Python's json reads, and tokenizers does not
+            raise CheckpointError(what, got="a byte-order mark", remedy=WITHOUT_MARK)
+        try:
+            json.loads(content if is_json else "0")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(what, got=first_line(error), needed="JSON", remedy=AGAIN) from error
 
 
 def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:

@@ -14,7 +14,7 @@ import random
 import resource
 import signal
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, tzinfo
 from typing import Any, NoReturn, TypeAlias
 
@@ -30,9 +30,7 @@ Chat: TypeAlias = "list[dict[str, str]]"
 class PlacedChat(list[dict[str, str]]):
     """A chat that knows its file and line."""
 
-    def __init__(self, where: str, messages: Iterable[dict[str, str]]) -> None:
-        super().__init__(messages)
-        self.where = where
+    where = ""
 
 
 SECONDS, SECONDS_OF_A_CHAT = 10.0, 0.01

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,17 @@ LEAST_TOKENS = 1024
 LOSSES = "losses"
 
 
+@dataclass(eq=False)
 class CheckpointLayerStore(LayerStore):
     """Reads each layer of a checkpoint when it is its turn, and frees it afterwards."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        meta: MetaModel,
-        folder: Path,
-        device: torch.device,
-        compute: torch.dtype,
-        ranks: Ranks,
-        experts: ExpertRowsByName | None,
-    ) -> None:
-        self.ranks, self.experts = ranks, experts
-        self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
+    checkpoint: Checkpoint
+    meta: MetaModel
+    folder: Path
+    device: torch.device
+    compute: torch.dtype
+    ranks: Ranks
+    experts: ExpertRowsByName | None
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state from the checkpoint."""
@@ -124,9 +120,8 @@ class CheckpointLayerStore(LayerStore):
     def _read(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor, self.device)
         scale = f"{tensor}_scale"
-        return (
-            dequantize(value, self.checkpoint.tensor(scale, self.device)) if scale in self.checkpoint.files else value
-        )
+        known = scale in self.checkpoint.files
+        return dequantize(value, self.checkpoint.tensor(scale, self.device)) if known else value
 
 
 def open_layers(

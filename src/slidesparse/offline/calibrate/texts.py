@@ -230,7 +230,9 @@ def _document(where: str, document: Any) -> Document:
         if isinstance(text, str):
             return text
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return PlacedChat(where, ({"role": one["role"], "content": one["content"]} for one in messages))
+            chat = PlacedChat({"role": one["role"], "content": one["content"]} for one in messages)
+            chat.where = where
+            return chat
     raise InputError(where, got=_wrong_part(document), needed=NEEDED)
 
 
