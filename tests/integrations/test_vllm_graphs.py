@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import shutil
 from collections import Counter
@@ -344,8 +345,8 @@ def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path
 
     folder = tmp_path / "package"
     shutil.copytree(graph_pass.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    hash_folder = graph_pass.hash_sources.__wrapped__
-    monkeypatch.setattr(graph_pass, "hash_sources", lambda: hash_folder(folder))
+    whole: Any = graph_pass.hash_sources
+    monkeypatch.setattr(graph_pass, "hash_sources", functools.wraps(whole)(lambda: whole.__wrapped__(folder)))
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -366,4 +367,5 @@ def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_k
     assert made.uuid() == before
     sources[0].rename(sources[0].with_name("renamed.py"))
     assert made.uuid() != before
-    assert hash_sources() == hash_sources.__wrapped__(PACKAGE)
+    whole: Any = hash_sources.__wrapped__
+    assert whole() == whole.__wrapped__(PACKAGE)

@@ -33,20 +33,13 @@ MOST_AT_ONCE = 4096
 
 CACHE_SHARE = 0.4
 
+SAMPLING = {"temperature": 0.8, "min_p": 0.05}
+"""How answers are drawn, so that they vary and make sense. A token needs ``min_p`` of the likeliest one's probability:
+a bound that takes no sorting of the vocabulary, as nucleus sampling does, which costs as much as the model for a
+thousand answers at once."""
+
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says to its processes. Each one's vLLM is alone, and would take these for its own."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn, so that they vary and make sense.
-
-    A token needs ``min_p`` of the likeliest one's probability: a bound that takes no sorting of the vocabulary, as
-    nucleus sampling does, which costs as much as the model for a thousand answers at once.
-    """
-
-    temperature: float = 0.8
-    min_p: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ def _answered(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int
     width = max(map(len, prompts))
     ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
-    drawn = {"do_sample": True, **asdict(Sampling()), "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    drawn = {"do_sample": True, **SAMPLING, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     much = {"max_new_tokens": longest, "pad_token_id": padding, "use_cache": True}
     with other_library():
         found = model.generate(ids, attention_mask=mask, **much, **drawn)
@@ -131,7 +124,7 @@ def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
     """Ask vLLM in a process of its own, which gives all memory of the GPU back when it ends."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answers = Path(folder) / "job.json", Path(folder) / "answers.json"
-        said = {**asdict(job), "model": str(job.model.resolve()), "sampling": asdict(Sampling())}
+        said = {**asdict(job), "model": str(job.model.resolve()), "sampling": SAMPLING}
         asked.write_text(json.dumps(said))
         LOG.info("asking vLLM for %d answers", len(job.prompts))
         ended = subprocess.run(

@@ -24,7 +24,7 @@ from slidesparse.files.write_errors import write_errors
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
-from slidesparse.recover.answers import Job, Sampling, Writer, write_answers
+from slidesparse.recover.answers import SAMPLING, Job, Writer, write_answers
 from slidesparse.recover.tasks import make_tasks
 
 
@@ -56,7 +56,7 @@ class ChatOptions:
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
     """Return a file of chats that a model wrote, out of the user's cache folder; it is written if it is not there."""
     prompts = None if options.prompts is None else read_documents(options.prompts)
-    said = json.dumps([__version__, asdict(options), asdict(Sampling()), prompts])
+    said = json.dumps([__version__, asdict(options), SAMPLING, prompts])
     checkpoint = Checkpoint(model)
     key = hashlib.sha256(f"{fingerprint(checkpoint, checkpoint.config)} {said}".encode()).hexdigest()[:16]
     path = cache_folder() / "chats" / f"{model.name}-{options.number}-{key}.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,8 +87,3 @@ def write_result(
     config = {key: value for key, value in without_code(checkpoint.config).items() if key != MARKER_KEY}
     write_json(work.output / "config.json", config)
     write_json(work.output / RECORD, record)
-
-
-def wanted_files(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of files that are written anew."""
-    return {"config.json", INDEX_FILE, RECORD, *(str(Path(one)) for one in checkpoint.shards)}

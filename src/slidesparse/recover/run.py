@@ -20,7 +20,7 @@ from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.check_tensors import refuse_faults
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.marker import Marker, source_quantisation
@@ -36,7 +36,7 @@ from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
-from slidesparse.recover.result import gathered, wanted_files, write_result
+from slidesparse.recover.result import RECORD, gathered, write_result
 from slidesparse.recover.rounding import round_linears_
 from slidesparse.recover.state import State
 from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
@@ -127,7 +127,7 @@ def recover(
             "windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}, for as many processes",
             remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
         )  # fmt: skip
-    files = survey(pair.pruned.path, wanted_files(pair.pruned))
+    files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
     # What does not change the result may be another one when a run goes on.
     told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
