@@ -22,13 +22,15 @@ from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
-from slidesparse.models.parts import text_config
+from slidesparse.models.parts import parts_of, text_config
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_finite, is_nonzero
 
 FLOAT_NAMES = frozenset({"F64", *(STORED_NAMES[dtype] for dtype in FLOATS)})
 SCALE_NAMES = frozenset(STORED_NAMES[dtype] for dtype in FLOATS)
+SENSES = ("vision", "audio")
+
 QUANTISED_NAMES = frozenset(STORED_NAMES[dtype] for dtype in QUANTISED)
 
 
@@ -89,11 +91,16 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
 
 
 def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts."""
+    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts.
+
+    Of what sees or hears, transformers leaves out last layers that nothing reads.
+    """
     config = text_config(meta.model.config)
     last = getattr(config, "num_hidden_layers", 0) or 0
     drafts = range(last, last + (getattr(config, "num_nextn_predict_layers", 0) or 0))
-    used = {_numbered(name)[0] for origin in meta.names.origins.values() for name in sources(origin)}
+    parts = parts_of(meta.model, (name for name, _ in meta.model.named_modules()))
+    written = [one for name, one in meta.names.origins.items() if parts.get(name.rpartition(".")[0]) not in SENSES]
+    used = {_numbered(name)[0] for origin in written for name in sources(origin)}
     unexpected = {name: _numbered(name) for name in meta.names.unexpected}
     further = [name for name, (alike, number) in unexpected.items() if alike in used and number not in drafts]
     if further:
