@@ -8,9 +8,12 @@ that have no values and remember where they come from.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ import torch
 from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
 from slidesparse.files.single_experts import joined
-from slidesparse.files.stored import Stored
+from slidesparse.files.stored import STORED_NAMES, Stored
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,33 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         tuple(_unexpected(unused, info["unexpected_keys"])),
         misshapen,
     )
+
+
+def transformers_loads(model: Any, quantization: Any, stored: Mapping[str, Stored]) -> bool | None:
+    """Return whether transformers loads a checkpoint in 8 bits, by letting it load one without values.
+
+    None: it has no compressed-tensors to do so with.
+
+    Args:
+        model: Of the checkpoint's class, with its config.
+        quantization: Its ``quantization_config``.
+        stored: Its tensors.
+    """
+    if find_spec("compressed_tensors") is None:
+        return None
+    types = {name: dtype for dtype, name in STORED_NAMES.items()}
+    state = {
+        name: torch.empty(one.shape, dtype=types.get(one.dtype, torch.int64), device="meta")
+        for name, one in stored.items()
+    }
+    config = copy.deepcopy(model.config)
+    config.quantization_config = dict(quantization)
+    try:
+        with quiet_transformers(logging.CRITICAL), redirect_stderr(io.StringIO()):  # compressed-tensors draws bars
+            _, info = _load(type(model), config, state)
+    except Exception:  # whatever it is, a user would see it too
+        return False
+    return not info["missing_keys"] and not info["mismatched_keys"]
 
 
 def _computed(known: Any, config: Any, state: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from slidesparse.files.expert_tensors import (
     read_experts,
 )
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.single_experts import single_experts, transformers_reads
+from slidesparse.files.single_experts import single_experts
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries
@@ -260,14 +260,6 @@ class ExpertJob:
         left = {name: tensor for name, tensor in self.tensors.items() if tensor.layer in self.dense}
         hub = [marker_name(name, 2).partition(".*.")[0] for name in left if self._is_one_expert(name)]
         return ignore_entries([*(one.experts.name for one in left.values()), *hub], every=False)
-
-    @property
-    def in_transformers(self) -> bool:
-        """Whether transformers reads the treated experts as they are written."""
-        if self.dtype not in QUANTISED or not self.layers:
-            return True
-        cut = any(not self._is_one_expert(name) for name, _ in self._treated())
-        return transformers_reads(type(self.meta.model).__name__, self.dtype, cut=cut)
 
     def _is_one_expert(self, name: str) -> bool:
         return len(self.checkpoint.stored(name).shape) == 2
