@@ -223,6 +223,25 @@ MIXTURES: dict[str, A] = {
         },
         alone=INT8,
     ),
+    "muse-spark": A(
+        "MuseSparkForConditionalGeneration",
+        {
+            "text_config": {
+                **{**TEXT, **EXPERTS, **SLIDING, **SECOND, "head_dim": 16, "num_local_experts": 4},
+                "moe_hidden_size": 64,
+            },
+            "vision_config": {
+                **{"patch_size": 8, "pos_emb_height": 2, "pos_emb_width": 2, "num_attention_heads": 4},
+                **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 4},
+            },
+            "audio_config": {
+                **{"patch_sizes": [4, 2], "hidden_sizes": [32, 64], "depths": [1, 1], "num_hidden_layers": 2},
+                "out_hidden_size": 64,
+            },
+            **{"out_hidden_size": 64, "projector_hidden_size": 64},
+        },
+        not_quantised=FUSED,
+    ),
 }
 
 

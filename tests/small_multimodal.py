@@ -259,4 +259,14 @@ MULTIMODAL: dict[str, A] = {
             "pixel_shuffle_factor": 2,
         },
     ),
+    "moss-transcribe": A(
+        "MossTranscribeDiarizeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "qwen3", "head_dim": 16},
+            "audio_config": {
+                **{"num_mel_bins": 8, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+                **{"intermediate_size": 128, "max_source_positions": 20},
+            },
+        },
+    ),
 }

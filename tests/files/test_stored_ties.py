@@ -87,7 +87,7 @@ def test_layers_beyond_those_of_the_config(tmp_path: Path, name: str, key: str) 
     """They were copied as unused, and the model was cut short."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {key: 1}))
-    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond"):
+    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond those of"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
 
 

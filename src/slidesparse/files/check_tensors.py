@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -95,26 +96,18 @@ def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[Checkpo
 
     Of what sees or hears, transformers leaves out last layers that nothing reads.
     """
-    config = text_config(meta.model.config)
-    last = getattr(config, "num_hidden_layers", 0) or 0
-    drafts = range(last, last + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+    config, any_layer = text_config(meta.model.config), partial(re.sub, r"\.\d+\.", ".*.", count=1)
+    last, drafts = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    drafted = {f".{last + i}." for i in range(drafts)}
     parts = parts_of(meta.model, (name for name, _ in meta.model.named_modules()))
-    written = [one for name, one in meta.names.origins.items() if parts.get(name.rpartition(".")[0]) not in SENSES]
-    used = {_numbered(name)[0] for origin in written for name in sources(origin)}
-    unexpected = {name: _numbered(name) for name in meta.names.unexpected}
-    further = [name for name, (alike, number) in unexpected.items() if alike in used and number not in drafts]
-    if further:
-        yield CheckpointError(
-            f"{further[0]} is one of {counted(len(further), 'tensor')} beyond what {checkpoint.path}/config.json says",
-            got="a smaller number of layers or experts than the checkpoint has",
-            needed="the config.json of these weights",
+    written = (one for name, one in meta.names.origins.items() if parts.get(name.rpartition(".")[0]) not in SENSES)
+    used = {any_layer(name) for origin in written for name in sources(origin)}
+    further = [name for name in meta.names.unexpected if any_layer(name) in used]
+    if further := [name for name in further if not any(number in name for number in drafted)]:
+        what = (
+            f"{further[0]} is one of {counted(len(further), 'XX
         )
-
-
-def _numbered(name: str) -> tuple[str, int | None]:
-    """Return the name of a tensor without the number of its layer, and the number."""
-    found = re.search(r"\.(\d+)\.", name)
-    return (name, None) if found is None else (f"{name[: found.start()]}.*.{name[found.end() :]}", int(found[1]))
+        yield CheckpointError(what, got="fewer layers or experts there", needed="the config.json of these weights")
 
 
 class _Allowed:

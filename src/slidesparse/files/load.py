@@ -24,6 +24,7 @@ from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
+from slidesparse.files.stored_ties import tie
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
@@ -139,7 +140,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    _tie(meta, filled)
+    tie(model, {name: other for name, other in meta.names.tied.items() if name not in filled})
     unused = meta.names.unexpected
     if unused:
         warnings.warn(
@@ -151,13 +152,3 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     settings = generation_settings(checkpoint)
     if settings is not None and hasattr(model, "generation_config"):
         model.generation_config = settings
-
-
-def _tie(meta: MetaModel, filled: set[str]) -> None:
-    """Let parameters be shared that transformers shares. Linears that share their weight are never treated."""
-    for name, other in meta.names.tied.items():
-        if name in filled:  # the bias of one that is treated
-            continue
-        place, _, leaf = name.rpartition(".")
-        owner, _, source = other.rpartition(".")
-        setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))

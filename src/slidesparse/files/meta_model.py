@@ -49,8 +49,7 @@ class MetaModel:
         """
         modules = dict(self.model.named_modules())
         known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-        tensors = [name for origin in self.names.origins.values() for name in sources(origin)]
-        stored = {name.removesuffix(".weight") for name in [*tensors, *self.names.unused]}
+        stored = {name.removesuffix(".weight") for name in [*self.names.used, *self.names.unused]}
         ignored = [name for name in marker.ignore if name not in modules and name not in stored]
         unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:

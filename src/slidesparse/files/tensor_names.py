@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,6 +48,11 @@ class TensorNames:
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...]]
     apart: tuple[str, ...] = ()
+
+    @cached_property
+    def used(self) -> set[str]:
+        """The tensors of the checkpoint that fill something."""
+        return {name for origin in self.origins.values() for name in sources(origin)}
 
 
 def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:
@@ -86,22 +92,14 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
 
 
 def transformers_loads(model: Any, quantization: Any, stored: Mapping[str, Stored]) -> bool | None:
-    """Return whether transformers loads a checkpoint in 8 bits, by letting it load one without values.
+    """Return whether transformers loads a checkpoint with a ``quantization_config``, by letting it load no values.
 
     None: it has no compressed-tensors to do so with.
-
-    Args:
-        model: Of the checkpoint's class, with its config.
-        quantization: Its ``quantization_config``.
-        stored: Its tensors.
     """
     if find_spec("compressed_tensors") is None:
         return None
     types = {name: dtype for dtype, name in STORED_NAMES.items()}
-    state = {
-        name: torch.empty(one.shape, dtype=types.get(one.dtype, torch.int64), device="meta")
-        for name, one in stored.items()
-    }
+    state = {name: torch.empty(one.shape, dtype=types.get(one.dtype), device="meta") for name, one in stored.items()}
     config = copy.deepcopy(model.config)
     config.quantization_config = dict(quantization)
     try:

@@ -30,10 +30,10 @@ from slidesparse.weights.quant import (
     check_rounding,
     dequantize,
     dtype_name,
+    loadable,
     parse_dtype,
     quantize_weight,
     rounding_of,
-    with_usable_scales,
 )
 from slidesparse.weights.support import following_groups, require_dense
 
@@ -357,7 +357,7 @@ def pack_weight(
     """
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        rounded = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
-        values, scale = with_usable_scales(rounded)
+        rounding = rounding_of(recipe, pattern)
+        values, scale = loadable(quantize_weight(weight, dtype, name=name, recipe=rounding))
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

@@ -31,14 +31,7 @@ from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_exper
 from slidesparse.models.targets import matches_entry
 from slidesparse.offline.prune_options import PruneOptions, check_type
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import (
-    QUANTISED,
-    dequantize,
-    quantize_weight,
-    requantize,
-    rounding_of,
-    with_usable_scales,
-)
+from slidesparse.weights.quant import QUANTISED, dequantize, loadable, quantize_weight, requantize, rounding_of
 from slidesparse.weights.support import check_weight
 
 
@@ -226,8 +219,8 @@ class ExpertJob:
             found: dict[str, torch.Tensor] = {}
             recipe = rounding_of(self.rounding, pattern)
             for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
-                rounded = quantize_weight(rows, self.dtype, name=name, recipe=recipe)
-                found[name], found[f"{name}_scale"] = with_usable_scales(rounded)
+                rounded = loadable(quantize_weight(rows, self.dtype, name=name, recipe=recipe))
+                found[name], found[f"{name}_scale"] = rounded
             return found
         (name,) = names
         if pattern == DENSE:

@@ -7,7 +7,7 @@ in a single process, where nothing is gained by dividing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.stored_ties import tie
 from slidesparse.models.parts import text_config
 from slidesparse.recover.loss import Predictions, compare, distillation
 
@@ -126,13 +127,6 @@ def fill(
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     return dict(model.named_parameters())
-
-
-def tie(model: Any, tied: Mapping[str, str]) -> None:
-    """Let parameters be shared that transformers shares."""
-    for name, other in tied.items():
-        (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
-        setattr(model.get_submodule(place), leaf, getattr(model.get_submodule(owner), source))
 
 
 def put_away(network: Network) -> None:

@@ -29,12 +29,13 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
 from slidesparse.files.staging import Workplace, new_folder
+from slidesparse.files.stored_ties import tie
 from slidesparse.models.causal import refuse_masked, vocabulary_of
 from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill, tie
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.result import gathered, wanted_files, write_result
 from slidesparse.recover.rounding import round_linears_
