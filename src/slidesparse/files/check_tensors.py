@@ -104,9 +104,7 @@ def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[Checkpo
     used = {any_layer(name) for origin in written for name in sources(origin)}
     further = [name for name in meta.names.unexpected if any_layer(name) in used]
     if further := [name for name in further if not any(number in name for number in drafted)]:
-        what = (
-            f"{further[0]} is one of {counted(len(further), 'XX
-        )
+        what = f"{further[0]} is one of {counted(len(further), 'tensor')} beyond those of {checkpoint.path}/config.json"
         yield CheckpointError(what, got="fewer layers or experts there", needed="the config.json of these weights")
 
 
