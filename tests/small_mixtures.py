@@ -181,6 +181,8 @@ MIXTURES: dict[str, A] = {
         {
             **{**TEXT, **EXPERTS, **MLA, **SLIDING, **SECOND, "head_dim": 24, "shared_experts_intermediate_size": 48},
             **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16},
+            **{"swa_qk_nope_head_dim": 16, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32},
         },
         alone=INT8,
     ),
