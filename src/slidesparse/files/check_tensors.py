@@ -30,8 +30,6 @@ from slidesparse.weights.support import is_finite, is_nonzero
 
 FLOAT_NAMES = frozenset({"F64", *(STORED_NAMES[dtype] for dtype in FLOATS)})
 SCALE_NAMES = frozenset(STORED_NAMES[dtype] for dtype in FLOATS)
-SENSES = ("vision", "audio")
-
 QUANTISED_NAMES = frozenset(STORED_NAMES[dtype] for dtype in QUANTISED)
 
 
@@ -92,15 +90,13 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
 
 
 def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts.
-
-    Of what sees or hears, transformers leaves out last layers that nothing reads.
-    """
+    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts."""
     config, any_layer = text_config(meta.model.config), partial(re.sub, r"\.\d+\.", ".*.", count=1)
     last, drafts = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     drafted = {f".{last + i}." for i in range(drafts)}
     parts = parts_of(meta.model, (name for name, _ in meta.model.named_modules()))
-    written = (one for name, one in meta.names.origins.items() if parts.get(name.rpartition(".")[0]) not in SENSES)
+    senses = {name for name, part in parts.items() if part in ("vision", "audio")}  # whose last layers may be unread
+    written = (one for name, one in meta.names.origins.items() if name.rpartition(".")[0] not in senses)
     used = {any_layer(name) for origin in written for name in sources(origin)}
     further = [name for name in meta.names.unexpected if any_layer(name) in used]
     if further := [name for name in further if not any(number in name for number in drafted)]:

@@ -92,10 +92,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
 
 
 def transformers_loads(model: Any, quantization: Any, stored: Mapping[str, Stored]) -> bool | None:
-    """Return whether transformers loads a checkpoint with a ``quantization_config``, by letting it load no values.
-
-    None: it has no compressed-tensors to do so with.
-    """
+    """Return whether transformers loads a quantised checkpoint without values; None: without compressed-tensors."""
     if find_spec("compressed_tensors") is None:
         return None
     types = {name: dtype for dtype, name in STORED_NAMES.items()}
