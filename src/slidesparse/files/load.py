@@ -127,16 +127,15 @@ def _settled(
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
     """Load all tensors that are in no SlideLinear (embeddings, norms, dense linears), and the generation settings."""
     model: Any = meta.model
-    # Tensors of several float types are converted to the model's type, but for those that transformers keeps.
-    dtype, kept = model.config.dtype, getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    # Tensors of several float types are converted to the model's type, as transformers does.
+    dtype = model.config.dtype
     stored = stored_names(meta)
     experts = ExpertReader(checkpoint, meta, device)
 
     def read(name: str) -> torch.Tensor:
         value = meta.read(name, experts.tensor).to(device)
         check_finite(value, stored.get(name, name))
-        wanted = torch.float32 if any(part in name for part in kept) else dtype
-        return value.to(wanted) if dtype in FLOATS and value.is_floating_point() else value
+        return value.to(meta.runs_in(name, dtype)) if dtype in FLOATS and value.is_floating_point() else value
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)

@@ -106,6 +106,11 @@ class MetaModel:
             raise CheckpointError(f"the checkpoint holds no {name}")
         return replay(self.names.origins[name], tensor)
 
+    def runs_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the float type of a value in a model of that type: transformers keeps some, as of routers, float32."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return torch.float32 if any(part in name for part in kept) else dtype
+
     @property
     def filled(self) -> list[str]:
         """The names of the state that :meth:`read` can read."""
