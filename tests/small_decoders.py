@@ -146,4 +146,11 @@ DECODERS: dict[str, A] = {
             **{"num_hidden_layers": 2, "context_length": 64},
         },
     ),
+    "lfm3": A(
+        "Lfm3ForCausalLM",
+        {
+            **{**TEXT, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 8},
+            **{"layer_types": ["conv", "sliding_attention", "full_attention"]},
+        },
+    ),
 }

@@ -63,4 +63,16 @@ ENCODERS: dict[str, A] = {
         },
         spoken,
     ),
+    "gte": A("GteForMaskedLM", ENCODER),
+    "ultrabert": A("UltrabertForMaskedLM", {**ENCODER, "prediction_head_size": 64, "sliding_window": 8}),
+    "embedding-gemma2": A(
+        "EmbeddingGemma2Model",
+        {
+            "text_config": {
+                **{**TEXT, "head_dim": 16, "hidden_size_per_layer_input": 32, "embedding_dim": 64},
+                "sliding_window": 8,
+            },
+            **{"vision_config": None, "audio_config": None},
+        },
+    ),
 }

@@ -14,6 +14,12 @@ FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16
 INT8 = "transformers 5.23 cannot load INT8 experts"
 """Why transformers alone does not load the others."""
 
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+SECOND = {"mlp_layer_types": ["dense", "sparse"]}
+LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+
 MIXTURES: dict[str, A] = {
     # -- mixtures of experts -------------------------------------------------------------------------------------------
     "mixtral": A("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
@@ -140,6 +146,103 @@ MIXTURES: dict[str, A] = {
             },
         },
         alone=INT8,
+    ),
+    "flint": A(
+        "FlintForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0]},
+            "shared_expert_intermediate_size": 48,
+        },
+        alone=INT8,
+    ),
+    "kolibri1": A(
+        "Kolibri1ForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16},
+            "shared_expert_intermediate_size": 48,
+        },
+        alone=INT8,
+    ),
+    "beam": A(
+        "BeamForCausalLM",
+        {**TEXT, **EXPERTS, **SLIDING, **SECOND, "num_experts": 4, "head_dim": 16, "n_group": 1, "topk_group": 1},
+        alone=INT8,
+    ),
+    "bailing-hybrid": A(
+        "BailingHybridForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, **LATENT, "head_dim": 16, "num_experts": 4, "n_group": 1, "topk_group": 1},
+            **{"first_k_dense_replace": 1, "layer_group_size": 2, "num_mtp_layers": 0},
+        },
+        alone=INT8,
+    ),
+    "dots3-note": A(
+        "Dots3NoteForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, **MLA, **SLIDING, **SECOND, "head_dim": 24, "shared_experts_intermediate_size": 48},
+            **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16},
+            **{"swa_qk_nope_head_dim": 16, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32},
+        },
+        alone=INT8,
+    ),
+    "inkling2": A(
+        "Inkling2ForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, "unpadded_vocab_size": 90, "head_dim": 16, "n_routed_experts": 4},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 8},
+            **{"sliding_window_size": 8, "rel_extent": 16, "layer_types": ["hybrid_sliding", "hybrid"]},
+        },
+        refused="cannot tell along which dimension the experts .* --ignore",
+    ),
+    "mistral-large4": A(
+        "MistralLarge4ForConditionalGeneration",
+        {
+            "text_config": {
+                **{**TEXT, **EXPERTS, **LATENT, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
+                **{"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2},
+            },
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
+            "image_token_index": 5,
+        },
+        alone=INT8,
+    ),
+    "unlimited-ocr": A(
+        "UnlimitedOcrForConditionalGeneration",
+        {
+            "text_config": {
+                **{**TEXT, **EXPERTS, **SECOND, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4},
+                **{"n_shared_experts": 1, "sliding_window": 8},
+            },
+            "vision_config": {
+                "sam_config": {
+                    **{"hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+                    **{"image_size": 16, "patch_size": 8, "mlp_dim": 128, "global_attn_indexes": [1]},
+                    **{"downsample_channels": [32, 32], "window_size": 2},
+                },
+                "encoder_config": VISION,
+            },
+        },
+        alone=INT8,
+    ),
+    "muse-spark": A(
+        "MuseSparkForConditionalGeneration",
+        {
+            "text_config": {
+                **{**TEXT, **EXPERTS, **SLIDING, **SECOND, "head_dim": 16, "num_local_experts": 4},
+                "moe_hidden_size": 64,
+            },
+            "vision_config": {
+                **{"patch_size": 8, "pos_emb_height": 2, "pos_emb_width": 2, "num_attention_heads": 4},
+                **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 4},
+            },
+            "audio_config": {
+                **{"patch_sizes": [4, 2], "hidden_sizes": [32, 64], "depths": [1, 1], "num_hidden_layers": 2},
+                "out_hidden_size": 64,
+            },
+            **{"out_hidden_size": 64, "projector_hidden_size": 64},
+        },
+        not_quantised=FUSED,
     ),
 }
 

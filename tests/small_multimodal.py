@@ -5,6 +5,17 @@ from __future__ import annotations
 from small_models import ENCODER, ROPE_3D, TEXT, VISION, WAVES, captioned, image, pictured, wave
 from small_models import Architecture as A
 
+CUT = "transformers 5.23 loads no compressed-tensors checkpoint of a model of which it may cut a weight in two"
+
+QWEN_WITH_EYES = {
+    "text_config": {
+        **{**TEXT, "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
+    },
+    "vision_config": {**VISION, "insert_layer_id": 0},
+}
+
 MULTIMODAL: dict[str, A] = {
     # -- images and sound ----------------------------------------------------------------------------------------------
     "vit": A("ViTForImageClassification", VISION, image()),
@@ -13,7 +24,7 @@ MULTIMODAL: dict[str, A] = {
         "Dinov2Model",
         {**VISION, "mlp_ratio": 2},
         image(),
-        alone="transformers 5.23 loads no compressed-tensors checkpoint of a model of which it may cut a tensor in two",
+        alone=CUT,
     ),
     "swin": A(
         "SwinForImageClassification",
@@ -190,6 +201,71 @@ MULTIMODAL: dict[str, A] = {
             "audio_config": {
                 **{"num_mel_bins": 8, "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4},
                 **{"encoder_ffn_dim": 128, "max_source_positions": 10},
+            },
+        },
+    ),
+    "lfm3-vl": A(
+        "Lfm3VlForConditionalGeneration",
+        {
+            "text_config": {
+                **{**TEXT, "model_type": "lfm3", "head_dim": 16, "sliding_window": 8},
+                "layer_types": ["conv", "sliding_attention"],
+            },
+            "vision_config": {
+                **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+                **{"num_key_value_heads": 2, "patch_size": 8, "layer_types": ["conv", "full_attention"]},
+            },
+            "projector_hidden_size": 64,
+        },
+    ),
+    "molmo2": A(
+        "Molmo2ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "head_dim": 16, "additional_vocab_size": 8},
+            "vision_config": {**VISION, "num_key_value_heads": 4, "head_dim": 16, "image_size": [16, 16]},
+            "adapter_config": {
+                **{"vision_feature_layer": [-1, 0], "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
+                **{"num_key_value_heads": 4, "intermediate_size": 128, "text_hidden_size": 64},
+            },
+        },
+        alone=CUT,
+    ),
+    "granite-docling": A(
+        "GraniteDoclingForConditionalGeneration",
+        {
+            "text_config": TEXT,
+            "vision_config": {
+                **{**VISION, "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [1]},
+            },
+        },
+    ),
+    "hyperclovax-vision": A(
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "hyperclovax"},
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
+                **{"patch_size": 8, "fullatt_block_indexes": [1]},
+            },
+        },
+    ),
+    "minicpm-ocr": A("MiniCPMOcrForConditionalGeneration", {**QWEN_WITH_EYES, "insert_layer_id": 0}),
+    "minicpm-v4.7": A("MiniCPMV4_7ForConditionalGeneration", {**QWEN_WITH_EYES, "insert_layer_id": 0}),
+    "ultravbert": A(
+        "UltraVBertForMaskedLM",
+        {
+            "text_config": {**ENCODER, "model_type": "ultrabert", "prediction_head_size": 64, "sliding_window": 8},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "pixel_shuffle_factor": 2,
+        },
+    ),
+    "moss-transcribe": A(
+        "MossTranscribeDiarizeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "qwen3", "head_dim": 16},
+            "audio_config": {
+                **{"num_mel_bins": 8, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+                **{"intermediate_size": 128, "max_source_positions": 20},
             },
         },
     ),

@@ -72,6 +72,7 @@ def test_every_architecture_is_treated_or_refused(tmp_path: Path, name: str) -> 
     dtype = "int8" if found.not_quantised is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[found.dtype]
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
     assert summary.patterns
+    assert summary.in_transformers == (found.alone is None or dtype != "int8")
     inspection = inspect_checkpoint(tmp_path / "s")
     assert inspection.ok
     assert sorted(layer.name for layer in inspection.layers) == sorted(summary.patterns)

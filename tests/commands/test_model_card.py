@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import transformers
+from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, make_checkpoint
 from huggingface_hub import ModelCard
+from small_models import make
 
+from slidesparse.offline.dry_run import dry_run
+from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
 
 SOURCE = """---
@@ -84,3 +90,22 @@ def test_cards_of_strangers(tmp_path: Path, said: str, carried: dict[str, object
     assert (tmp_path / "q/README.source.md").read_text() == "taken"
     told = ModelCard.load(tmp_path / "q/README.md").data.to_dict()
     assert {key: value for key, value in told.items() if key not in ("library_name", "tags")} == carried
+
+
+@pytest.mark.parametrize("name", ["dinov2", "mixtral", "olmo-hybrid", "llama"])
+def test_what_transformers_cannot_load_is_said_first(tmp_path: Path, name: str) -> None:
+    """A card said that transformers loads the folder, which it does not."""
+    found = ARCHITECTURES[name]
+    make(tmp_path / "m", found, found.dtype)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    would = dry_run(tmp_path / "m", tmp_path / "d", PruneOptions("6:8", "int8"))
+    card = (tmp_path / "s/README.md").read_text()
+    first = card.partition("\n# ")[2].splitlines()[2]
+    said = [first, done.describe().splitlines()[-1], would.describe().splitlines()[-1]]
+    assert [NOT_IN_TRANSFORMERS in line for line in said] == [name != "llama"] * 3
+    assert ("transformers loads the folder" in card) == (name == "llama")
+    known = getattr(transformers, found.model)
+    with nullcontext() if name == "llama" else pytest.raises((RuntimeError, ValueError)):
+        known.from_pretrained(tmp_path / "s")
+    floats = prune_checkpoint(tmp_path / "m", tmp_path / "f", PruneOptions("6:8", "bf16"))
+    assert floats.in_transformers

@@ -15,7 +15,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.offline import prune_job
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.weights.quant import quantize_weight, with_usable_scales
+from slidesparse.weights.quant import loadable, quantize_weight
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -60,7 +60,7 @@ def test_larger_rows_keep_their_bits() -> None:
     weight = torch.randn(8, 64)
     weight[3] *= 1e-43
     others = [0, 1, 2, 4, 5, 6, 7]
-    values, scale = with_usable_scales(quantize_weight(weight, torch.int8))
+    values, scale = loadable(quantize_weight(weight, torch.int8))
     alone = quantize_weight(weight[others], torch.int8)
     assert torch.equal(values[others], alone.values)
     assert torch.equal(scale[others], alone.scale)

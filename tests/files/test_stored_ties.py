@@ -87,7 +87,7 @@ def test_layers_beyond_those_of_the_config(tmp_path: Path, name: str, key: str) 
     """They were copied as unused, and the model was cut short."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {key: 1}))
-    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond"):
+    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond those of"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
@@ -96,3 +96,17 @@ def test_drafts_are_no_layers_beyond(tmp_path: Path) -> None:
     changed = config(tmp_path / "m") | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     (tmp_path / "m/config.json").write_text(json.dumps(changed))
     assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8")).unexpected
+
+
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    """A router's correction was rounded to the type of the model, and other experts were chosen."""
+    name, found = "model.layers.1.mlp.gate.e_score_correction_bias", ARCHITECTURES["deepseek-v3"]
+    make(tmp_path / "m", found, torch.bfloat16)
+    weights = load_file(tmp_path / "m/model.safetensors")
+    weights[name] = torch.tensor([0.1, 0.2, 0.3, 0.7])
+    save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    for folder in ("m", "s"):
+        known = getattr(transformers, found.model).from_pretrained(tmp_path / folder)
+        assert torch.equal(known.state_dict()[name], weights[name])
+    assert torch.equal(slidesparse.load(tmp_path / "s").state_dict()[name], weights[name])

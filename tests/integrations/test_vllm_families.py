@@ -128,7 +128,7 @@ def test_what_vllm_holds_in_floats_is_left_to_it(tmp_path: Path) -> None:
         **{"use_mamba_kernels": False, "tie_word_embeddings": False, "max_position_embeddings": 64},
     )
     transformers.JambaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8"))
     model = loaded(configured(tmp_path / "sparse"), REFERENCE)
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "slide")}
     assert packed == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

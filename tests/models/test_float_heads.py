@@ -60,15 +60,15 @@ def test_that_of_a_multimodal_model_belongs_to_its_language_part(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("gemma3", {}, "lm_head stays dense: shares its weight"),
-        ("llama", {"ignore": ("lm_head",)}, "lm_head stays dense: on the ignore list"),
-        ("bert", {}, "the model has no output embedding"),
-        ("llava", {"part": "vision"}, "lm_head stays dense: in the language part; --part language or all"),
+        ("gemma3", {}, "shares its weight"),
+        ("llama", {"ignore": ("lm_head",)}, "on the ignore list"),
+        ("bert", {}, "there is none"),
+        ("llava", {"part": "vision"}, "in the language part; --part language or all"),
     ],
 )
 def test_one_that_stays_dense_cannot_be_asked_for(tmp_path: Path, name: str, options: dict[str, Any], why: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    with pytest.raises(InputError, match=f"options without effect; got --lm-head, and {why}"):
+    with pytest.raises(InputError, match=f"options without effect; got --lm-head, .* stays dense: {why}"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True, **options))
 
 

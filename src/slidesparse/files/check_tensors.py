@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, quan
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.config_keys import LINEAR
-from slidesparse.models.parts import text_config
+from slidesparse.models.parts import parts_of, text_config
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_finite, is_nonzero
@@ -98,24 +99,17 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
 
 def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts."""
-    config = text_config(meta.model.config)
-    last = getattr(config, "num_hidden_layers", 0) or 0
-    drafts = range(last, last + (getattr(config, "num_nextn_predict_layers", 0) or 0))
-    used = {_numbered(name)[0] for origin in meta.names.origins.values() for name in sources(origin)}
-    unexpected = {name: _numbered(name) for name in meta.names.unexpected}
-    further = [name for name, (alike, number) in unexpected.items() if alike in used and number not in drafts]
-    if further:
-        yield CheckpointError(
-            f"{further[0]} is one of {counted(len(further), 'tensor')} beyond what {checkpoint.path}/config.json says",
-            got="a smaller number of layers or experts than the checkpoint has",
-            needed="the config.json of these weights",
-        )
-
-
-def _numbered(name: str) -> tuple[str, int | None]:
-    """Return the name of a tensor without the number of its layer, and the number."""
-    found = re.search(r"\.(\d+)\.", name)
-    return (name, None) if found is None else (f"{name[: found.start()]}.*.{name[found.end() :]}", int(found[1]))
+    config, any_layer = text_config(meta.model.config), partial(re.sub, r"\.\d+\.", ".*.", count=1)
+    last, drafts = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    drafted = {f".{last + i}." for i in range(drafts)}
+    parts = parts_of(meta.model, (name for name, _ in meta.model.named_modules()))
+    senses = {name for name, part in parts.items() if part in ("vision", "audio")}  # whose last layers may be unread
+    written = (one for name, one in meta.names.origins.items() if name.rpartition(".")[0] not in senses)
+    used = {any_layer(name) for origin in written for name in sources(origin)}
+    further = [name for name in meta.names.unexpected if any_layer(name) in used]
+    if further := [name for name in further if not any(number in name for number in drafted)]:
+        what = f"{further[0]} is one of {counted(len(further), 'tensor')} beyond those of {checkpoint.path}/config.json"
+        yield CheckpointError(what, got="fewer layers or experts there", needed="the config.json of these weights")
 
 
 class _Allowed:

@@ -128,14 +128,13 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     model: Any = meta.model
     # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype
-
     stored = stored_names(meta)
     experts = ExpertReader(checkpoint, meta, device)
 
     def read(name: str) -> torch.Tensor:
         value = meta.read(name, experts.tensor).to(device)
         check_finite(value, stored.get(name, name))
-        return value.to(dtype) if dtype in FLOATS and value.is_floating_point() else value
+        return value.to(meta.runs_in(name, dtype)) if dtype in FLOATS and value.is_floating_point() else value
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)

@@ -55,8 +55,7 @@ class MetaModel:
         """
         modules = dict(self.model.named_modules())
         known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-        tensors = [name for origin in self.names.origins.values() for name in sources(origin)]
-        stored = {name.removesuffix(".weight") for name in [*tensors, *self.names.unused]}
+        stored = {name.removesuffix(".weight") for name in [*self.names.used, *self.names.unused]}
         ignored = [name for name in marker.ignore if name not in modules and name not in stored]
         unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:
@@ -112,6 +111,11 @@ class MetaModel:
                 continue
             (place, _, leaf), (owner, _, source) = name.rpartition("."), other.rpartition(".")
             setattr(self.model.get_submodule(place), leaf, getattr(self.model.get_submodule(owner), source))
+
+    def runs_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the float type of a value in a model of that type: transformers keeps some, as of routers, float32."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return torch.float32 if any(part in name for part in kept) else dtype
 
     @property
     def filled(self) -> list[str]:

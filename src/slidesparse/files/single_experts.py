@@ -59,19 +59,6 @@ SINGLE: Mapping[str, tuple[SingleExperts, ...]] = {
 }
 """Class of transformers -> its experts' tensors."""
 
-JOINED_BY_TRANSFORMERS = frozenset({"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"})
-"""Classes that transformers reads in both forms."""
-
-LINEARS_IN_TRANSFORMERS = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
-"""Classes whose experts transformers makes linears where they are quantised."""
-
-
-def transformers_reads(architecture: str, dtype: torch.dtype, *, cut: bool) -> bool:
-    """Say whether transformers 5.23 reads quantised experts that stand alone."""
-    if architecture in LINEARS_IN_TRANSFORMERS:
-        return True
-    return dtype != torch.int8 and (not cut or architecture in JOINED_BY_TRANSFORMERS)
-
 
 def single_experts(architecture: str, tensor: str) -> SingleExperts | None:
     """Return how the experts of a tensor stand alone; None where vLLM does not read them so."""

@@ -20,8 +20,6 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.tensor_names import TensorNames
 from slidesparse.models.parts import text_config
 
-KEY = "tie_word_embeddings"
-
 
 def settle_ties(model: Any, names: TensorNames, checkpoint: Checkpoint) -> TensorNames:
     """Return the names with what is tied by values too, and give the model parameters of their own for what differs."""
@@ -38,11 +36,10 @@ def settle_ties(model: Any, names: TensorNames, checkpoint: Checkpoint) -> Tenso
 
 
 def _equal(one: Origin, other: Origin, checkpoint: Checkpoint) -> bool:
-    if one == other:
-        return True
     a, b = replay(one, checkpoint.tensor), replay(other, checkpoint.tensor)
-    same_form = a.dtype == b.dtype and a.shape == b.shape
-    return same_form and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))  # floats of 8 bits have no equal
 
 
 def config_as_stored(config: Mapping[str, Any], model: Any, names: TensorNames) -> dict[str, Any]:
@@ -52,6 +49,6 @@ def config_as_stored(config: Mapping[str, Any], model: Any, names: TensorNames) 
     """
     if not names.apart or names.tied or getattr(model.config, "is_encoder_decoder", False):
         return dict(config)
-    text, untied = text_config(model.config), {KEY: False}
+    text, untied = text_config(model.config), {"tie_word_embeddings": False}
     parts = [key for key in getattr(model.config, "sub_configs", ()) if getattr(model.config, key, None) is text]
     return {**config, **{key: {**config[key], **untied} for key in parts if key in config}, **untied}

@@ -8,9 +8,13 @@ that have no values and remember where they come from.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ import torch
 from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
 from slidesparse.files.single_experts import joined
-from slidesparse.files.stored import Stored
+from slidesparse.files.stored import STORED_NAMES, Stored
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class TensorNames:
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...]]
     apart: tuple[str, ...] = ()
+
+    @cached_property
+    def used(self) -> set[str]:
+        """The tensors of the checkpoint that fill something."""
+        return {name for origin in self.origins.values() for name in sources(origin)}
 
 
 def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:
@@ -80,6 +89,22 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         tuple(_unexpected(unused, info["unexpected_keys"])),
         misshapen,
     )
+
+
+def transformers_loads(model: Any, quantization: Any, stored: Mapping[str, Stored]) -> bool | None:
+    """Return whether transformers loads a quantised checkpoint without values; None: without compressed-tensors."""
+    if find_spec("compressed_tensors") is None:
+        return None
+    types = {name: dtype for dtype, name in STORED_NAMES.items()}
+    state = {name: torch.empty(one.shape, dtype=types.get(one.dtype), device="meta") for name, one in stored.items()}
+    config = copy.deepcopy(model.config)
+    config.quantization_config = dict(quantization)
+    try:
+        with quiet_transformers(logging.CRITICAL), redirect_stderr(io.StringIO()):  # compressed-tensors draws bars
+            _, info = _load(type(model), config, state)
+    except Exception:  # whatever it is, a user would see it too
+        return False
+    return not info["missing_keys"] and not info["mismatched_keys"]
 
 
 def _computed(known: Any, config: Any, state: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:

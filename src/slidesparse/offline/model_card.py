@@ -19,7 +19,7 @@ from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.models.targets import describe_dense
-from slidesparse.offline.outcome import PruneSummary
+from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
 from slidesparse.offline.prune_options import PruneOptions, Recipe
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 
@@ -64,10 +64,11 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
     by = "the slidesparse plugin" if quantised else "that option"
     card = None if summary.source_card is None else folder / summary.source_card
     reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
+    first = f"**Before all else: {NOT_IN_TRANSFORMERS}.**\n\n" if summary.in_transformers is False else ""
     text = f"""{_front_matter(origin, card, quantised)}
 # {name}, {counts[0][0] if counts else "dense"}, {dtype.upper()}
 
-{_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
+{first}{_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
 Of the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise.
 
 | | |
@@ -82,7 +83,7 @@ vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
 vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
-{reads if summary.in_transformers else "transformers 5.23 cannot load experts in this form."}
+{reads if summary.in_transformers else ""}
 
 ```python
 import slidesparse as ss

@@ -18,7 +18,7 @@ from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import parse_dtype
 
 NOT_IN_TRANSFORMERS = (
-    "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
+    "the installed transformers cannot load it in 8 bits: vLLM may, slidesparse.load does, and a float --dtype fits all"
 )
 
 SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
@@ -36,7 +36,7 @@ class PruneOutcome:
         dtype: Type of the treated weights.
         recipe: How INT8 weights are rounded.
         treated_experts: Lines that describe the treated experts of a mixture.
-        in_transformers: Whether transformers reads them.
+        in_transformers: Whether the installed transformers loads the new checkpoint; None where it cannot be asked.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         not_copied: Files of the source that hold or describe code or other copies of the weights.
@@ -47,7 +47,7 @@ class PruneOutcome:
     dtype: str
     recipe: Recipe
     treated_experts: list[str]
-    in_transformers: bool
+    in_transformers: bool | None
     dense_head: str | None
     lacks_tokenizer: bool
     not_copied: list[str]
@@ -66,10 +66,10 @@ class PruneOutcome:
             # Of six bits the sizes of files show nothing.
             SIX_BITS: self.recipe == "6bit" and any(pattern != str(DENSE) for pattern in patterns),
             EXPERTS_FOLLOW: bool(self.treated_experts),
-            NOT_IN_TRANSFORMERS: not self.in_transformers,
             head: self.dense_head is not None,
             NO_TOKENIZER: self.lacks_tokenizer,
             warn_of_type(parse_dtype(self.dtype)) or "": True,
+            NOT_IN_TRANSFORMERS: self.in_transformers is False,
         }
         return [line for line, holds in said.items() if line and holds]
 

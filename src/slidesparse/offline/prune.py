@@ -27,6 +27,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_names import transformers_loads
 from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
@@ -37,7 +38,7 @@ from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
-from slidesparse.weights.quant import dtype_name
+from slidesparse.weights.quant import QUANTISED, dtype_name
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,14 @@ class Prepared:
     def outcome(self) -> dict[str, Any]:
         """Return the fields of :class:`PruneOutcome` but for the size."""
         job = self.job
+        stored = {name: one for shard in self.outputs.values() for name, one in shard.items()}
+        quantization = job.config().get("quantization_config") if job.dtype in QUANTISED else None
         return {
             "destination": str(self.destination),
             "dtype": dtype_name(job.dtype),
             "recipe": job.recipe,
             "treated_experts": job.experts.describe(),
-            "in_transformers": job.experts.in_transformers,
+            "in_transformers": quantization is None or transformers_loads(job.meta.model, quantization, stored),
             "dense_head": job.dense_head,
             "lacks_tokenizer": lacks_tokenizer(self.files, getattr(job.meta.model, "config", None)),
             "not_copied": list(self.files.not_copied),

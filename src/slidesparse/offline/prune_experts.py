@@ -24,21 +24,14 @@ from slidesparse.files.expert_tensors import (
     read_experts,
 )
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.single_experts import single_experts, transformers_reads
+from slidesparse.files.single_experts import single_experts
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
 from slidesparse.offline.prune_options import PruneOptions, check_type
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import (
-    QUANTISED,
-    dequantize,
-    quantize_weight,
-    requantize,
-    rounding_of,
-    with_usable_scales,
-)
+from slidesparse.weights.quant import QUANTISED, dequantize, loadable, quantize_weight, requantize, rounding_of
 from slidesparse.weights.support import check_weight
 
 
@@ -219,8 +212,8 @@ class ExpertJob:
             found: dict[str, torch.Tensor] = {}
             recipe = rounding_of(self.rounding, pattern)
             for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
-                rounded = quantize_weight(rows, self.dtype, name=name, recipe=recipe)
-                found[name], found[f"{name}_scale"] = with_usable_scales(rounded)
+                rounded = loadable(quantize_weight(rows, self.dtype, name=name, recipe=recipe))
+                found[name], found[f"{name}_scale"] = rounded
             return found
         (name,) = names
         if pattern == DENSE:
@@ -253,14 +246,6 @@ class ExpertJob:
         left = {name: tensor for name, tensor in self.tensors.items() if tensor.layer in self.dense}
         hub = [marker_name(name, 2).partition(".*.")[0] for name in left if self._is_one_expert(name)]
         return ignore_entries([*(one.experts.name for one in left.values()), *hub], every=False)
-
-    @property
-    def in_transformers(self) -> bool:
-        """Whether transformers reads the treated experts as they are written."""
-        if self.dtype not in QUANTISED or not self.layers:
-            return True
-        cut = any(not self._is_one_expert(name) for name, _ in self._treated())
-        return transformers_reads(type(self.meta.model).__name__, self.dtype, cut=cut)
 
     def _is_one_expert(self, name: str) -> bool:
         return len(self.checkpoint.stored(name).shape) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
-from slidesparse.base.traced_tensor import sources
 from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
@@ -43,12 +41,12 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     QUANTISED,
     dequantize,
+    loadable,
     quantize_weight,
     requantize,
     rounding_of,
     ternary_scale,
     ternary_weight,
-    with_usable_scales,
 )
 from slidesparse.weights.support import check_weight
 
@@ -251,14 +249,9 @@ class PruneJob:
             for key, one in self._stored_form(name, here[name], pruned[name]).items()
         }
 
-    @cached_property
-    def used(self) -> set[str]:
-        """The tensors of the source that the model has, or computes its own from."""
-        return {name for origin in self.meta.names.origins.values() for name in sources(origin)}
-
     def require_finite(self, progress: bool | None) -> None:
         """Refuse NaN and Inf in any tensor that is used, before hours of calibration."""
-        sizes = {name: self.checkpoint.stored(name).n_bytes for name in sorted(self.used)}
+        sizes = {name: self.checkpoint.stored(name).n_bytes for name in sorted(self.meta.names.used)}
         with progress_bar("check", sum(sizes.values()), show=progress) as advance:
             for name, n_bytes in sizes.items():
                 check_finite(self.checkpoint.tensor(name), name)
@@ -266,7 +259,7 @@ class PruneJob:
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
-        if tensor in self.used:
+        if tensor in self.meta.names.used:
             check_finite(value, tensor)
         return value
 
@@ -289,8 +282,7 @@ class PruneJob:
             values, scale = ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
         else:
             recipe = rounding_of(self.rounding, self.patterns[name])
-            rounded = quantize_weight(weight, self.dtype, name=tensor, recipe=recipe)
-            values, scale = with_usable_scales(rounded)
+            values, scale = loadable(quantize_weight(weight, self.dtype, name=tensor, recipe=recipe))
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

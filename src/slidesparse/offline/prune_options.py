@@ -142,29 +142,20 @@ def check_options(options: PruneOptions) -> None:
     """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
-    _require_pattern(options, patterns)
-    if options.match < 0:
-        raise InputError("steps of matching", got=options.match, needed="0 or more")
-    _require_text(options)
-    _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
-
-
-def _require_pattern(options: PruneOptions, patterns: set[Pattern]) -> None:
-    """Refuse options that treat pruned weights alone where none are pruned."""
+    idle = {"--recipe 6bit": options.recipe == "6bit", "--match": options.match > 0}
     floats = options.dtype is not None and parse_dtype(options.dtype) not in QUANTISED
-    said = {
-        "--recipe 6bit": options.recipe == "6bit",
-        "--match": options.match > 0,
-        # In 8 bits a text smooths dense layers too.
-        f"--method {options.method}": floats and options.calibration is not None,
-    }
-    if patterns == {DENSE} and (given := [name for name, holds in said.items() if holds]):
+    idle[f"--method {options.method}"] = floats and options.calibration is not None  # in 8 bits a text smooths
+    if patterns == {DENSE} and (given := [name for name, holds in idle.items() if holds]):
         raise InputError(
             "options without effect",
             got=f"{', '.join(given)} without a pattern",
             needed="a pattern: these treat the weights that are pruned",
             remedy=f"use --pattern 6:8, or leave out {given[0].split()[0]}",
         )
+    if options.match < 0:
+        raise InputError("steps of matching", got=options.match, needed="0 or more")
+    _require_text(options)
+    _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:

@@ -50,9 +50,8 @@ def find_treated(
     targets = find(keep | mixers)
     if lm_head and treated_head(meta.model, targets.linears) is None:
         head = output_embedding(meta.model)
-        names = [name for name, module in meta.model.named_modules() if module is head]
-        said = [f"{name} stays dense: {targets.dense.get(name, 'it is no nn.Linear')}" for name in names]
-        got = f"--lm-head, and {next(iter(said), 'the model has no output embedding')}"
+        why = (targets.dense.get(name) for name, module in meta.model.named_modules() if module is head)
+        got = f"--lm-head, and the output embedding stays dense: {next(why, None) or 'there is none'}"
         raise InputError("options without effect", got=got, remedy="leave out --lm-head")
     return targets
 

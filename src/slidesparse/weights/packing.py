@@ -14,9 +14,9 @@ from slidesparse.weights.quant import (
     QUANTISED,
     Rounding,
     check_rounding,
+    loadable,
     quantize_weight,
     rounding_of,
-    with_usable_scales,
 )
 from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
 
@@ -91,6 +91,6 @@ def pack_weight(
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
         rounded = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
-        values, scale = with_usable_scales(rounded)
+        values, scale = loadable(rounded)
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

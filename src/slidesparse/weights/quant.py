@@ -182,8 +182,8 @@ def quantize_weight(
     return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
 
 
-def with_usable_scales(weight: Quantised) -> Quantised:
-    """Return a weight whose rows have values where they have a scale: that of the least float32 numbers is 0."""
+def loadable(weight: Quantised) -> Quantised:
+    """Return a weight without values in rows whose scale is 0, as that of the least float32 numbers is."""
     lost = weight.scale == 0
     return Quantised(weight.values.masked_fill(lost, 0), weight.scale) if bool(lost.any()) else weight
 

@@ -61,7 +61,8 @@ class CheckpointLayerStore(LayerStore):
         """Read these tensors of the model's state from the checkpoint."""
         known = set(self.meta.filled)
         state = {name: self.meta.read(name, self._read) for name in names if name in known}
-        wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
+        types = {name: self.meta.runs_in(name, self.compute) for name in state}
+        wide = {name: t.to(types[name]) if t.is_floating_point() else t for name, t in state.items()}
         self.meta.model.load_state_dict(wide, strict=False, assign=True)
 
     def load(self, name: str, layer: nn.Module) -> None:
