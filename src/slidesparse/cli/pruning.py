@@ -24,6 +24,7 @@ from slidesparse.cli.arguments import (
 from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
 from slidesparse.errors import InputError
+from slidesparse.offline.published import BEST, expected_cost
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -68,6 +69,8 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (%(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
+    said = "; ".join(expected_cost(zeros, 1) for zeros in (0.25, 1 / 3, 0.5))
+    prune.epilog = f"Least is lost by {BEST}: {said}. docs/accuracy.md has more."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
@@ -159,6 +162,7 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.base.ranks import ALONE
+    from slidesparse.files.checkpoint import Checkpoint
     from slidesparse.models.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
     from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain
@@ -179,5 +183,5 @@ def _plan(options: argparse.Namespace) -> int:
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
-    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
+    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out, Checkpoint(source)))
     return 0

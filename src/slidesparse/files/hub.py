@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from slidesparse.base.apart import run_apart
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.checkpoint import TEXTS
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
@@ -118,6 +119,22 @@ def fetch(repository: str, revision: str | None = None) -> Path:
             )
 
 
+def describe_model(repository: str) -> str | None:
+    """Return the licence of a hub's model and the bytes that :func:`fetch` would fetch; None where no hub says so."""
+    if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
+        return None
+    from huggingface_hub.utils import filter_repo_objects
+
+    try:
+        found = _model_info(repository, files_metadata=True)
+    except Exception:  # what is wrong is said when it is fetched
+        return None
+    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    wanted = filter_repo_objects(sizes, allow_patterns=[*FETCHED], ignore_patterns=[*OTHER_WEIGHTS])
+    licence, size = getattr(found.card_data, "license", None), readable_size(sum(sizes[name] for name in wanted))
+    return f"{repository}, licence {licence!a}: {size}, fetched if they are not in the cache"
+
+
 def hub_model(folder: Path) -> HubModel | None:
     """Return where in a hub a folder of huggingface_hub's cache comes from; None for any other folder.
 
@@ -179,13 +196,17 @@ def _digests_checked() -> Iterator[None]:
             setattr(*place, ask)
 
 
-def _answers(repository: str, revision: str | None) -> bool:
-    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
+def _model_info(repository: str, **options: Any) -> Any:
     from huggingface_hub import HfApi, constants
 
     ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
-    try:  # that is the limit of a silence, and bytes may come one by one
-        run_apart(lambda: ask(repository, revision=revision, timeout=limit), 6 * limit)
+    return run_apart(lambda: ask(repository, timeout=limit, **options), 6 * limit)  # its bytes may come one by one
+
+
+def _answers(repository: str, revision: str | None) -> bool:
+    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
+    try:
+        _model_info(repository, revision=revision)
     except Exception as error:  # in the classes of whichever library huggingface_hub builds on
         return "Timeout" not in type(error).__name__
     return True

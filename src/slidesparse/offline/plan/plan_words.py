@@ -8,10 +8,12 @@ from shlex import quote
 
 from slidesparse.base.progress import wrapped
 from slidesparse.base.readable_size import readable_size
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.published import BEST, expected_cost
 from slidesparse.prune import get_pruner
 
 EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
@@ -24,7 +26,7 @@ KEPT = (
 ROUNDED_TO_SIX_BITS = "sizes are those of six bits; damage is measured in float, without what rounding to them adds"
 
 
-def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
+def describe(plan: Plan, options: PlanOptions, out: Path, source: Checkpoint) -> str:
     """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
     counts = Counter(map(str, plan.patterns.values()))
     text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
@@ -37,6 +39,7 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
         f" predicted damage {plan.damage:.4f} nats a token{together}",
         *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
         *plan.basis,
+        f"{expected_cost(plan.sparsity, source.n_bytes)}; least is lost by {BEST}",
     ]
     command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
     return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])
