@@ -9,6 +9,7 @@ import pytest
 from checkpoints import add_tokenizer, make_checkpoint
 
 from slidesparse.cli import main
+from slidesparse.demo import chat
 from slidesparse.demo.chat import CALIBRATION, METHOD, PATTERNS, QUESTIONS, TEXT, ChatReport, ChatRow
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -38,6 +39,18 @@ def test_it_prunes_asks_and_measures(model: Path, tmp_path: Path, capsys: pytest
         measured = evaluate(folder, text=TEXT).perplexity
         assert measured is not None
         assert rows[pattern]["perplexity"] == measured.perplexity
+
+
+def test_the_package_of_the_usual_model_is_found_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own dependencies are missing where pip was told --no-deps."""
+    assert chat._usual() == chat.MODEL
+    (tmp_path / chat.PACKAGE).mkdir()
+    (tmp_path / chat.PACKAGE / "__init__.py").write_text("raise ImportError")
+    (tmp_path / chat.PACKAGE / "x.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert chat._usual() == str(tmp_path / chat.PACKAGE / "x.gguf")
 
 
 def test_how_it_is_shown() -> None:

@@ -86,27 +86,31 @@ class ChatReport:
 def run_chat(source: str | None = None, device: str = "cpu") -> ChatReport:
     """Prune a small chat model, ask it dense and pruned, and measure its perplexity.
 
-    ``source`` is a folder, a ``.gguf`` or a model of the hub; None: :data:`MODEL`, of :data:`PACKAGE` if it is there.
+    ``source`` is a folder, a ``.gguf`` or a model of the hub; None: SmolLM2-135M-Instruct.
 
     Raises:
         CheckpointError: There is no such model, or it cannot be loaded.
     """
-    where, began, rows = usable_device(device), time.perf_counter(), []
+    where, began, rows, name = usable_device(device), time.perf_counter(), [], source or _usual()
     with TemporaryDirectory(prefix="slidesparse-") as folder:
-        dense = _dense(source, Path(folder, "dense"))
+        dense = _dense(name, Path(folder, "dense"))
         with progress_bar("demo", len(PATTERNS), unit="patterns") as advance:
             for pattern in PATTERNS:
                 advance(0, pattern)
                 rows.append(_row(dense, pattern, Path(folder, "pruned"), where))
                 advance(1)
-    return ChatReport(source or MODEL, str(where), time.perf_counter() - began, tuple(rows))
+    return ChatReport(name, str(where), time.perf_counter() - began, tuple(rows))
 
 
-def _dense(source: str | None, folder: Path) -> Path:
-    """Return the dense checkpoint: of a GGUF in that folder. A hub's licence and size are said before it is fetched."""
-    package = find_spec(PACKAGE) if source is None else None
+def _usual() -> str:
+    """Return the GGUF of :data:`PACKAGE` where that is installed, else :data:`MODEL`."""
+    package = find_spec(PACKAGE)
     packed = [*Path(package.origin).parent.glob("*.gguf")] if package and package.origin else []
-    name = str(packed[0]) if packed else source or MODEL
+    return str(packed[0]) if packed else MODEL
+
+
+def _dense(name: str, folder: Path) -> Path:
+    """Return the dense checkpoint: of a GGUF in that folder. A hub's licence and size are said before it is fetched."""
     if name.endswith(".gguf"):
         return _unpacked(Path(name), folder)
     if (said := describe_model(name)) is not None:
