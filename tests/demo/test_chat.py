@@ -45,6 +45,7 @@ def test_the_package_of_the_usual_model_is_found_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own dependencies are missing where pip was told --no-deps."""
+    monkeypatch.setattr(chat, "PACKAGE", "package_of_the_test")
     assert chat._usual() == chat.MODEL
     (tmp_path / chat.PACKAGE).mkdir()
     (tmp_path / chat.PACKAGE / "__init__.py").write_text("raise ImportError")

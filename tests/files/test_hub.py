@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -28,6 +29,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files import hub as hub_module
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
+from slidesparse.offline.calibrate.texts import read_documents
 
 TO_6_OF_8 = ["--pattern", "6:8", "--dtype", "int8"]
 
@@ -301,6 +303,23 @@ def test_a_hub_writes_nothing_outside_of_the_cache(
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
     monkeypatch.setattr(small_hub_module, "respond", answer)
     assert source_folder("maker/small").is_dir()  # nothing is left over
+
+
+def test_nor_does_a_hub_of_data_sets(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = small_hub_module.respond
+
+    def evil(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answer(hub, path, known)
+        return status, headers | {"ETag": "../../../../planted"}, body
+
+    def load(*_: object, **__: object) -> list[dict[str, str]]:
+        return [{"text": Path(huggingface_hub.hf_hub_download("maker/small", "README.md")).read_text()}]
+
+    monkeypatch.setattr(small_hub_module, "respond", evil)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    with pytest.raises(InputError, match="needed a digest"):
+        read_documents("maker/small")
+    assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def fetch(repository: str, revision: str | None = None) -> Path:
 
     if not bars_shown():
         disable_progress_bars()
-    with _digests_checked():
+    with digests_checked():
         reached = _answers(repository, revision)
         with _explained(repository, revision, reached):
             return Path(
@@ -162,13 +162,14 @@ def _arrival(repository: str) -> Callable[[], bool]:
 
 
 @contextmanager
-def _digests_checked() -> Iterator[None]:
+def digests_checked() -> Iterator[None]:
     """Refuse commits and digests that lead out of the cache: huggingface_hub believes whatever a hub answers."""
     from huggingface_hub import HfApi, errors, file_download
 
     names: dict[tuple[Any, str], Callable[[Any], list[str | None]]] = {
         (file_download, "get_hf_file_metadata"): lambda file: [file.etag, file.commit_hash],
         (HfApi, "model_info"): lambda model: [model.sha],
+        (HfApi, "dataset_info"): lambda data: [data.sha],
         (HfApi, "list_repo_tree"): lambda files: [one.lfs.sha256 for one in files if getattr(one, "lfs", None)],
     }
     before = {place: getattr(*place) for place in names}

@@ -19,6 +19,7 @@ from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
 from slidesparse.errors import InputError, UnsupportedError, first_line
+from slidesparse.files.hub import digests_checked
 from slidesparse.offline.calibrate.chats import Chat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -229,7 +230,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
         ) from error
     length = 0
     try:
-        with other_library():
+        with other_library(), digests_checked():
             rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
             for number, row in enumerate(rows):
                 yield (document := _document(f"{name}, row {number}", row))
