@@ -174,16 +174,21 @@ def digests_checked() -> Iterator[None]:
     }
     before = {place: getattr(*place) for place in names}
 
+    def require(said: list[str | None]) -> None:
+        for name in said:
+            if name is not None and DIGEST.fullmatch(name) is None:
+                raise CheckpointError("the hub names a commit or a file", got=f"{name!r:.80}", needed="a digest")
+
     def checked(place: tuple[Any, str]) -> Callable[..., Any]:
         def ask(*arguments: Any, **options: Any) -> Any:
             try:
                 found = before[place](*arguments, **options)
-            except errors.EntryNotFoundError as error:  # a note of it would be kept, under the commit that is said
-                raise CheckpointError("the hub lacks a file that it lists", got=first_line(error)) from error
+            except errors.EntryNotFoundError as error:  # a note of it is kept, under the commit that is said
+                answer = getattr(error, "response", None)
+                require([] if answer is None else [answer.headers.get("X-Repo-Commit")])
+                raise
             found = list(found) if isinstance(found, Iterator) else found
-            for name in names[place](found):
-                if name is not None and DIGEST.fullmatch(name) is None:
-                    raise CheckpointError("the hub names a commit or a file", got=f"{name!r:.80}", needed="a digest")
+            require(names[place](found))
             return found
 
         return ask
