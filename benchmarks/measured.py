@@ -44,7 +44,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
-DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart")
+DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart", "recipe")
 LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "six-bits")
 PAGES = (
     ROOT / "README.md",
@@ -589,6 +589,19 @@ def published_loss() -> str:
     return markdown(("pattern", *heads), rows)
 
 
+def recipe() -> str:
+    """The recipe: how long a published model was trained on, and what its pattern cost before and after."""
+    runs = map(json.loads, (PUBLISHED.parent / "recover.jsonl").read_text().splitlines())
+    by_pattern = {one["name"].split()[1]: one for one in runs if one["name"].startswith("recover ")}
+    found, rows = published_records(), []
+    for pattern in UNIFORM:
+        run, both = by_pattern[pattern], [found[f"{pattern} match"], found[f"{pattern} {RECOVERED}"]]
+        pace = [f"{run['seconds']:.0f} s", f"{run['tokens'] / run['seconds'] / 1e3:.0f} thousand"]
+        rows.append([pattern, *pace, *(rise(one, found["dense"]) for one in both)])
+    heads = ("8 million tokens", "tokens a second", "perplexity of code, after step 2", "after step 3")
+    return markdown(("pattern", *heads), rows)
+
+
 def published_models() -> str:
     """The page on accuracy: all models that were judged, beside the dense one, on the same problems."""
     found = published_records()
@@ -845,6 +858,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "six-bits-encoder": six_bits_encoder,
     "published-loss": published_loss,
     "published-models": published_models,
+    "recipe": recipe,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

@@ -254,7 +254,7 @@ def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "Errno" not in captured.err
 
 
-@pytest.mark.parametrize("name", ["a$b", "a$b$", "maker/model", "../out", "a|b", "n" * 300])
+@pytest.mark.parametrize("name", ["a$b", r"a$\no$", "maker/model", "../out", "a|b", "n" * 300])
 def test_any_name_of_a_model_is_drawn(tmp_path: Path, name: str) -> None:
     records = [replace(one, case=replace(one.case, model=name)) for one in model_records()]
     files = report(records, tmp_path / "r")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -21,11 +22,14 @@ from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
 
 import slidesparse as ss
 from slidesparse.base import apart
+from slidesparse.base.readable_size import readable_size
 from slidesparse.cli import main
+from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files import hub as hub_module
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.hub import HubModel, hub_model, source_folder
+from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
+from slidesparse.offline.calibrate.texts import read_documents
 
 TO_6_OF_8 = ["--pattern", "6:8", "--dtype", "int8"]
 
@@ -65,6 +69,19 @@ def test_what_is_fetched_and_where_it_is(hub: SmallHub, model: Path, tmp_path: P
     hub.asked.clear()
     assert source_folder("maker/small", "v1") == folder
     assert hub.fetched() == []  # it is in the cache
+
+
+def test_licence_and_size_are_said_before_anything_is_fetched(
+    hub: SmallHub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[str]] = []
+    monkeypatch.setattr(chat.LOG, "warning", lambda line: said.append([line, *hub.fetched()]))
+    monkeypatch.setattr(chat, "_row", lambda *_: chat.ChatRow("dense", 1.0, ()))
+    chat.run_chat("maker/small")
+    size = readable_size(sum(path.stat().st_size for path in source_folder("maker/small").iterdir()))
+    assert said == [[f"maker/small, licence 'mit\\x1b[31m': {size}, fetched if they are not in the cache"]]
+    hub.broken = True
+    assert describe_model("maker/small") is None
 
 
 def test_prune_inspect_and_load_by_name(hub: SmallHub, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,12 +285,29 @@ def test_a_hub_writes_nothing_outside_of_the_cache(
         return status, headers, body
 
     monkeypatch.setattr(small_hub_module, "respond", evil)
-    with pytest.raises(CheckpointError, match=r"needed a digest|lacks a file that it lists"):
+    with pytest.raises(CheckpointError, match="needed a digest"):
         source_folder("maker/small")
     assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
     monkeypatch.setattr(small_hub_module, "respond", answer)
     assert source_folder("maker/small").is_dir()  # nothing is left over
+
+
+def test_nor_does_a_hub_of_data_sets(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = small_hub_module.respond
+
+    def evil(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answer(hub, path, known)
+        return status, headers | {"ETag": "../../../../planted"}, body
+
+    def load(*_: object, **__: object) -> list[dict[str, str]]:
+        return [{"text": Path(huggingface_hub.hf_hub_download("maker/small", "README.md")).read_text()}]
+
+    monkeypatch.setattr(small_hub_module, "respond", evil)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    with pytest.raises(InputError, match="needed a digest"):
+        read_documents("maker/small")
+    assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
 
 
 @pytest.mark.slow

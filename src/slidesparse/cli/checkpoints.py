@@ -18,6 +18,9 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.pruning import add_chats, add_plan, add_prune, add_recover
+from slidesparse.errors import InputError
+
+PLOT = Path("slidesparse-demo.png")
 
 
 def add_commands(commands: Commands) -> None:
@@ -46,16 +49,25 @@ def _info(options: argparse.Namespace) -> int:
 def _add_demo(commands: Commands) -> None:
     text = "Prune a real trained model, prove exactness, and show what each pattern costs."
     demo = add_command(commands, "demo", _demo, text)
-    usual = Path("slidesparse-demo.png")
-    demo.add_argument("--plot", type=named_path, default=usual, help="where the plot goes (%(default)s)")
+    demo.add_argument("--plot", type=named_path, help=f"where the plot goes (default: {PLOT})")
+    text = "ask a chat model, dense and pruned: a folder, a .gguf or NAMESPACE/NAME (default: SmolLM2-135M-Instruct)"
+    demo.add_argument("--chat", nargs="?", const="", metavar="CHECKPOINT", help=text)
     add_device(demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.chat is not None:
+        from slidesparse.demo.chat import run_chat
+
+        if options.plot is not None:
+            raise InputError("options without effect", got="--plot with --chat", remedy="leave out one of them")
+        print_outcome(options, run_chat(options.chat or None, device_of(options)))
+        return 0
     from slidesparse.cli import failure
     from slidesparse.demo.run import draw_demo, run_demo
     from slidesparse.errors import SlideSparseError
 
+    options.plot = options.plot or PLOT
     report = run_demo(options.plot, device=device_of(options))
     found, failed = report.to_json(), None
     try:

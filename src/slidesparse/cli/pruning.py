@@ -34,6 +34,7 @@ from slidesparse.cli.calibration import (
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
 from slidesparse.errors import InputError, printable
+from slidesparse.offline.published import BEST, expected_cost
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -78,6 +79,8 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (%(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
+    said = "; ".join(expected_cost(zeros, 1) for zeros in (0.25, 1 / 3, 0.5))
+    prune.epilog = f"Least is lost by {BEST}: {said}. docs/accuracy.md has more."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
@@ -169,6 +172,7 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.base.ranks import ALONE
+    from slidesparse.files.checkpoint import Checkpoint
     from slidesparse.offline.plan.choose_patterns import Target
     from slidesparse.offline.plan.plan import plan_checkpoint
     from slidesparse.offline.plan.plan_file import describe
@@ -189,7 +193,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
-    said = options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out)
+    said = options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out, Checkpoint(source))
     print(printable(said, keep="\n"))
     return 0
 

@@ -19,6 +19,7 @@ from slidesparse.base.arguments import shown
 from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import TEXTS
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
@@ -100,7 +101,7 @@ def fetch(repository: str, revision: str | None = None) -> Path:
 
     if not bars_shown():
         disable_progress_bars()
-    with _digests_checked():
+    with digests_checked():
         reached = _answers(repository, revision)
         with _explained(repository, revision, reached):
             return Path(
@@ -113,6 +114,22 @@ def fetch(repository: str, revision: str | None = None) -> Path:
                     ignore_patterns=[*OTHER_WEIGHTS],
                 )
             )
+
+
+def describe_model(repository: str) -> str | None:
+    """Return the licence of a hub's model and the bytes that :func:`fetch` would fetch; None where no hub says so."""
+    if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
+        return None
+    from huggingface_hub.utils import filter_repo_objects
+
+    try:
+        found = _model_info(repository, files_metadata=True)
+    except Exception:  # what is wrong is said when it is fetched
+        return None
+    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    wanted = filter_repo_objects(sizes, allow_patterns=[*FETCHED], ignore_patterns=[*OTHER_WEIGHTS])
+    licence, size = getattr(found.card_data, "license", None), readable_size(sum(sizes[name] for name in wanted))
+    return f"{repository}, licence {licence!a}: {size}, fetched if they are not in the cache"
 
 
 def hub_model(folder: Path) -> HubModel | None:
@@ -142,27 +159,33 @@ def _arrival(repository: str) -> Callable[[], bool]:
 
 
 @contextmanager
-def _digests_checked() -> Iterator[None]:
+def digests_checked() -> Iterator[None]:
     """Refuse commits and digests that lead out of the cache: huggingface_hub believes whatever a hub answers."""
     from huggingface_hub import HfApi, errors, file_download
 
     names: dict[tuple[Any, str], Callable[[Any], list[str | None]]] = {
         (file_download, "get_hf_file_metadata"): lambda file: [file.etag, file.commit_hash],
         (HfApi, "model_info"): lambda model: [model.sha],
+        (HfApi, "dataset_info"): lambda data: [data.sha],
         (HfApi, "list_repo_tree"): lambda files: [one.lfs.sha256 for one in files if getattr(one, "lfs", None)],
     }
     before = {place: getattr(*place) for place in names}
+
+    def require(said: list[str | None]) -> None:
+        for name in said:
+            if name is not None and DIGEST.fullmatch(name) is None:
+                raise CheckpointError("the hub names a commit or a file", got=f"{name!r:.80}", needed="a digest")
 
     def checked(place: tuple[Any, str]) -> Callable[..., Any]:
         def ask(*arguments: Any, **options: Any) -> Any:
             try:
                 found = before[place](*arguments, **options)
-            except errors.EntryNotFoundError as error:  # a note of it would be kept, under the commit that is said
-                raise CheckpointError("the hub lacks a file that it lists", got=first_line(error)) from error
+            except errors.EntryNotFoundError as error:  # a note of it is kept, under the commit that is said
+                answer = getattr(error, "response", None)
+                require([] if answer is None else [answer.headers.get("X-Repo-Commit")])
+                raise
             found = list(found) if isinstance(found, Iterator) else found
-            for name in names[place](found):
-                if name is not None and DIGEST.fullmatch(name) is None:
-                    raise CheckpointError("the hub names a commit or a file", got=f"{name!r:.80}", needed="a digest")
+            require(names[place](found))
             return found
 
         return ask
@@ -176,13 +199,17 @@ def _digests_checked() -> Iterator[None]:
             setattr(*place, ask)
 
 
-def _answers(repository: str, revision: str | None) -> bool:
-    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
+def _model_info(repository: str, **options: Any) -> Any:
     from huggingface_hub import HfApi, constants
 
     ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
-    try:  # that is the limit of a silence, and bytes may come one by one
-        run_apart(lambda: ask(repository, revision=revision, timeout=limit), 6 * limit)
+    return run_apart(lambda: ask(repository, timeout=limit, **options), 6 * limit)  # its bytes may come one by one
+
+
+def _answers(repository: str, revision: str | None) -> bool:
+    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
+    try:
+        _model_info(repository, revision=revision)
     except Exception as error:  # in the classes of whichever library huggingface_hub builds on
         return "Timeout" not in type(error).__name__
     return True

@@ -21,6 +21,8 @@ from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.models.targets import describe_dense
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
 from slidesparse.offline.prune_options import PruneOptions, Recipe
+from slidesparse.offline.published import BEST, expected_cost
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
@@ -52,6 +54,7 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
     origin = hub_model(source)
     name = _plain(source.resolve().name if origin is None else origin.repository.rpartition("/")[2])
     counts = Counter(summary.patterns.values()).most_common()
+    zeros = float(Pattern.parse(counts[0][0]).sparsity) if counts else 0.0
     left = describe_dense({**summary.dense, **summary.other})
     rows = {
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
@@ -60,6 +63,7 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
         "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",
+        "to expect": f"{expected_cost(zeros, summary.source_bytes)}; least is lost by {BEST}" if zeros else "",
     }
     by = "the slidesparse plugin" if quantised else "that option"
     card = None if summary.source_card is None else folder / summary.source_card

@@ -25,6 +25,7 @@ from slidesparse.models.targets import matches_entry
 from slidesparse.offline.calibrate.calibration import Calibration, digest
 from slidesparse.offline.plan.choose_patterns import Plan
 from slidesparse.offline.plan.plan_options import PlanOptions
+from slidesparse.offline.published import BEST, expected_cost
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import Rounding
@@ -185,7 +186,7 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     }
 
 
-def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
+def describe(plan: Plan, options: PlanOptions, out: Path, source: Checkpoint) -> str:
     """Return a plan as text for the terminal, with the command that uses it in one line, to be copied."""
     counts = Counter(map(str, plan.patterns.values()))
     text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
@@ -198,6 +199,7 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
         f" predicted damage {plan.damage:.4f} nats a token{together}",
         *([] if options.recipe == "absmax" else [ROUNDED_TO_SIX_BITS]),
         *plan.basis,
+        f"{expected_cost(plan.sparsity, source.n_bytes)}; least is lost by {BEST}",
     ]
     command = f"slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
     return "\n".join([*map(wrapped, said), f"use it with: {command} --dtype {plan.kept_type or options.dtype}"])

@@ -1,0 +1,56 @@
+"""What is said of published models is what their records say, at each place that says it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+
+from slidesparse.cli import main
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.published import BEST, COSTS, expected_cost
+
+RECORDS = Path(__file__).parents[2] / "results/accuracy/published"
+FILES = {"Qwen2.5-Coder-0.5B-Instruct": "qwen2.5-coder-0.5b.jsonl"}
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=lambda one: f"{one[0]} {one[2]}")
+def test_the_table_says_what_the_records_say(cost: tuple[str, float, str, str, str]) -> None:
+    model, _, pattern, *said = cost
+    lines = (RECORDS / FILES[model]).read_text().splitlines()
+    found = {one["tag"]: one["code"]["loss"] for one in map(json.loads, lines)}
+    for tag, words in zip((f"{pattern} match", f"{pattern} recover 8M"), said, strict=True):
+        rise = math.exp(sum(found[tag]) / len(found[tag]) - sum(found["dense"]) / len(found["dense"])) - 1
+        assert words == f"{rise:.1%}".replace("%", " %")
+
+
+@pytest.mark.parametrize(("zeros", "pattern"), [(0.01, "6:8"), (0.25, "6:8"), (0.3, "4:6"), (0.5, "2:4"), (1.0, "2:4")])
+def test_the_nearest_pattern_is_taken(zeros: float, pattern: str) -> None:
+    assert expected_cost(zeros, 0).startswith(f"{pattern} cost ")
+
+
+def test_help_card_and_plan_recommend_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main(["prune", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert BEST in told
+    assert all(f"{pattern} cost {model} {one_shot} of perplexity" in told for model, _, pattern, one_shot, _ in COSTS)
+    make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "int8"))
+    card = (tmp_path / "s/README.md").read_text()
+    assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", card)
+    text = str(write_text(tmp_path / "text.txt", 400))
+    words = ["--sparsity", "0.2", "--calibration", text, "--samples", "4", "--length", "16"]
+    capsys.readouterr()
+    assert main(["plan", str(tmp_path / "m"), *words, "--out", str(tmp_path / "p.json")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert expected_cost(0.2, 0) in told
+    assert BEST in told
