@@ -13,6 +13,7 @@ LONGEST = 500
 LONGEST_LINE = 2000
 """Most characters of a line of ours: a checkpoint may have names of megabytes."""
 
+PARTS = ("what", "got", "needed", "remedy")
 UNFINISHED = (":", ",", " or", " and")
 """Ends of lines in the middle of a sentence."""
 
@@ -74,26 +75,17 @@ class SlideSparseError(Exception):
 
     def __init__(self, what: str, *, got: object = None, needed: str | None = None, remedy: str | None = None) -> None:
         self.what, self.got, self.needed, self.remedy = what, got, needed, remedy
-        parts = [what]
-        if got is not None:
-            parts.append(f"got {got}")
-        if needed is not None:
-            parts.append(f"needed {needed}")
-        if remedy is not None:
-            parts.append(remedy)
-        line = printable(" ".join("; ".join(map(str, parts)).splitlines()))
-        whole = len(line) <= LONGEST_LINE
-        super().__init__(line if whole else f"{line[: LONGEST_LINE // 2]} ... {line[5 - LONGEST_LINE // 2 :]}")
+        said = zip(("", "got ", "needed ", ""), (what, got, needed, remedy), strict=True)
+        text = "; ".join(f"{before}{part}" for before, part in said if part is not None)
+        line = printable(" ".join(text.splitlines()))
+        super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:999]} ... {line[-990:]}")
 
     def to_json(self) -> dict[str, str | None]:
         """Return the kind of the error, its line and the parts of it, each None where it has none."""
         return {
             "kind": type(self).__name__,
             "message": str(self),
-            "what": self.what,
-            "got": None if self.got is None else str(self.got),
-            "needed": self.needed,
-            "remedy": self.remedy,
+            **{name: None if (part := vars(self)[name]) is None else str(part) for name in PARTS},
         }
 
 

@@ -25,17 +25,15 @@ COSTLY = re.compile(r"[^\x00-\x7f]|\\[UN]|.{10000}", re.DOTALL)
 def require_bounded(expression: str, length: int) -> None:
     """Raise an InputError for what is no regular expression, or has too many ways to match that many characters."""
     if COSTLY.search(expression):
-        got = f"{len(expression)} characters: {expression:.80}"
-        raise InputError("a regular expression", got=got, needed="fewer than 10000 characters, all of ASCII")
+        raise InputError(f"regular expression {expression:.80}", needed="fewer than 10000 characters, all of ASCII")
     try:
         bounded = _ways(_parser.parse(expression), length) <= MAX_WAYS
         re.compile(expression)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
         raise InputError(f"entry {f're:{expression}'[:80]!r} is no regular expression", got=error) from error
     if not bounded:
-        got = f"{expression:.80} for a name of {length} characters"
         remedy = "name the layers, or repeat single characters alone, such as .* and [0-9]+, a few times"
-        raise InputError("a regular expression that may take very long", got=got, remedy=remedy)
+        raise InputError("a regular expression that may take very long", got=f"{expression:.80}", remedy=remedy)
 
 
 def _ways(sequence: Iterable[Any], length: int) -> int:
@@ -50,8 +48,7 @@ def _ways(sequence: Iterable[Any], length: int) -> int:
     return ways
 
 
-def _parts(value: Any) -> list[Any]:
-    """Return the sequences in the value that the parser gives to one item."""
+def _parts(value: Any) -> list[Any]:  # the sequences in the value that the parser gives to one item
     if isinstance(value, _parser.SubPattern):
         return [value]
     return [part for one in value for part in _parts(one)] if isinstance(value, tuple | list) else []

@@ -51,9 +51,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
-    unknown = InputError(
-        "unknown device", got=shown(f"{device}" if isinstance(device, torch.device) else device), needed="cpu or cuda"
-    )
+    named = str(device) if isinstance(device, torch.device) else device
+    unknown = InputError("unknown device", got=shown(named), needed="cpu or cuda")
     if not isinstance(device, str | torch.device):
         raise unknown
     try:

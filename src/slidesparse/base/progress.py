@@ -89,8 +89,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     On a terminal that is too narrow, cells take several lines, with whole words while these fit.
     """
-    rows = [[printable(str(cell)) for cell in row] for row in rows]
-    width, cells = terminal_width() or WIDEST, [*zip(columns, *rows, strict=True)]
+    drawn = [[printable(str(cell)) for cell in row] for row in rows]
+    width, cells = terminal_width() or WIDEST, [*zip(columns, *drawn, strict=True)]
     words = [max(map(len, " ".join(column).split()), default=0) for column in cells]
     whole = sum(words) + len(BETWEEN) * len(words) <= width
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -98,8 +98,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in column)
         justify: Literal["left", "right"] = "right" if numeric else "left"
         grid.add_column(head, justify=justify, overflow="fold", min_width=least if whole else None)
-    for row in rows:
-        grid.add_row(*(Text(str(cell)) for cell in row))
+    for row in drawn:
+        grid.add_row(*map(Text, row))
     console = Console(width=width, file=None, no_color=True)
     with console.capture() as capture:
         console.print(grid)

@@ -57,8 +57,7 @@ def describe(error: BaseException) -> str:
         got = error.strerror or error
         return f"standard output cannot be written; got {got}; files that the command has made are there"
     if isinstance(error, OSError):
-        name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
-        return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
+        return f"{error.filename or 'a file'} cannot be used; got {error.strerror or error}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
         return f"out of memory; got {first_line(error)}; use a smaller model, fewer tokens, or --device cpu"
     broken = _not_imported(error)

@@ -15,7 +15,8 @@ import resource
 import signal
 import warnings
 from collections.abc import Sequence
-from datetime import datetime, tzinfo
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.base.log import log_once
@@ -44,16 +45,10 @@ FAILS = "the tokenizer's chat template fails"
 MEMORY = 1 << 31
 """Bytes that a template may take."""
 
-DATE_HELD = "the chat template writes the date, which is held at 2024-07-26, so that texts stay the same"
+DATE = datetime(2024, 7, 26)
+"""The date that templates see, which Llama 3's own takes where there is no clock."""
 
-
-class HeldDate(datetime):
-    """The clock that templates see: at the date that Llama 3's own has where there is no clock."""
-
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> HeldDate:
-        """Return the date."""
-        return cls(2024, 7, 26, tzinfo=tz)
+DATE_HELD = f"the chat template writes the date, which is held at {DATE:%Y-%m-%d}, so that texts stay the same"
 
 
 def templated(chats: Sequence[Chat], tokenizer: Any, *, to_answer: bool = False) -> list[str]:
@@ -123,7 +118,7 @@ def _limit_memory() -> None:
 def _hold_date_and_chance() -> None:
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.datetime = HeldDate  # of strftime_now, which no argument replaces
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: DATE)  # of strftime_now, which no argument replaces
     random.seed(0)  # of the filter random, and of lipsum
 
 
