@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import add_tokenizer
 
+from slidesparse.base.log import log_once
 from slidesparse.errors import CheckpointError
 from slidesparse.offline.calibrate import chats
 from slidesparse.offline.calibrate.calibration import load_tokenizer
@@ -58,3 +59,20 @@ def test_a_template_that_fails_late_ends_the_child(tmp_path: Path) -> None:
     made = tokenizer(tmp_path, "{% if messages|length > 1 %}{{ raise_exception('two') }}{% endif %}x")
     with pytest.raises(CheckpointError, match="got TemplateError: two"):
         templated([CHAT, CHAT * 2, *[CHAT] * 20000], made)
+
+
+@pytest.mark.parametrize("to_answer", [False, True])
+def test_the_date_and_chance_are_no_inputs(tmp_path: Path, to_answer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ range(10**5)|random }}{{ 'Go' if add_generation_prompt }}"
+    made = tokenizer(tmp_path, template)
+    (one, two), (again, _) = (templated([CHAT, CHAT], made, to_answer=to_answer) for _ in range(2))
+    assert one == again != two
+    assert one.startswith("26 Jul 2024, 00:00 ")
+    assert one.endswith("Go") is to_answer
+    assert "held at 2024-07-26" in caplog.text
+
+
+def test_no_other_module_runs_a_template() -> None:
+    package = Path(chats.__file__).parents[2]
+    assert [one.name for one in package.rglob("*.py") if "apply_chat_template" in one.read_text()] == ["chats.py"]

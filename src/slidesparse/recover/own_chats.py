@@ -22,6 +22,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.write_errors import write_errors
 from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
 from slidesparse.recover.answers import Job, Sampling, Writer, write_answers
 from slidesparse.recover.tasks import make_tasks
@@ -85,7 +86,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     with write_errors(path, "free some space and run again"):
         part = path.with_name(f"{path.name}.part{ranks.rank}.tmp")
         part.unlink(missing_ok=True)
-        ids = [_ids(tokenizer, one, is_chat) for one in share]
+        ids = _ids(tokenizer, share, is_chat)
         job = Job(model, tuple(ids), options.longest, options.seed + ranks.rank)
         answers = write_answers(job, tokenizer, options.writer, device, ranks)
         lines = [_line(one, answer, is_chat) for one, answer in zip(share, answers, strict=True) if answer.strip()]
@@ -127,11 +128,11 @@ def _messages(asked: Document) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
 
-def _ids(tokenizer: Any, asked: Document, is_chat: bool) -> list[int]:
-    if is_chat:
-        text = tokenizer.apply_chat_template(_messages(asked), add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(_text(asked))["input_ids"])
+def _ids(tokenizer: Any, asked: list[Document], is_chat: bool) -> list[list[int]]:
+    if not is_chat:
+        return [list(tokenizer(_text(one))["input_ids"]) for one in asked]
+    texts = templated([_messages(one) for one in asked], tokenizer, to_answer=True)
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
 def _text(asked: Document) -> str:

@@ -1,19 +1,25 @@
 """Make texts of chats with a checkpoint's own chat template.
 
 The template is a program of whoever made the checkpoint. transformers keeps it from files and from other code, but not
-from taking time and memory without end; so it runs in a child process, which has little of both.
+from taking time and memory without end; so it runs in a child process, which has little of both. The date and what
+Jinja draws at random are held there, so that a text is the same on another day.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import resource
 import signal
 import warnings
 from collections.abc import Sequence
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
+from slidesparse.base.log import log_once
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, first_line
@@ -32,9 +38,14 @@ FAILS = "the tokenizer's chat template fails"
 MEMORY = 1 << 31
 """Bytes that a template may take."""
 
+DATE = datetime(2024, 7, 26)
+"""The date that templates see, which Llama 3's own takes where there is no clock."""
 
-def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
-    """Return the texts of chats.
+DATE_HELD = f"the chat template writes the date, which is held at {DATE:%Y-%m-%d}, so that texts stay the same"
+
+
+def templated(chats: Sequence[Chat], tokenizer: Any, *, to_answer: bool = False) -> list[str]:
+    """Return the texts of chats; ``to_answer``: up to where the model's answer begins.
 
     Raises:
         InputError: There is no chat template.
@@ -48,6 +59,8 @@ def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
             needed="a model that was trained on chats",
             remedy='use lines with a "text" instead of "messages"',
         )
+    if "strftime_now" in str(tokenizer.chat_template):
+        log_once(DATE_HELD, logging.WARNING)
     seconds = SECONDS + len(chats) * SECONDS_OF_A_CHAT
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -55,7 +68,7 @@ def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
         child = os.fork()
     if child == 0:
         os.close(reading)
-        _answer(chats, tokenizer, seconds, writing)
+        _answer(chats, tokenizer, to_answer, seconds, writing)
     os.close(writing)
     texts: list[str] = []
     try:
@@ -72,16 +85,17 @@ def templated(chats: Sequence[Chat], tokenizer: Any) -> list[str]:
     return texts
 
 
-def _answer(chats: Sequence[Chat], tokenizer: Any, seconds: float, writing: int) -> NoReturn:
+def _answer(chats: Sequence[Chat], tokenizer: Any, to_answer: bool, seconds: float, writing: int) -> NoReturn:
     """Write the texts, one a line, and end this process: the child."""
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the process, whatever it is in
         _limit_memory()
+        _hold_date_and_chance()
         with os.fdopen(writing, "w", encoding="utf-8") as file:
             for chat in chats:
-                file.write(json.dumps(_text(chat, tokenizer)) + "\n")
+                file.write(json.dumps(_text(chat, tokenizer, to_answer)) + "\n")
     finally:
         os._exit(0)
 
@@ -94,11 +108,18 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _text(chat: Chat, tokenizer: Any) -> str | dict[str, str | int]:
+def _hold_date_and_chance() -> None:
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: DATE)  # of strftime_now, which no argument replaces
+    random.seed(0)  # of the filter random, and of lipsum
+
+
+def _text(chat: Chat, tokenizer: Any, to_answer: bool) -> str | dict[str, str | int]:
     """Return the text of a chat, or what is wrong with it."""
     try:
         with other_library():
-            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=to_answer))
     except Exception as error:  # a template can raise anything
         return {"error": first_line(error)}
     if len(text) > _most(chat):
