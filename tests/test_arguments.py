@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from slidesparse import InputError, Pattern, SlideLinear, SlideSparseError, lift, load, pack, prune_mask, sparsify_
+from slidesparse import (
+    HeldZeros,
+    InputError,
+    PackedWeight,
+    Pattern,
+    SlideLinear,
+    SlideSparseError,
+    lift,
+    load,
+    pack,
+    prune_mask,
+    sparsify_,
+)
 from slidesparse.weights.support import tightest_pattern
 
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
@@ -71,6 +84,20 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "sparsify_ run": lambda v: sparsify_(two_layers(), "6:8", run=v),
     "load path": load,
     "load device": lambda v: load("nowhere", v),
+    "load tune": lambda v: load("nowhere", tune=v),
+    "load revision": lambda v: load("name/space", revision=(v, v)),  # no text: one would be fetched
+    "HeldZeros model": HeldZeros,
+    "HeldZeros names": lambda v: HeldZeros(two_layers(), v),
+    "HeldZeros name": lambda v: HeldZeros(two_layers(), [v]),
+    "Pattern.following": lambda v: Pattern(6, 8).following(v),
+    "Pattern.groups k_offset": lambda v: Pattern(6, 8).groups(32, v),
+    "sparsify_ entry": lambda v: sparsify_(two_layers(), "6:8", ignore=[v]),
+    "sparsify_ layer": lambda v: sparsify_(two_layers(), "6:8", layers={"0": v}),
+    "SlideLinear choice": lambda v: SlideLinear(INT8, choice=v),
+    "SlideLinear dense_dtype": lambda v: SlideLinear(INT8, dense_dtype=v),
+    "from_linear recipe": lambda v: from_linear(recipe=v),
+    "PackedWeight": lambda v: SlideLinear(PackedWeight(v, (16, 32), 0, v)),
+    "PackedWeight segments": lambda v: SlideLinear(PackedWeight(Pattern(6, 8), (16, 32), 0, (v,))),
     "PackedWeight.to": INT8.to,
     "PackedWeight.lift": INT8.lift,
     "PackedWeight.column_map": INT8.column_map,
@@ -88,6 +115,20 @@ VALUES: dict[str, Any] = {
     "minus one": -1,
     "zero": 0,
     "huge": 2**80,
+    "5000 digits": 10**5000,
+    "pattern of 5000 digits": f"6:{'8' * 5000}",
+    "share of 5000 digits": f"4:6@{'5' * 5000}%",
+    "huge Fraction": Fraction(10**400, 3),
+    "Decimal": Decimal("1e999999"),
+    "Infinity": float("inf"),
+    "NUL": "a\0b",
+    "generator": (one for one in ()),
+    "sparse": torch.eye(32).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantised": torch.quantize_per_tensor(torch.ones(16, 32), 1.0, 0, torch.quint8),
+    "e5m2": torch.ones(16, 32).to(torch.float8_e5m2),
+    "uint16": torch.ones(16, 32, dtype=torch.uint16),
+    "linear on meta": nn.Linear(32, 32, device="meta"),
     "half": 0.5,
     "NaN": float("nan"),
     "True": True,

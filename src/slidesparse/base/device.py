@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.errors import InputError, UnsupportedError, first_line
 
 
@@ -50,7 +51,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
-    unknown = InputError("unknown device", got=repr(device), needed="cpu or cuda")
+    named = str(device) if isinstance(device, torch.device) else device
+    unknown = InputError("unknown device", got=shown(named), needed="cpu or cuda")
     if not isinstance(device, str | torch.device):
         raise unknown
     try:

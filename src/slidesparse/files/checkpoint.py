@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ class Checkpoint:
             if not isinstance(promised, dict) or not promised:
                 raise CheckpointError(f"{index_path} has no weight_map")
             for name in promised.values():  # shards are written under these names: no other folder
-                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                if not isinstance(name, str) or re.fullmatch(r"[^/\0]+\.safetensors", name) is None:
                     raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slidesparse.base.apart import run_apart
+from slidesparse.base.arguments import shown
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
@@ -77,8 +78,8 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
             needed="a local folder, or a model of the hub as NAMESPACE/NAME",
             remedy=remedy,
         )
-    if revision is not None and REVISION.fullmatch(revision) is None:
-        raise InputError("--revision", got=f"{revision!r:.80}", needed="the name of a branch, a tag or a commit")
+    if revision is not None and (not isinstance(revision, str) or REVISION.fullmatch(revision) is None):
+        raise InputError("--revision", got=shown(revision), needed="the name of a branch, a tag or a commit")
     return run_apart(lambda: fetch(source, revision))  # huggingface_hub ends its threads when they are done, not before
 
 

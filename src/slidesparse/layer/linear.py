@@ -77,6 +77,8 @@ class SlideLinear(nn.Module):
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
+        require_kind(choice, (Choice, type(None)), "choice of SlideLinear", "what slidesparse.gemm.choose gives")
+        require_kind(dense_dtype, (torch.dtype, type(None)), "dense_dtype of SlideLinear", "a type of torch")
         if (packed.scale is not None) != (packed.dtype in QUANTISED):
             raise InputError(
                 f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
@@ -150,8 +152,9 @@ class SlideLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
-        if not isinstance(x, torch.Tensor):  # asked here, since a call of a function in every step costs more
-            require_kind(x, torch.Tensor, "activations of SlideLinear", "a tensor")
+        # Asked here, since a call of a function in every step costs more.
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
+            require_dense(x, "activations of SlideLinear")
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:

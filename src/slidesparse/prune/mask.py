@@ -67,7 +67,7 @@ def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
         raise InputError("pruning cost", got=f"{cost.dtype} on {cost.device}", needed="float32 with values")
     if cost.shape != weight.shape:
         raise InputError("pruning cost", got=list(cost.shape), needed=f"{list(weight.shape)}, as the weight")
-    return cost
+    return cost.to(torch.float32)
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.arguments import list_of_names, require_kind
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.models.experts import find_experts
 
@@ -34,15 +34,16 @@ class HeldZeros:
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         require_kind(model, nn.Module, "model", "a torch.nn.Module")
-        if isinstance(names, str):
-            raise InputError("names", got=shown(names), needed="a list of names")
-        places = prunable_weights(model) if names is None else {name: _place(model, name) for name in names}
+        places = prunable_weights(model)
+        if names is not None:
+            places = {name: _place(model, name) for name in list_of_names(names, "names")}
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
         for name, (module, leaf) in places.items():
             weight = _parameter(name, module, leaf)
-            if not weight.is_floating_point():
-                raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
+            if not weight.is_floating_point() or weight.is_meta:
+                got = f"a {weight.dtype} weight on {weight.device}"
+                raise InputError(f"cannot train {name}", got=got, needed="a float parameter")
             zero = weight.detach() == 0
             if bool(zero.any()) and (names is not None or not bool(zero.all())):
                 self.places[name], self.zeros[name] = (module, leaf), zero

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
@@ -58,8 +59,8 @@ def check_tune(value: object, where: str) -> None:
     Raises:
         InputError: With the place where it was given.
     """
-    if value not in ("auto", "off"):
-        raise InputError(where, got=repr(value), needed="auto or off")
+    if not isinstance(value, str) or value not in ("auto", "off"):
+        raise InputError(where, got=shown(value), needed="auto or off")
 
 
 class LoadTuner:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from slidesparse.base.arguments import require_integer, shown
+from slidesparse.base.arguments import require_integer, require_kind, shown
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.weights.slide import compress, decompress, expand, gather, metadata
@@ -79,6 +79,11 @@ class PackedWeight:
     k_offset: int
     segments: tuple[Segment, ...]
     scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for part in self.segments if isinstance(self.segments, tuple) and self.segments else (self.segments,):
+            require_kind(part, Segment, "part of a PackedWeight", "what slidesparse.pack makes")
+        require_kind(self.pattern, Pattern, "pattern of a PackedWeight", "a Pattern")
 
     @property
     def dtype(self) -> torch.dtype:

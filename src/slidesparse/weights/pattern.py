@@ -35,7 +35,7 @@ StorageForm = Literal["dense", "2:4", "code-byte", "code-bits", "counts"]
 COUNTED = range(2, 8)
 """Windows of a group whose metadata can be counts: a nibble is smaller for one window, and 4 bits hold seven."""
 
-_SYNTAX = re.compile(r"([0-9]+):([0-9]+)(?:@([0-9]+(?:\.[0-9]{1,2})?)%)?")
+_SYNTAX = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?:@([0-9]{1,9}(?:\.[0-9]{1,2})?)%)?")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
 
 
@@ -72,7 +72,7 @@ class Pattern:
         if not 0 <= share <= 1 or (share * 10_000).denominator != 1:
             raise InputError(
                 f"not a share of column groups in {self.keep}:{self.group}",
-                got=f"{float(share) * 100!r} %",
+                got=f"{shown(self.share)} of 1",
                 needed="0 to 100 %, in steps of 0.01 %, as a Fraction",
             )
         object.__setattr__(self, "share", share)
@@ -192,13 +192,19 @@ class Pattern:
         """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
         try:
             return -(-(k_offset + columns) // self.group)
-        except (TypeError, RuntimeError) as error:  # not asked before: a size that torch traces is a number too
+        except (
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:  # not asked before: a size that torch traces is a number too
             raise InputError(
                 "columns and k_offset", got=f"{shown(columns)} and {shown(k_offset)}", needed="whole numbers"
             ) from error
 
     def following(self, groups: int) -> int:
         """Return how many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
+        require_integer(groups, "column groups")
         return math.ceil(self.share * groups)
 
 

@@ -96,7 +96,7 @@ def check_rounding(recipe: object, dtype: torch.dtype) -> None:
     Raises:
         InputError: With what is known, or needed.
     """
-    if recipe not in get_args(Rounding):
+    if not isinstance(recipe, str) or recipe not in get_args(Rounding):
         raise InputError("unknown recipe", got=shown(recipe), needed=" or ".join(get_args(Rounding)))
     if recipe == "6bit" and dtype != torch.int8:
         raise InputError("the 6bit recipe ends in INT8 storage", got=dtype_name(dtype), needed="int8")

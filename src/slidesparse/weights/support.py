@@ -56,14 +56,14 @@ def value_bits(weight: torch.Tensor) -> int:
 
 
 def require_dense(tensor: object, name: str) -> None:
-    """Refuse everything but a strided tensor: lists, NumPy's arrays, torch's sparse tensors.
+    """Refuse everything but a strided tensor: lists, NumPy's arrays, torch's sparse, nested and quantised tensors.
 
     Raises:
         InputError: Naming ``name``.
     """
     require_kind(tensor, torch.Tensor, name, "a tensor")
-    if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
-        raise InputError(name, got=tensor.layout, needed="a tensor in strided memory")
+    if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized):
+        raise InputError(name, got=f"{tensor.layout} {tensor.dtype}", needed="a tensor in strided memory")
 
 
 def check_form(weight: torch.Tensor, name: str = "weight") -> None:
