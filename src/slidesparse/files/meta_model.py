@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from slidesparse.base.counted import counted
+from slidesparse.base.readable_size import readable_size
 from slidesparse.base.traced_tensor import replay, sources
-from slidesparse.errors import CheckpointError, UnsupportedError, first_line
-from slidesparse.files.check_config import require_family, require_plausible
+from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.check_config import counted_modules, require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
@@ -25,6 +26,10 @@ from slidesparse.weights.quant import FLOATS
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
 run it."""
+
+
+MOST_BUFFERS = 1 << 30
+"""Bytes of tables and masks that a model may compute, though it has fewer bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +147,15 @@ def build_meta_model(
             config.
     """
     known, config = model_class(checkpoint)
-    empty = _empty_parameters() if real_buffers else torch.device("meta")
-    with (
-        _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
-        empty,
-        _default_dtype(dtype or config.dtype),
-    ):
-        model: nn.Module = known(config)
+    what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
+    # The size of buffers is known before they have values.
+    for empty in (torch.device("meta"), *([_empty_parameters()] if real_buffers else [])):
+        with _explained(what), counted_modules(checkpoint), empty, _default_dtype(dtype or config.dtype):
+            model: nn.Module = known(config)
+        if (size := sum(buffer.nbytes for buffer in model.buffers())) > max(MOST_BUFFERS, checkpoint.n_bytes):
+            needed = f"at most {readable_size(MOST_BUFFERS)}, or the size of the weights"
+            raise CheckpointError(what, got=f"{readable_size(size)} of tables and masks", needed=needed)
+    with _explained(what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
             set_experts("batched_mm")  # the others look at values, or run in BF16 alone
@@ -219,7 +226,7 @@ def _explained(what: str) -> Iterator[None]:
     """Turn any error of the block into one line that starts with ``what``: a wrong config can break anything."""
     try:
         yield
-    except UnsupportedError:
+    except SlideSparseError:
         raise
     except Exception as error:
         raise CheckpointError(what, got=first_line(error)) from error

@@ -6,6 +6,8 @@ The safetensors library reads. The file is opened for each tensor, so that its p
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from slidesparse.files.stored import DIGESTS, HEADER, Stored, header_digest
 
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file that git has in the place of a large one."""
+
+MAX_NAME = 1000
+"""Most characters of a tensor's name; transformers has none of 200."""
 
 AGAIN = "fetch it or make it again"
 
@@ -49,6 +54,9 @@ class TensorReader:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
             self.metadata: dict[str, str] = file.metadata() or {}
+        if (longest := max(map(len, self.stored), default=0)) > MAX_NAME:
+            needed = f"at most {MAX_NAME}"
+            raise CheckpointError(f"{path} has too long a name of a tensor", got=f"{longest} characters", needed=needed)
         try:
             digests = parse_json(self.metadata.get(DIGESTS, "{}"), DIGESTS)
             self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
@@ -93,21 +101,16 @@ class TensorReader:
         return data_digest(self.tensor(name))
 
 
-class _opened:
-    """``safe_open`` with damage reported as a CheckpointError that names the file."""
-
-    def __init__(self, path: Path, device: str | torch.device = "cpu") -> None:
-        self.path, self.device = path, str(device)
-
-    def __enter__(self) -> Any:
-        try:
-            self.file = safe_open(self.path, framework="pt", device=self.device)
-            return self.file.__enter__()
-        except (SafetensorError, OSError, MemoryError) as error:  # of a file with large holes
-            raise _why_unreadable(self.path, error) from error
-
-    def __exit__(self, *exception: Any) -> None:
-        self.file.__exit__(*exception)
+@contextmanager
+def _opened(path: Path, device: str | torch.device = "cpu") -> Iterator[Any]:
+    """Open a file with the library, whose errors in the block become a CheckpointError that names the file."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:  # torch's, of one that cannot be mapped
+        raise _why_unreadable(path, error) from error
 
 
 def _why_unreadable(path: Path, error: Exception) -> CheckpointError:

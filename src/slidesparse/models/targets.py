@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.arguments import list_of_names, require_kind
+from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
@@ -96,7 +97,7 @@ def find_targets(
         InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
             has no such part.
     """
-    ignore = _entries(ignore)
+    ignore = list_of_names(ignore, "ignore")
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
     modules = ((name, module) for name, module in model.named_modules() if name not in without)
@@ -239,26 +240,17 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
     return [f"left dense: {shared_name(names)} ({dense[names[0]]})" for names in kinds]
 
 
-def _entries(ignore: Iterable[str]) -> list[str]:
-    """Return an ignore list as a list; one name alone would be read letter by letter."""
-    if isinstance(ignore, str | torch.Tensor) or not isinstance(ignore, Iterable):
-        raise InputError("ignore", got=shown(ignore), needed="a list of names")
-    return list(ignore)
-
-
 def matches_entry(name: str, entry: str) -> bool:
     """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
 
     Raises:
-        InputError: The text after ``re:`` is no regular expression.
+        InputError: The text after ``re:`` is no regular expression, or one that may take very long.
     """
     require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry
-    try:
-        return re.match(entry.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise InputError(f"entry {entry!r} is no regular expression", got=error) from error
+    require_bounded(entry[3:], len(name))
+    return re.match(entry[3:], name) is not None
 
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
