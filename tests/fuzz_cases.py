@@ -125,7 +125,14 @@ FILE_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 64, 2**31, 2**63, 10**30, 0.5, -1e300, float("nan"), float("inf")),
     *("", "x", "../x", "\u2028", "re:(", "re:.*", "int8", "6:8", [], [0], ["x"], [None], {}, {"": 0}, {"x": {"x": []}}),
+    *("\x1b[2J\x07\u202e", "a\0b", "re:(a+)+$", ["re:(.*)*x"], ["re:a{99999999999}"], 10**6, 10**9, [10**6] * 4),
 )
+
+EVIL_NAMES = (
+    *("\x1b[2J", "\u202e", "\r", "a\nslidesparse: ", "\x9b31m", "\x7f", "n" * 2000),
+    *("module.", "_orig_mod.", "base_model.model."),
+)
+"""Before the names of tensors and of files."""
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -175,33 +182,97 @@ def nested(folder: Path, rng: random.Random) -> None:
     path.write_text(text)
 
 
+def read_header(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    """What a safetensors file says of its tensors, and the data; None where it is damaged already."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    try:
+        value = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError):
+        return None
+    return (value, data[8 + length :]) if isinstance(value, dict) else None
+
+
 def header(folder: Path, rng: random.Random) -> None:
     """Change what a safetensors file says of its tensors, and leave the data as they are."""
     weights = [path for path in files_of(folder) if path.suffix in (".safetensors", ".packed")]
     if not weights:
         return
     path = rng.choice(weights)
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    try:
-        value = json.loads(data[8 : 8 + length])
-    except (ValueError, RecursionError):
+    if (found := read_header(path)) is None:
         return
+    value, data = found
     if rng.random() < 0.3 and len(value) > 2:
         one, two = rng.sample(sorted(value), 2)
         value[one], value[two] = value[two], value[one]
     else:
         value = change_json(value, rng)
+    write_header(path, value, data)
+
+
+def write_header(path: Path, value: Any, data: bytes) -> None:
     text = json.dumps(value).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def renamed(folder: Path, rng: random.Random) -> None:
+    """Names of tensors with something before them, in the weights and, mostly, in the index."""
+    before, share = rng.choice(EVIL_NAMES), rng.choice((0.1, 1))
+    names: dict[str, str] = {}
+    for path in files_of(folder):
+        if path.suffix == ".safetensors" and (found := read_header(path)) is not None:
+            value, data = found
+            names |= {name: before + name for name in value if name != "__metadata__" and rng.random() < share}
+            write_header(path, {names.get(name, name): one for name, one in value.items()}, data)
+    index = folder / "model.safetensors.index.json"
+    if index in files_of(folder) and rng.random() < 0.8:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):
+            value = json.loads(index.read_bytes())
+            value["weight_map"] = {names.get(name, name): shard for name, shard in value["weight_map"].items()}
+            index.write_text(json.dumps(value))
+
+
+def two_sets(folder: Path, rng: random.Random) -> None:
+    """Other weights beside those that are there, under the name of one file or of shards."""
+    weights = [path for path in files_of(folder) if path.suffix == ".safetensors"]
+    if not weights:
+        return
+    path = rng.choice(weights)
+    if (found := read_header(path)) is None:
+        return
+    value, data = found
+    other, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if path == other:
+        other = folder / "model-00001-of-00001.safetensors"
+        if os.path.lexists(index):
+            return
+        index.write_text(json.dumps({"weight_map": {name: other.name for name in value if name != "__metadata__"}}))
+    if not os.path.lexists(other):
+        write_header(other, value, data if rng.random() < 0.3 else data[::-1])
+
+
+def quantisation(folder: Path, rng: random.Random) -> None:
+    """Keys of a quantisation that nobody knows, or at another place."""
+    path = folder / "config.json"
+    if path not in files_of(folder):
+        return
+    try:
+        config = json.loads(path.read_bytes())
+        said = config.get("quantization_config") or {"quant_method": "compressed-tensors"}
+        key = rng.choice(("transform_config", "sparsity_config", "kv_cache_scheme", "ignore", "\x1b[2J", "version"))
+        said[key] = rng.choice((*VALUES, {"config_groups": {"R1": {"type": "hadamard"}}}))
+        place = config.setdefault(rng.choice(("text_config", "vision_config")), {}) if rng.random() < 0.2 else config
+        place["quantization_config"] = said
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return  # damaged already
+    path.write_text(json.dumps(config))
 
 
 def stray(folder: Path, rng: random.Random) -> None:
     """A file that is not expected."""
-    name = rng.choice(
-        ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
-    )
+    known = ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
+    name = rng.choice((*known, rng.choice(EVIL_NAMES)[:99] + ".txt"))
     (folder / name).parent.mkdir(exist_ok=True)
     if os.path.lexists(folder / name):
         return  # a pipe, say, from a damage before
@@ -211,7 +282,7 @@ def stray(folder: Path, rng: random.Random) -> None:
 
 
 FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
-    one.__name__: one for one in (json_file, nested, header, stray)
+    one.__name__: one for one in (json_file, nested, header, renamed, two_sets, quantisation, stray)
 }
 
 DAMAGES = (*FILE_DAMAGES, *FOLDER_DAMAGES)
@@ -245,6 +316,10 @@ WORDS = (
     "6:8",
     "../x",
     "\udcff",
+    "\x1b[2J",
+    "re:(a+)+$",
+    "re:.*.*.*.*.*.*.*.*q",
+    "re:(a|a)*=4:6",
 )
 
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {

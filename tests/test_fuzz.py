@@ -137,6 +137,7 @@ def check(case: Case, sources: Path, folder: Path) -> int:
     assert status in (0, 1, 2), said
     assert "Traceback" not in err, said
     assert "unexpected error" not in err, said
+    assert all(sign.isprintable() or sign == "\n" for sign in out + err), repr(said)
     kept = before if status else {name: what for name, what in before.items() if name not in given_way(case, before)}
     assert {name: after.get(name) for name in kept} == kept, said
     if status == 0:
