@@ -5,9 +5,15 @@ A message answers four questions in one line: what is wrong, what was got, what 
 
 from __future__ import annotations
 
+import json
+
 LONGEST = 500
 """Most characters of another library's message that one of ours repeats."""
 
+LONGEST_LINE = 2000
+"""Most characters of a line of ours: a checkpoint may have names of megabytes."""
+
+PARTS = ("what", "got", "needed", "remedy")
 UNFINISHED = (":", ",", " or", " and")
 """Ends of lines in the middle of a sentence."""
 
@@ -40,8 +46,21 @@ def system_words(error: OSError) -> str:
     return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return a text with whatever is not drawn (escape sequences, marks of direction) written out as JSON writes it.
+
+    >>> print(printable("a\x1b[2Jb\u202ec\nd"))
+    a\u001b[2Jb\u202ec\nd
+    """
+    text = text.replace("\x7f", "\\u007f")  # which JSON may hold as it is
+    return "".join(c if c.isprintable() or c in keep else json.dumps(c)[1:-1] for c in text)
+
+
 class SlideSparseWarning(UserWarning):
     """Something that works, though perhaps not as the user means it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class SlideSparseError(Exception):
@@ -56,24 +75,17 @@ class SlideSparseError(Exception):
 
     def __init__(self, what: str, *, got: object = None, needed: str | None = None, remedy: str | None = None) -> None:
         self.what, self.got, self.needed, self.remedy = what, got, needed, remedy
-        parts = [what]
-        if got is not None:
-            parts.append(f"got {got}")
-        if needed is not None:
-            parts.append(f"needed {needed}")
-        if remedy is not None:
-            parts.append(remedy)
-        super().__init__(" ".join("; ".join(parts).splitlines()))
+        said = zip(("", "got ", "needed ", ""), (what, got, needed, remedy), strict=True)
+        text = "; ".join(f"{before}{part}" for before, part in said if part is not None)
+        line = printable(" ".join(text.splitlines()))
+        super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:999]} ... {line[-990:]}")
 
     def to_json(self) -> dict[str, str | None]:
         """Return the kind of the error, its line and the parts of it, each None where it has none."""
         return {
             "kind": type(self).__name__,
             "message": str(self),
-            "what": self.what,
-            "got": None if self.got is None else str(self.got),
-            "needed": self.needed,
-            "remedy": self.remedy,
+            **{name: None if (part := vars(self)[name]) is None else str(part) for name in PARTS},
         }
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
+from slidesparse.errors import printable
+
+
+def escape(record: logging.LogRecord) -> bool:
+    """Write out what is not drawn in a message, for all handlers: a filter of every logger of ours."""
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
 LOG = logging.getLogger("slidesparse")
+LOG.addFilter(escape)
 
 
 @lru_cache(maxsize=4096)

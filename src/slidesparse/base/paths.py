@@ -18,11 +18,10 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InputError(name, got=type(path).__name__, needed="a path, as text")
     text = os.fspath(path)
-    shown = text.encode("utf-8", "backslashreplace").decode()
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"{name} is not UTF-8", got=shown, remedy="rename it") from error
+        raise InputError(f"{name} is not UTF-8", got=text, remedy="rename it") from error
     if not text:
         raise InputError(name, got="an empty path", needed="the name of a file or a folder")
     if "\0" in text:
@@ -30,7 +29,7 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     try:
         Path(text).resolve()
     except RuntimeError as error:  # Python 3.13 has an OSError in its place
-        raise InputError(f"{name} {shown} cannot be used", got="links that lead in circles") from error
+        raise InputError(f"{name} {text} cannot be used", got="links that lead in circles") from error
     except OSError as error:
-        raise InputError(f"{name} {shown:.80} cannot be used", got=error.strerror) from error
+        raise InputError(f"{name} {text:.80} cannot be used", got=error.strerror) from error
     return Path(text)

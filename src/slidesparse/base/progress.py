@@ -16,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 from rich.text import Text
 
+from slidesparse.errors import printable
+
 NARROWEST = 40
 """Columns below which nothing is made: a narrower terminal wraps."""
 
@@ -39,12 +41,12 @@ def progress_bar(
     """
     shown = bars_shown(show) and total > 0
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task(title, total=total)
+        task = bar.add_task(printable(title), total=total)
 
         def advance(amount: int, note: str = "") -> None:
-            bar.update(task, advance=amount, description=f"{title} {note}".rstrip())
+            bar.update(task, advance=amount, description=printable(f"{title} {note}".rstrip()))
 
         yield advance
 
@@ -87,7 +89,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     On a terminal that is too narrow, cells take several lines, with whole words while these fit.
     """
-    width, cells = terminal_width() or WIDEST, [*zip(columns, *(map(str, row) for row in rows), strict=True)]
+    drawn = [[printable(str(cell)) for cell in row] for row in rows]
+    width, cells = terminal_width() or WIDEST, [*zip(columns, *drawn, strict=True)]
     words = [max(map(len, " ".join(column).split()), default=0) for column in cells]
     whole = sum(words) + len(BETWEEN) * len(words) <= width
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -95,8 +98,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         numeric = all(cell[:1].isdigit() or cell in ("-", "") for cell in column)
         justify: Literal["left", "right"] = "right" if numeric else "left"
         grid.add_column(head, justify=justify, overflow="fold", min_width=least if whole else None)
-    for row in rows:
-        grid.add_row(*(Text(str(cell)) for cell in row))
+    for row in drawn:
+        grid.add_row(*map(Text, row))
     console = Console(width=width, file=None, no_color=True)
     with console.capture() as capture:
         console.print(grid)

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from slidesparse.base.readable_size import readable_size
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, printable
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of :func:`os.open` that make a file and never open one that is there, nor one under a link."""
@@ -33,7 +33,7 @@ def readable_name(name: str | os.PathLike[str]) -> str:
     >>> readable_name("caf\udce9.txt")
     'caf\\xe9.txt'
     """
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return printable(os.fsencode(name).decode("utf-8", "backslashreplace"))
 
 
 def require_regular(path: Path, largest: int | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slidesparse.base.apart import something_is_left
 from slidesparse.cli.interruption import Signals
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -83,7 +83,7 @@ def _answer(words: list[str], signals: Signals) -> int:
             drop_output()
             return BROKEN_PIPE
         if verbose and not isinstance(error, SlideSparseError):
-            traceback.print_exc()
+            print(printable(traceback.format_exc(), keep="\n"), file=sys.stderr)
         report(error, "--json" in words)
         return 1
 

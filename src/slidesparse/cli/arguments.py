@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
 from slidesparse.cli.together import let_another_speak
+from slidesparse.errors import printable
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of a parser; argparse gives their class no public name."""
@@ -28,7 +29,7 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         if self.as_json:
             print_error(fields("UsageError", message))
-        super().error(message)
+        super().error(printable(message))
 
 
 def add_command(
@@ -89,4 +90,9 @@ def print_outcome(options: argparse.Namespace, outcome: Any) -> None:
     """Print what a command made: as JSON, or as text in the width of the terminal."""
     from slidesparse.base.progress import wrapped
 
-    print(json.dumps(outcome.to_json(), indent=2) if options.json else wrapped(outcome.describe()))
+    show(options, outcome.to_json(), lambda: wrapped(outcome.describe()))
+
+
+def show(options: argparse.Namespace, value: Any, text: Callable[[], str]) -> None:
+    """Print a value as JSON, or the text that says it; with nothing of a checkpoint on which a terminal would act."""
+    print(printable(json.dumps(value, indent=2) if options.json else text(), keep="\n"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from slidesparse.cli.arguments import (
@@ -15,6 +14,7 @@ from slidesparse.cli.arguments import (
     device_of,
     named_path,
     print_outcome,
+    show,
     source_of,
 )  # fmt: skip
 from slidesparse.cli.pruning import add_plan, add_prune
@@ -37,7 +37,7 @@ def _info(options: argparse.Namespace) -> int:
     from slidesparse.offline import info
 
     found = info.collect()
-    print(json.dumps(found, indent=2) if options.json else info.describe(found))
+    show(options, found, lambda: info.describe(found))
     return 0
 
 
@@ -61,7 +61,7 @@ def _demo(options: argparse.Namespace) -> int:
     except SlideSparseError as error:  # of a disk that is full by now: what was measured is shown all the same
         found, failed = {**found, "error": error.to_json()}, error
     plot = f"\nplot: {options.plot}" if failed is None else ""
-    print(json.dumps(found, indent=2) if options.json else report.table() + plot)
+    show(options, found, lambda: report.table() + plot)
     if failed is not None:
         failure.report(failed, as_json=False)
     return 0 if report.exact and failed is None else 1
@@ -96,7 +96,7 @@ def _pack(options: argparse.Namespace) -> int:
 
     file = write_packed(options.path)
     size = file.stat().st_size
-    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {readable_size(size)}")
+    show(options, {"file": str(file), "bytes": size}, lambda: f"{file}: {readable_size(size)}")
     return 0
 
 
@@ -104,5 +104,5 @@ def _inspect(options: argparse.Namespace) -> int:
     from slidesparse.offline.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source_of(options))
-    print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())
+    show(options, inspection.to_json(), inspection.table)
     return 0 if inspection.ok else 1

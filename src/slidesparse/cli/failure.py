@@ -10,7 +10,7 @@ import traceback
 
 from slidesparse.base.ranks import is_silent
 from slidesparse.cli import interruption
-from slidesparse.errors import SlideSparseError, first_line
+from slidesparse.errors import SlideSparseError, first_line, printable
 
 REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
 
@@ -22,7 +22,7 @@ def report(error: BaseException, as_json: bool) -> None:
     line = describe(error)
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # of a terminal that is closed
-            print(f"slidesparse: {line}", file=sys.stderr)
+            print(f"slidesparse: {printable(line)}", file=sys.stderr)
     if as_json:
         print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
     try:
@@ -40,7 +40,7 @@ def fields(kind: str, message: str) -> dict[str, str | None]:
 def print_error(error: dict[str, str | None]) -> None:
     """Print an error as the JSON that a command with ``--json`` prints in the place of its result."""
     with contextlib.suppress(OSError):  # the line on standard error has said it
-        print(json.dumps({"error": error}, indent=2))
+        print(printable(json.dumps({"error": error}, indent=2), keep="\n"))
 
 
 def describe(error: BaseException) -> str:
@@ -57,8 +57,7 @@ def describe(error: BaseException) -> str:
         got = error.strerror or error
         return f"standard output cannot be written; got {got}; files that the command has made are there"
     if isinstance(error, OSError):
-        name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
-        return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
+        return f"{error.filename or 'a file'} cannot be used; got {error.strerror or error}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
         return f"out of memory; got {first_line(error)}; use a smaller model, fewer tokens, or --device cpu"
     broken = _not_imported(error)

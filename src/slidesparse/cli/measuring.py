@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from slidesparse.base.from_bench import from_bench
-from slidesparse.cli.arguments import Commands, add_command, named_path
+from slidesparse.cli.arguments import Commands, add_command, named_path, show
 from slidesparse.errors import InputError, UnsupportedError
 
 TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
@@ -70,7 +69,7 @@ def _tune(options: argparse.Namespace) -> int:
     _refuse_measuring(options, models)
     if options.share is not None:
         table = share.write(options.share)
-        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        show(options, str(options.share), lambda: share.describe(table, options.share))
         return 0
     algorithms, path, layers, wrong = list[AlgorithmRecord](), None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
@@ -83,10 +82,7 @@ def _tune(options: argparse.Namespace) -> int:
         for found, faulty in () if options.algorithms_only else tune.measure_layers(job):
             path = tune.store_layers(found, faulty)  # whatever becomes of the rest
             layers, wrong = layers + found, wrong + faulty
-    if options.json:
-        print(json.dumps(tune.to_json(algorithms, layers, wrong)))
-    else:
-        print(tune.describe(algorithms, layers, wrong, path))
+    show(options, tune.to_json(algorithms, layers, wrong), lambda: tune.describe(algorithms, layers, wrong, path))
     return 1 if wrong else 0
 
 

@@ -23,7 +23,7 @@ from slidesparse.cli.arguments import (
 )  # fmt: skip
 from slidesparse.cli.calibration import add_calibration, calibration_of, own_chats_of, planned_chats, refuse_samples
 from slidesparse.cli.together import add_join_timeout, once_a_machine, own_device, together
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, printable
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -179,5 +179,6 @@ def _plan(options: argparse.Namespace) -> int:
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source, options.out, wanted, device=device)
-    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
+    said = options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out)
+    print(printable(said, keep="\n"))
     return 0

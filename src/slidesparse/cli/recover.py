@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import (
@@ -15,6 +14,7 @@ from slidesparse.cli.arguments import (
     device_of,
     named_path,
     print_outcome,
+    show,
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import PROMPTS, add_own_chats, add_texts, own_chats_of, planned_chats
@@ -116,6 +116,5 @@ def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
     device = own_device(ranks, device_of(options))
     count = write_chats(source_of(options), options.out, wanted, device, ranks)
     if ranks.is_first:
-        told = {"file": str(options.out), "chats": count}
-        print(json.dumps(told) if options.json else f"{options.out}: {count} chats")
+        show(options, {"file": str(options.out), "chats": count}, lambda: f"{options.out}: {count} chats")
     return 0

@@ -16,7 +16,7 @@ from slidesparse import __version__
 from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.whole_file import read_regular, replace_file
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.models.targets import describe_dense
 from slidesparse.offline.outcome import PruneSummary
@@ -135,5 +135,5 @@ def _are_words(value: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text that stays in its line and in its cell of a table."""
-    return " ".join(text.replace("|", "/").split())
+    """Return a text that stays in its line and in its cell of a table, and that a terminal only draws."""
+    return printable(" ".join(text.replace("|", "/").split()))
