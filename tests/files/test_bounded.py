@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import add_tokenizer, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.offline.calibrate.calibration import encode, load_tokenizer
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 
@@ -91,3 +92,12 @@ def test_a_file_that_cannot_be_mapped(dense: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
     with pytest.raises(CheckpointError, match="unable to mmap"):
         checkpoint.tensor("model.norm.weight")
+
+
+def test_a_tokenizer_whose_regular_expression_never_ends(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    said = json.loads((tmp_path / "tokenizer.json").read_text())
+    said["pre_tokenizer"]["pattern"] = {"Regex": "(a+)+$"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="the tokenizer cannot read the text; got PanicException"):
+        encode(load_tokenizer(tmp_path), "a" * 100 + "!")

@@ -31,8 +31,9 @@ class Tokenizer:
     def __init__(self, template: str | None = TEMPLATE) -> None:
         self.chat_template = template
 
-    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool) -> str:
+    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize
+        assert not add_generation_prompt
         return "|".join(f"{one['role']}: {one['content']}" for one in chat)
 
 

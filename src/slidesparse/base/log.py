@@ -8,14 +8,14 @@ from functools import lru_cache
 from slidesparse.errors import printable
 
 
-def escape(record: logging.LogRecord) -> bool:
-    """Write out what is not drawn in a message, for all handlers: a filter of every logger of ours."""
+def _escape(record: logging.LogRecord) -> bool:  # for all handlers
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
 
 LOG = logging.getLogger("slidesparse")
-LOG.addFilter(escape)
+for plugin in ("vllm.plugins.", "sglang.srt.plugins.", ""):
+    logging.getLogger(f"{plugin}slidesparse").addFilter(_escape)
 
 
 @lru_cache(maxsize=4096)

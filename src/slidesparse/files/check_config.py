@@ -47,8 +47,7 @@ def require_plausible(checkpoint: Checkpoint) -> None:
     most = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
     for key, value in _values("", checkpoint.config):
         if isinstance(value, int) and value > most and NO_SIZE.search(key) is None:
-            needed = f"at most {most}: no tensor is longer"
-            raise CheckpointError(f"{key} of {checkpoint.path}/config.json", got=value, needed=needed)
+            raise CheckpointError(f"{key} of {checkpoint.path}/config.json", got=value, needed=f"at most {most}")
         if isinstance(value, str) and value.startswith("re:"):
             require_bounded(value[3:], max(map(len, checkpoint.files), default=0))
 

@@ -21,7 +21,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.write_errors import write_errors
-from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
 from slidesparse.recover.answers import Job, Sampling, Writer, write_answers
@@ -130,9 +130,9 @@ def _messages(asked: Document) -> list[dict[str, str]]:
 
 def _ids(tokenizer: Any, asked: list[Document], is_chat: bool) -> list[list[int]]:
     if not is_chat:
-        return [list(tokenizer(_text(one))["input_ids"]) for one in asked]
+        return [ids_of(tokenizer, _text(one)) for one in asked]
     texts = templated([_messages(one) for one in asked], tokenizer, to_answer=True)
-    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    return [ids_of(tokenizer, text, add_special_tokens=False) for text in texts]
 
 
 def _text(asked: Document) -> str:

@@ -15,7 +15,7 @@ from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, load_tokenizer, tokens_before
+from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, ids_of, load_tokenizer, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.recover.options import RecoverOptions
 
@@ -117,7 +117,7 @@ def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:
         with progress_bar(f"tokens of {name}", len(text), unit="characters") as advance:
             for start in range(0, len(stretches), 256):
                 some = stretches[start : start + 256]
-                found += tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+                found += ids_of(tokenizer, some, add_special_tokens=False, verbose=False)
                 advance(sum(map(len, some)))
     except Exception as error:  # a broken tokenizer can raise anything
         raise CheckpointError("the tokenizer cannot read the text", got=first_line(error)) from error

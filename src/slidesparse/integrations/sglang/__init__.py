@@ -19,8 +19,6 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 
-from slidesparse.base.log import escape
-
 TESTED = ("0.5.16", "0.5.23")
 """The releases inside whose Python the plugin's tests were run; CI runs the last one. The first is for PyTorch 2.11."""
 
@@ -29,8 +27,6 @@ METHOD = "compressed-tensors"
 
 LOGGER = "sglang.srt.plugins.slidesparse"
 """A child of SGLang's loggers, so that its level and format hold."""
-
-logging.getLogger(LOGGER).addFilter(escape)
 
 
 def register() -> None:

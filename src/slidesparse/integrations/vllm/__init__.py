@@ -32,14 +32,11 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-from slidesparse.base.log import escape
 from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm.releases import describe_tested
 
 LOGGER = "vllm.plugins.slidesparse"
 """A child of vLLM's logger, so that its level and format hold."""
-
-logging.getLogger(LOGGER).addFilter(escape)
 
 
 def register() -> None:

@@ -108,9 +108,16 @@ def load_tokenizer(folder: Path) -> Any:
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
     """Return the token numbers of a text: int64 [n]."""
     # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
+    return torch.tensor(ids_of(tokenizer, text, verbose=False), dtype=torch.int64)
+
+
+def ids_of(tokenizer: Any, text: str | list[str], **options: bool) -> list[Any]:
+    """Return the token numbers of a text, or a list of texts; whatever is raised becomes a CheckpointError."""
     try:
-        return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-    except Exception as error:  # a broken tokenizer can raise anything
+        return list(tokenizer(text, **options)["input_ids"])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as a panic is of its Rust, in a regular expression that takes too long
         raise CheckpointError("the tokenizer cannot read the text", got=first_line(error)) from error
 
 
@@ -120,7 +127,7 @@ def tokens_before(tokenizer: Any) -> torch.Tensor:
     A window out of the middle of a text begins with it too: models have seen nothing else at their first position, and
     some attend to it from everywhere.
     """
-    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    whole, bare = (ids_of(tokenizer, "a", add_special_tokens=special) for special in (True, False))
     places = range(len(whole) - len(bare) + 1)
     return torch.tensor(whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)], dtype=torch.int64)
 

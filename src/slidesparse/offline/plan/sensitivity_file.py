@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from slidesparse.base.counted import counted
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import kind_of
-from slidesparse.errors import CheckpointError, InputError, first_line
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
 from slidesparse.files.write_errors import write_errors
 from slidesparse.models.sensitivity import Sensitivity
 
@@ -42,10 +42,11 @@ def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[Sensit
         file = SensitivityFile(handle, path, about)
         try:
             yield file
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SlideSparseError) as error:
             if file.damages:
-                kept = f"{path} keeps {counted(len(file.damages), 'measurement')}"
-                error.args = (f"{kept}, and the same command goes on from there",)
+                count = counted(len(file.damages), "measurement")
+                kept = f"{path} keeps {count}, and the same command goes on from there"
+                error.args = (kept if isinstance(error, KeyboardInterrupt) else f"{error}; {kept}",)
             raise
         finally:
             if not file.damages:
