@@ -26,8 +26,10 @@ from judge import about
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slidesparse.models.grams import alike_tokens
 from slidesparse.models.hooks import hooked
-from slidesparse.prune import RoundedForOutputs, SparseGPT
+from slidesparse.prune import Linears, RoundForOutputs
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import Rounding, dequantize, quantize_rows, quantize_weight
 
 SETS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -85,7 +87,7 @@ class Study:
         found: dict[str, list[torch.Tensor]] = {}
 
         def see(name: str) -> Callable[..., None]:
-            return lambda _, args: found.setdefault(name, []).append(args[0].flatten(0, -2))
+            return lambda _, args: found.setdefault(name, []).append(args[0])
 
         heads = (name for name in self.linears if name.endswith(tuple(names[0] for names in SETS)))
         with hooked(self.linears[name].register_forward_pre_hook(see(name)) for name in heads):
@@ -102,12 +104,12 @@ class Study:
             parent, leaf = head.rsplit(".", 1)
             yield next(tuple(f"{parent}.{name}" for name in names) for names in SETS if names[0] == leaf)
 
-    def round_for_outputs(self, recipe: Rounding) -> None:
-        """Give all linears weights that are rounded for what they read."""
-        rounder = RoundedForOutputs(SparseGPT(), recipe)
+    def round_for_outputs(self) -> None:
+        """Give all linears weights that are rounded to six bits for what they read."""
         for names in self.sets():
-            x = self.read[names[0]].float()
-            for name, found in rounder.round({name: self.weights[name] for name in names}, x.T @ x).items():
+            x = alike_tokens(self.read[names[0]]).flatten(0, -2)
+            rounded = RoundForOutputs().prune(Linears({name: self.weights[name] for name in names}, DENSE, x.T @ x))
+            for name, found in rounded.items():
                 self.linears[name].weight.data.copy_(found)
 
     def set(self, names: str, **how: Any) -> None:
@@ -141,11 +143,11 @@ class Study:
                 yield f"{name} of {kind}", lambda one=one, names=names: self.set(names, **one)
         for recipe, told in (("absmax", "INT8"), ("6bit", "six bits")):
             yield told, lambda recipe=recipe: self.set("", inputs=True, weights=recipe)
-            yield f"{told}, rounded for outputs", lambda recipe=recipe: self.rounded(recipe)
+        yield "six bits, rounded for outputs", self.rounded
 
-    def rounded(self, recipe: Rounding) -> None:
-        self.round_for_outputs(recipe)
-        self.set("", inputs=True, weights=recipe)
+    def rounded(self) -> None:
+        self.round_for_outputs()
+        self.set("", inputs=True, weights="6bit")
         for name, linear in self.linears.items():
             linear.weight.data.copy_(self.weights[name])
 

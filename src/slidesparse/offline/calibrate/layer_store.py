@@ -202,6 +202,7 @@ def prune_layers_from_disk(
     ranks: Ranks,
     experts: ExpertRowsByName | None,
     matching: Matching | None,
+    rounder: Pruner | None = None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration on windows [samples, length].
 
@@ -235,6 +236,7 @@ def prune_layers_from_disk(
             shared.prune_layer,
             experts=weights,
             matching=matching,
+            rounder=rounder,
         )
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes
