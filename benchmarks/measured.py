@@ -600,6 +600,17 @@ def published_models() -> str:
     return markdown(("model", "perplexity of code", "KL", "HumanEval, greedy", "of ten samples", "exact answers"), rows)
 
 
+def rounding() -> str:
+    """What rounding alone takes from a published model, by part; the last of a tag counts."""
+    lines = (RESULTS / "accuracy/published/rounding.jsonl").read_text().splitlines()
+    found = {one["tag"]: one["over_float"] for one in map(json.loads, lines)}
+    rows = [
+        [tag, f"{one['kl']:.1f} ± {one['kl_error']:.1f}", f"{one['percent']:+.1f} ± {one['error']:.1f} %"]
+        for tag, one in found.items()
+    ]
+    return markdown(("rounded", "divergence", "perplexity"), rows)
+
+
 def six_bits_encoder() -> str:
     """What rounding to six bits costs the encoder of the demo."""
     found = json.loads((RESULTS / "accuracy/six-bits-encoder.json").read_text())["rows"]
@@ -843,6 +854,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "six-bits-forms": forms_of_linears,
     "six-bits-experts": forms_of_experts,
     "six-bits-encoder": six_bits_encoder,
+    "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
     "decoding": decoding,
