@@ -46,8 +46,8 @@ class Simulated(nn.Module):
 
     def set(self, inputs: bool = False, weights: Rounding | None = None, where: slice = slice(None)) -> None:
         self.inputs, self.where = inputs, where
-        rounds = weights is not None
-        self.rounded = dequantize(*quantize_weight(self.weight, torch.int8, recipe=weights)) if rounds else self.weight
+        own = self.weight.data
+        self.rounded = own if weights is None else dequantize(*quantize_weight(own, torch.int8, recipe=weights))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, self.weight, self.bias) if self.where != slice(None) else x.new_empty(0)
