@@ -45,7 +45,7 @@ RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
 DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart")
-LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "six-bits")
+LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "rounding", "six-bits")
 PAGES = (
     ROOT / "README.md",
     *(ROOT / f"docs/{name}.md" for name in DRAWN),
