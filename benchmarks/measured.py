@@ -45,7 +45,7 @@ RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
 DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart", "recipe")
-LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "six-bits")
+LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "rounding", "six-bits")
 PAGES = (
     ROOT / "README.md",
     *(ROOT / f"docs/{name}.md" for name in DRAWN),
@@ -613,6 +613,17 @@ def published_models() -> str:
     return markdown(("model", "perplexity of code", "KL", "HumanEval, greedy", "of ten samples", "exact answers"), rows)
 
 
+def rounding() -> str:
+    """What rounding alone takes from a published model, by part; the last of a tag counts."""
+    lines = (RESULTS / "accuracy/published/rounding.jsonl").read_text().splitlines()
+    found = {one["tag"]: one["over_float"] for one in map(json.loads, lines)}
+    rows = [
+        [tag, f"{one['kl']:.1f} ± {one['kl_error']:.1f}", f"{one['percent']:+.1f} ± {one['error']:.1f} %"]
+        for tag, one in found.items()
+    ]
+    return markdown(("rounded", "divergence", "perplexity"), rows)
+
+
 def six_bits_encoder() -> str:
     """What rounding to six bits costs the encoder of the demo."""
     found = json.loads((RESULTS / "accuracy/six-bits-encoder.json").read_text())["rows"]
@@ -856,6 +867,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "six-bits-forms": forms_of_linears,
     "six-bits-experts": forms_of_experts,
     "six-bits-encoder": six_bits_encoder,
+    "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
     "recipe": recipe,

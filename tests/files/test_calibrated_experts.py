@@ -29,7 +29,7 @@ from slidesparse.offline.calibrate.layer_store import CheckpointLayerStore
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
-from slidesparse.prune import Linears, Pruner, RoundedForOutputs, get_pruner
+from slidesparse.prune import Linears, Pruner, get_pruner
 from slidesparse.weights.pattern import Pattern
 
 FORMS = {
@@ -149,7 +149,6 @@ def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name:
     weights = calibrated_experts(model, set(summary.experts))
     patterns = dict.fromkeys([*linears, *weights], Pattern.parse("6:8"))
     pruner: Pruner = get_pruner("wanda")
-    pruner = RoundedForOutputs(pruner, "absmax") if dtype == "int8" else pruner
     layers = find_layer_list(model, linears)
     sets = sets_to_prune(model, linears, {key: patterns[key] for key in linears}, pruner, run_once(model))
     ids = windows(tmp_path, model, text)

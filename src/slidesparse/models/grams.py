@@ -129,10 +129,29 @@ def rounding_of(name: str) -> str:
     return f"{name} rounding"
 
 
+FIRST = 64
+"""Tokens of a text that its first one stands for: most of the others attend to it, and share its error."""
+
+
+def alike_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return tokens [..., in] scaled to a norm of 1, the first of each text to the root of :data:`FIRST`."""
+    norm = x.norm(dim=-1, keepdim=True)
+    scaled = x / torch.where(norm > 0, norm, 1.0)
+    if x.dim() == 3:
+        scaled[:, 0] *= FIRST**0.5
+    return scaled
+
+
 def collect_grams(
-    layer: nn.Module, index: int, linears: Mapping[str, nn.Linear | ExpertWeight], samples: Iterable[Sample]
+    layer: nn.Module,
+    index: int,
+    linears: Mapping[str, nn.Linear | ExpertWeight],
+    samples: Iterable[Sample],
+    alike: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
+
+    With ``alike`` tokens count the same however large they are: the largest can be 300 thousand times the others.
 
     With each comes what rounding costs: see :func:`rounding_of`.
     For experts there are counts and sums in place of it.
@@ -145,7 +164,8 @@ def collect_grams(
 
     def collect(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].detach().flatten(0, -2).to(torch.float32)
+            x = args[0].detach().to(torch.float32)
+            x = (alike_tokens(x) if alike else x).flatten(0, -2)
             if name not in grams:
                 grams[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
                 grams[rounding_of(name)] = torch.zeros(1, 1, device=x.device)
@@ -155,7 +175,7 @@ def collect_grams(
         return hook
 
     def see(name: str, x: torch.Tensor) -> None:
-        wide = x.to(torch.float32)
+        wide = alike_tokens(x.to(torch.float32)) if alike else x.to(torch.float32)
         grams[name].addmm_(wide.T, wide)
         grams[tokens_of(name)] += len(x)
 

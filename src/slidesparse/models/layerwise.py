@@ -21,7 +21,7 @@ from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import LayerList, Sample, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.prune import Linears, Pruner, RoundedForOutputs, output_error, rounding_error
+from slidesparse.prune import Linears, Pruner, RoundForOutputs, output_error, rounding_error
 from slidesparse.weights.pattern import DENSE, Pattern
 
 
@@ -68,6 +68,16 @@ class LayerStore:
         """Keep the pruned weights of a layer, and what its sets lost."""
 
 
+class _Pruned(LayerStore):
+    """Has the weights of a layer that are pruned already, to round them."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
+        return self.weights[name]
+
+
 PruneLayer = Callable[..., tuple[dict[str, torch.Tensor], list[SetLoss]]]
 """Takes the layer, its index, the sets, its linears by name, patterns, method, samples and store; returns the pruned
 weights by name, and the loss of each set."""
@@ -84,6 +94,7 @@ def prune_layers(
     prune_layer: PruneLayer | None = None,
     experts: Mapping[str, ExpertWeight] | None = None,
     matching: Matching | None = None,
+    rounder: Pruner | None = None,
 ) -> Iterator[list[SetLoss]]:
     """Prune the linears of all layers in place, layer by layer; yield the losses of each layer after it.
 
@@ -92,17 +103,16 @@ def prune_layers(
         layer_list: Its layers, from :func:`find_layer_list`.
         sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
         patterns: Linear -> pattern; ``DENSE`` ones are left alone.
-        pruner: The method. One that rounds does so after matching.
+        pruner: The method.
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
         store: Loads the layers' weights, and keeps the pruned ones.
         prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
         experts: Weights of experts by name, each of which is a set of its own.
         matching: How each layer's outputs are matched with the dense model's on the samples; None: they are not. Layers
             whose experts are pruned cannot be matched.
+        rounder: What rounds each layer's weights in the end; None: nothing does.
     """
     store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
-    rounder = pruner if matching is not None and isinstance(pruner, RoundedForOutputs) else None
-    method = pruner if rounder is None else rounder.method
     dense = [] if matching is None else [sample.apart() for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
@@ -118,13 +128,13 @@ def prune_layers(
             losses: list[SetLoss] = []
             if pruned is None:
                 examples = [] if matching is None or not here else _examples(layer, index, samples, dense)
-                pruned, losses = prune_layer(layer, index, here, linears, patterns, method, samples, store)
+                pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
                 if matching is not None and examples:
                     _fill(linears, pruned)
                     pruned = _matched(layer, linears, pruned, examples, matching)
-                    if rounder is not None:
-                        _fill(linears, pruned)
-                        pruned = _rounded(layer, index, here, linears, pruned, rounder, samples)
+                if rounder is not None and here:
+                    _fill(linears, pruned)
+                    pruned, _ = prune_layer(layer, index, here, linears, patterns, rounder, samples, _Pruned(pruned))
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
@@ -170,23 +180,6 @@ def _matched(
     return dict(zip(pruned, match_layer(layer, free, examples, matching).values(), strict=True))
 
 
-def _rounded(
-    layer: nn.Module,
-    index: int,
-    sets: Sequence[Sequence[str]],
-    linears: Mapping[str, Any],
-    pruned: Mapping[str, torch.Tensor],
-    rounder: RoundedForOutputs,
-    samples: Sequence[Sample],
-) -> dict[str, torch.Tensor]:
-    """Return the weights of a matched layer, rounded by what its linears read now."""
-    grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
-    found: dict[str, torch.Tensor] = {}
-    for names in sets:
-        found |= rounder.round({name: pruned[name] for name in names}, grams[names[0]])
-    return found
-
-
 def _prune_layer(
     layer: nn.Module,
     index: int,
@@ -200,7 +193,8 @@ def _prune_layer(
     pruned: dict[str, torch.Tensor] = {}
     losses = []
     for part in in_parts(sets, only_experts(linears)):
-        grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in part}, samples)
+        heads = {names[0]: linears[names[0]] for names in part}
+        grams = collect_grams(layer, index, heads, samples, isinstance(pruner, RoundForOutputs))
         for names in part:
             inputs = take_inputs(names[0], linears[names[0]], grams)
             new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs, store)

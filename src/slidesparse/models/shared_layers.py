@@ -21,7 +21,7 @@ from slidesparse.models.gram_tree import GramTree, Shares
 from slidesparse.models.grams import Inputs, collect_grams, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
-from slidesparse.prune import Pruner
+from slidesparse.prune import Pruner, RoundForOutputs
 from slidesparse.weights.pattern import Pattern
 
 
@@ -53,7 +53,8 @@ class SharedLayers:
         own: dict[str, torch.Tensor] = {}
         told: list[Any] = []
         for part in in_parts(sets, only_experts(linears)):
-            tree = self._grams(layer, index, {names[0]: linears[names[0]] for names in part}, samples)
+            heads = {names[0]: linears[names[0]] for names in part}
+            tree = self._grams(layer, index, heads, samples, isinstance(pruner, RoundForOutputs))
             self.ranks.wait()
             inputs = self._inputs(tree, part, linears, solver)
             for names in (names for names in part if names[0] in inputs):
@@ -92,7 +93,12 @@ class SharedLayers:
         return here
 
     def _grams(
-        self, layer: nn.Module, index: int, linears: Mapping[str, nn.Linear | ExpertWeight], samples: Sequence[Sample]
+        self,
+        layer: nn.Module,
+        index: int,
+        linears: Mapping[str, nn.Linear | ExpertWeight],
+        samples: Sequence[Sample],
+        alike: bool,
     ) -> GramTree:
         """Return the sums over this process's batches."""
         tree = GramTree(self.shares)
@@ -100,7 +106,7 @@ class SharedLayers:
         for share in self.shares.of(self.ranks.rank):
             self.ranks.check()
             here = [sample_of[batch] for batch in self.shares.batches(share)]
-            tree.add(share, collect_grams(layer, index, linears, here) if here else {})
+            tree.add(share, collect_grams(layer, index, linears, here, alike) if here else {})
         return tree
 
     def _dealt(self, sets: Sequence[Sequence[str]], linears: Mapping[str, nn.Linear | ExpertWeight]) -> dict[str, int]:

@@ -3,13 +3,9 @@
 A few channels of a norm's output may be a hundred times as large as the others. They set the scale of every token, so
 that the other channels round to few steps. Dividing channel ``j`` of the norm's gain by ``s_j`` and multiplying column
 ``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
-and Efficient Post-Training Quantization for Large Language Models" (2023), ``s_j = |x_j|^a / max |w_j|^(1 - a)``. There
-``|x_j|`` is the largest input of a channel; here it is the root mean square of what the channel is of each token's
-largest input, which sets the scale: a first token can be 300 thousand times the others in energy, and no other token
-gains by factors that suit it.
-
-Of several strengths ``a`` that one is taken whose rounded products on some tokens are nearest to the exact ones, each
-token in proportion to its own; where none is nearer than without factors, there are none.
+and Efficient Post-Training Quantization for Large Language Models" (2023), ``s_j = max |x_j|^a / max |w_j|^(1 - a)``.
+Of several strengths ``a`` that one is taken whose rounded products on some tokens are nearest to the exact ones; where
+none is nearer than without factors, there are none.
 
 Inside a gated MLP the same is possible without a norm: what ``down`` reads is the output of ``up`` times a number for
 each channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
@@ -36,7 +32,7 @@ from slidesparse.weights.quant import Quantised, dequantize
 MOST = 6
 """Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
 
-STRENGTHS = (0.5, 0.25, 0.625, 0.75, 0.875)
+STRENGTHS = (0.5, 0.25, 0.75)
 """Strengths that are tried. Weights of six bits bear less than those of eight, and inputs of ``down`` need more."""
 
 Quantise = Callable[[torch.Tensor], Quantised]
@@ -145,23 +141,17 @@ def _is_norm(module: nn.Module) -> bool:
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
 
 
-def squared_shares(inputs: torch.Tensor) -> torch.Tensor:
-    """Return the sum over tokens [n, in] of each channel's squared share of a token's largest input: float32 [in]."""
-    wide = inputs.to(torch.float32)
-    largest = wide.abs().amax(1, keepdim=True)
-    return (wide / torch.where(largest > 0, largest, 1.0)).square().sum(0)
-
-
-def exponents(squares: torch.Tensor, weights: Iterable[torch.Tensor], strength: float = 0.5) -> torch.Tensor:
+def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor], strength: float = 0.5) -> torch.Tensor:
     """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
 
     Args:
-        squares: From :func:`squared_shares`, [in]; a common factor does not matter.
+        largest_input: The largest absolute input of each channel, [in].
         weights: Those of all readers, [out, in] each.
         strength: How far outliers move from inputs, at 0, into weights, at 1.
     """
     largest_weight = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
-    share = squares.to(torch.float32).pow(strength / 2) / largest_weight.pow(1 - strength)
+    largest_input = largest_input.to(torch.float32)
+    share = largest_input.pow(strength) / largest_weight.pow(1 - strength)
     alive = torch.isfinite(share) & (share > 0)
     powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)), 0.0).round()
     if bool(alive.any()):
@@ -172,7 +162,7 @@ def exponents(squares: torch.Tensor, weights: Iterable[torch.Tensor], strength: 
 @torch.no_grad()
 def best_exponents(
     inputs: torch.Tensor,
-    squares: torch.Tensor,
+    largest_input: torch.Tensor,
     weights: Sequence[torch.Tensor],
     of_inputs: Quantise,
     of_weights: Quantise,
@@ -181,21 +171,22 @@ def best_exponents(
 
     Args:
         inputs: Some tokens of what they read, [tokens, in].
-        squares: From :func:`squared_shares`, over all tokens.
+        largest_input: The largest absolute input of each channel, over all tokens.
         weights: Those of all readers, [out, in] each.
         of_inputs: How inputs are rounded where the model is served.
         of_weights: How weights are.
     """
-    wide, every = inputs.to(torch.float32), torch.cat([weight.to(torch.float32) for weight in weights])
-    wanted = wide @ every.T
-    energy = wanted.square().sum(1)
+    wide, wides = inputs.to(torch.float32), [weight.to(torch.float32) for weight in weights]
 
     def loss(powers: torch.Tensor) -> float:
         factors = torch.exp2(powers.to(torch.float32))
-        found = dequantize(*of_inputs(wide / factors)) @ dequantize(*of_weights(every * factors)).T
-        return float(((found - wanted).square().sum(1) / torch.where(energy > 0, energy, 1.0)).sum())
+        rounded = dequantize(*of_inputs(wide / factors))
+        return sum(
+            float((rounded @ dequantize(*of_weights(weight * factors)).T - wide @ weight.T).square().sum())
+            for weight in wides
+        )
 
-    found = [exponents(squares, weights, strength) for strength in STRENGTHS]
+    found = [exponents(largest_input, weights, strength) for strength in STRENGTHS]
     return min([torch.zeros_like(found[0]), *found], key=loss)
 
 

@@ -36,7 +36,7 @@ from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
 from slidesparse.offline.treated import find_treated
-from slidesparse.prune import Linears, Pruner, RoundedForOutputs, SparseGPT, get_pruner
+from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     QUANTISED,
@@ -75,7 +75,7 @@ class PruneJob:
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
-        self.pruner = self._method(options)
+        self.pruner = get_pruner(options.method)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
         self.must_smooth, self.folds = bool(options.smooth), self._find_folds(options)
         self.matching = self._find_matching(options)
@@ -136,13 +136,8 @@ class PruneJob:
             ranks=ranks,
             experts=self.expert_rows,
             matching=self.matching,
+            rounder=RoundForOutputs() if self.rounding == "6bit" and isinstance(self.pruner, SparseGPT) else None,
         )
-
-    def _method(self, options: PruneOptions) -> Pruner:
-        """Return the method; SparseGPT's INT8 is rounded for outputs, where the scales are ours."""
-        method = get_pruner(options.method)
-        rounds = isinstance(method, SparseGPT) and self.source_dtype is None and self.dtype == torch.int8
-        return RoundedForOutputs(method, self.rounding) if rounds else method
 
     def _find_folds(self, options: PruneOptions) -> list[Fold]:
         """Return where outliers of activations are folded into weights; none where nobody asks, or nothing can be."""

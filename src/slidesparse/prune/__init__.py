@@ -4,7 +4,7 @@ from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, registe
 from slidesparse.prune.gram import output_error, rounding_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
-from slidesparse.prune.round_outputs import RoundedForOutputs
+from slidesparse.prune.round_outputs import RoundForOutputs
 from slidesparse.prune.sparsegpt import SparseGPT
 from slidesparse.prune.wanda import Wanda
 
@@ -13,7 +13,7 @@ __all__ = [
     "Linears",
     "Magnitude",
     "Pruner",
-    "RoundedForOutputs",
+    "RoundForOutputs",
     "SparseGPT",
     "Wanda",
     "get_pruner",

@@ -10,43 +10,30 @@ Scales do not change: a row's largest weight stays where it is. So do zeros, wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from slidesparse.prune.base import Linears, Pruner
+from slidesparse.prune.base import Linears
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.sparsegpt import BLOCK, inverse_factor
-from slidesparse.weights.quant import INT8_MAX, SIX_BIT_MAX, Rounding
+from slidesparse.weights.quant import SIX_BIT_MAX
 
 
-class RoundedForOutputs:
-    """A pruning method whose weights are rounded so that quantising them as INT8 takes less from the outputs.
+class RoundForOutputs:
+    """Rounds pruned weights so that quantising them to six bits takes less from the outputs."""
 
-    Args:
-        method: The method.
-        recipe: How the weights will be quantised.
-    """
-
+    name = "rounding"
     needs_calibration = True
 
-    def __init__(self, method: Pruner, recipe: Rounding) -> None:
-        self.name, self.method = method.name, method
-        self.most = SIX_BIT_MAX if recipe == "6bit" else INT8_MAX
-
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`."""
-        return self.round(self.method.prune(linears), checked_gram(linears))
-
-    def round(self, weights: Mapping[str, torch.Tensor], gram: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round pruned weights that read one input: see :func:`round_for_outputs`."""
+        """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
+        gram, weights = checked_gram(linears), linears.weights
         order = gram.diagonal().argsort(descending=True, stable=True)
         factor, _ = inverse_factor(gram[order[:, None], order], ", ".join(weights))
         back = order.argsort()
-        return {name: round_for_outputs(one[:, order], factor, self.most)[:, back] for name, one in weights.items()}
+        return {name: round_for_outputs(one[:, order], factor)[:, back] for name, one in weights.items()}
 
 
-def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, most: float) -> torch.Tensor:
+def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, most: float = SIX_BIT_MAX) -> torch.Tensor:
     """Return a weight that is a multiple of each row's scale, ``absmax / most``, but for the rounding of its type.
 
     Quantising it to nearest gives these multiples: 8 bits of significand tell 127 steps apart.
@@ -54,7 +41,7 @@ def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, most: float) -
     Args:
         weight: [out, in], bfloat16, float16 or float32.
         factor: From :func:`slidesparse.prune.sparsegpt.inverse_factor`, of the same order of columns.
-        most: The largest integer: 127 for INT8, 31 for six bits.
+        most: The largest integer, that of six bits. INT8 gains nothing.
     """
     wide, columns, diagonal = weight.to(torch.float32), weight.shape[1], factor.diagonal()
     absmax = wide.abs().amax(1, keepdim=True)

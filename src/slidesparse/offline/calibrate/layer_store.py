@@ -189,6 +189,7 @@ def prune_layers_from_disk(
     ranks: Ranks,
     experts: ExpertRowsByName | None,
     matching: Matching | None,
+    rounder: Pruner | None = None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration on windows [samples, length].
 
@@ -218,6 +219,7 @@ def prune_layers_from_disk(
             shared.prune_layer,
             experts=weights,
             matching=matching,
+            rounder=rounder,
         )
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes

@@ -19,14 +19,14 @@ from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
-from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold, squared_shares
+from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
 from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_batch
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
 
 TOKENS = 256
-"""Tokens by which factors are compared, or up to twice as many."""
+"""Tokens by which factors are compared."""
 
 
 ROWS = " rows"
@@ -206,14 +206,15 @@ def _smoothed(
     """Run a layer, and return the exponents of its folds where they help, and whether others changed its outputs."""
     names = (name for one in folds for name in (one.writer, *one.linears))
     modules = {name: layers.model.get_submodule(name) for name in names}
-    squares: dict[str, torch.Tensor] = {}
+    largest: dict[str, torch.Tensor] = {}
     some: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             inputs = args[0].flatten(0, -2)
-            some.setdefault(name, inputs[:: max(len(inputs) // TOKENS, 1)].clone())
-            squares[name] = squares.get(name, 0) + squared_shares(inputs)
+            some.setdefault(name, inputs[:TOKENS].clone())
+            found = inputs.abs().amax(0)
+            largest[name] = torch.maximum(largest[name], found) if name in largest else found
 
         return hook
 
@@ -227,7 +228,7 @@ def _smoothed(
             continue  # what these read is smooth now
         weights: list[Any] = [modules[name].weight for name in one.linears]
         read = one.linears[0]
-        powers = best_exponents(some[read], squares[read], weights, of_inputs, of_weights)
+        powers = best_exponents(some[read], largest[read], weights, of_inputs, of_weights)
         if not bool(powers.any()):
             continue
         fold(modules, one, powers)
