@@ -22,6 +22,7 @@ from slidesparse.errors import CheckpointError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import describe_model, source_folder
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer
+from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import DEFAULT
 from slidesparse.offline.evaluate import evaluate, load_any
 from slidesparse.offline.prune import prune_checkpoint
@@ -153,11 +154,9 @@ def _row(dense: Path, pattern: str, folder: Path, device: torch.device) -> ChatR
 def _answers(path: Path, device: torch.device) -> Iterator[str]:
     """Yield the likeliest answer to each question, in one line, without what a terminal would obey."""
     tokenizer, model = load_tokenizer(path), load_any(Checkpoint(path), device)
-    for text in QUESTIONS:
-        is_chat = getattr(tokenizer, "chat_template", None) is not None
-        if is_chat:
-            asked = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    is_chat = getattr(tokenizer, "chat_template", None) is not None
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    for text in templated(chats, tokenizer, to_answer=True) if is_chat else QUESTIONS:
         ids = torch.tensor([tokenizer(text, add_special_tokens=not is_chat)["input_ids"]], device=device)
         with other_library(), torch.inference_mode():
             found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False)
