@@ -15,6 +15,7 @@ from small_models import make
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.plan.choose_patterns import Target
@@ -55,7 +56,7 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(map(str, plan.patterns.values())) == {"dense", "2:4"}
     assert set(plan.speedups) == set(loads)
     assert plan.speedup >= 1.3
-    stored, words = json.loads(out.read_text()), describe(plan, wanted, out)
+    stored, words = json.loads(out.read_text()), describe(plan, wanted, out, Checkpoint(source))
     assert stored["modelled"]["speedups"] == plan.speedups
     assert f"nats a token, measured with all of it pruned {stored['modelled']['damage_together']:.4f}\n" in words
     assert (stored["at"], stored["dtype"], stored["gpu"], "mma_gain" in stored) == (list(loads), "fp8", "H100", False)
@@ -85,7 +86,7 @@ def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatc
     before, after = left + 4e3 * factors["dense"] + 2 * rest.stock, left + linears + 2 * rest.plugin
     assert DENSE in pruned
     assert plan.speedup == pytest.approx(before / after)
-    assert "6 linears left alone: in 16 bits, in stock vLLM too" in describe(plan, wanted, source)
+    assert "6 linears left alone: in 16 bits, in stock vLLM too" in describe(plan, wanted, source, Checkpoint(source))
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1.3"):
         plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=2)))
 
