@@ -263,7 +263,7 @@ def test_a_process_waits_for_another_one_and_reads_its_times(lines: Callable[[],
     here = installation(CPU)
     times = LayerSpeed("int8", OUT, K, (16, 64, 256, 512, 1024), {"dense": (1.0,) * 5, "quick 6:8": (0.5,) * 5})
     with ExitStack() as held:
-        held.enter_context(file_lock(lock_path(here), 0))
+        held.enter_context(file_lock(lock_path(here, "cpu"), 0))
         by = tuner()
 
         def other_ends(seconds: float) -> None:
@@ -272,12 +272,12 @@ def test_a_process_waits_for_another_one_and_reads_its_times(lines: Callable[[],
 
         by._sleep = other_ends
         loaded(by)
-    assert lines() == ["slidesparse: waiting for another process that measures this GPU model"]
+    assert lines() == ["slidesparse: waiting for another process that measures"]
     assert choose(PROBLEM).measured == replace(times, us={"dense": (1.0,) * 5, "quick": (0.5,) * 5})
 
 
 def test_a_process_waits_no_longer_than_the_budget(lines: Callable[[], list[str]]) -> None:
-    with file_lock(lock_path(installation(CPU)), 0):
+    with file_lock(lock_path(installation(CPU), "cpu"), 0):
         by = tuner(budget_s=3.0)
         loaded(by)
     assert by.spent_s == pytest.approx(3.0, abs=0.1)
@@ -285,6 +285,20 @@ def test_a_process_waits_no_longer_than_the_budget(lines: Callable[[], list[str]
     assert not loaded(by, replace(PROBLEM, out_features=32))
     assert lines() == []
     assert choose(PROBLEM).backends == ("dense",)
+
+
+def test_a_server_does_not_wait_for_those_on_other_gpus_and_a_rank_does_for_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    here = installation(CPU)
+    with file_lock(lock_path(here), 0), file_lock(lock_path(here, "GPU-2"), 0):
+        by = tuner()
+        assert loaded(by)
+        assert not [line for line in lines() if "waiting" in line]
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        loaded(by, replace(PROBLEM, out_features=32))
+        assert lines()[0] == "slidesparse: waiting for another process that measures"
 
 
 def _start(results: Any) -> None:

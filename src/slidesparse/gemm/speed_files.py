@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.base.cache_folder import cache_folder
+from slidesparse.base.file_lock import file_lock
 from slidesparse.base.log import log_once
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.base.whole_file import replace_file
@@ -39,6 +40,9 @@ VERSION = 2
 PACKAGED = Path(__file__).parent / "speed_tables"
 
 REMEDY = "delete it; a model that is loaded, or slidesparse tune, measures again"
+
+WRITING_S = 10.0
+"""Seconds to wait for a process that writes, for milliseconds. One that hangs costs others' times, not the file."""
 
 _UNWRITTEN: dict[Path, SpeedTable] = {}
 """Tables of this process that the disk refused: it goes by them all the same."""
@@ -81,9 +85,9 @@ def digest(installation: Installation) -> str:
     return hashlib.sha256(json.dumps(there).encode()).hexdigest()[:8]
 
 
-def lock_path(here: Installation) -> Path:
-    """Return the path of the lock that a process holds while it measures, or writes, the times of an installation."""
-    return tuned_path(here).with_suffix(".lock")
+def lock_path(here: Installation, gpu: str = "") -> Path:
+    """Return the path of the lock of those that measure on an installation, or on one ``gpu`` of it."""
+    return tuned_path(here).with_suffix(f".{gpu}.lock" if gpu else ".lock")
 
 
 def tables_for(here: Installation) -> list[SpeedTable]:
@@ -161,29 +165,30 @@ def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
 def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
     """Add layers to the times that are measured here; a newer time of the same M counts.
 
-    Whoever calls this holds the lock at :func:`lock_path`. A damaged file is written anew. Forms that were wrong, now
-    or before, lose their times, older and newer ones.
+    One process does this at a time. A damaged file is written anew. Forms that were wrong, now or before, lose their
+    times, older and newer ones.
 
     Returns:
         The path; None where it cannot be written: this process keeps the times, and the log says why they will be
         measured again.
     """
     path = tuned_path(here)
-    old = _usable(path)
-    known = SpeedTable(here, ()) if old is None else old
-    joined = join_layers(known.layers, layers)
-    table = SpeedTable(here, joined, wrong=tuple(dict.fromkeys((*known.wrong, *wrong))))
-    table = replace(table, layers=tuple(layer.without(table.wrong_names(layer)) for layer in joined))
-    try:
-        replace_file(path, table_text(table))
-    except OSError as error:
-        _UNWRITTEN[path] = table
-        log_once(
-            "slidesparse: the times measured here cannot be kept, so the next start measures again:"
-            f" {system_words(error)}",
-            logging.WARNING,
-        )
-        return None
+    with file_lock(path.with_suffix(".writing"), WRITING_S):
+        old = _usable(path)
+        known = SpeedTable(here, ()) if old is None else old
+        joined = join_layers(known.layers, layers)
+        table = SpeedTable(here, joined, wrong=tuple(dict.fromkeys((*known.wrong, *wrong))))
+        table = replace(table, layers=tuple(layer.without(table.wrong_names(layer)) for layer in joined))
+        try:
+            replace_file(path, table_text(table))
+        except OSError as error:
+            _UNWRITTEN[path] = table
+            log_once(
+                "slidesparse: the times measured here cannot be kept, so the next start measures again:"
+                f" {system_words(error)}",
+                logging.WARNING,
+            )
+            return None
     _UNWRITTEN.pop(path, None)
     return path
 

@@ -16,7 +16,6 @@ import torch
 
 from slidesparse.base.cache_folder import lasting_cache_folder
 from slidesparse.base.device import require_cuda
-from slidesparse.base.file_lock import file_lock
 from slidesparse.base.from_bench import from_bench
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
@@ -28,7 +27,7 @@ from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation, wrong_form
 from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
-from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, table_text, tuned_path
+from slidesparse.gemm.speed_files import add_layers, load_speeds, table_text, tuned_path
 from slidesparse.gemm.time_model import explain
 from slidesparse.offline.tune_job import Kind, TuneJob
 from slidesparse.prune import prune_mask
@@ -42,9 +41,6 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES, QUANTISED, parse_dtype, rounded_bits
 
 SEARCHED = "cusparselt"
-
-LOCK_S = 60.0
-"""Seconds to wait for a process that measures while it loads a model."""
 
 
 def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
@@ -110,13 +106,11 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
     """Put layer times into the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
     here = installation()
     there = here if driver is None else replace(here, driver=driver)
-    with file_lock(lock_path(there), LOCK_S) as held:
-        path = add_layers(there, layers, wrong) if held else None
-    if path is None:
+    if (path := add_layers(there, layers, wrong)) is None:
         raise UnsupportedError(
             f"the times cannot be kept in {tuned_path(there)}",
-            got="a folder that cannot be written, or a process that has measured for long",
-            remedy="try again, or let XDG_CACHE_HOME name another folder",
+            got="a folder that cannot be written",
+            remedy="let XDG_CACHE_HOME name another folder",
         )
     return path
 

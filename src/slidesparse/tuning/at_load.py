@@ -1,8 +1,8 @@
 """Measure the layers of a model while it is loaded, where this machine has no times of them yet.
 
-A start-up pays for it once: the times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of the
-processes that start together. The others wait for it and read. What takes longer than the budget is left to the next
-start; until then a prior decides, and the log says so.
+A start-up pays for it once: the times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of a
+server's processes. The others wait for it and read; servers on other GPUs measure at the same time. What takes longer
+than the budget is left to the next start; until then a prior decides, and the log says so.
 
 A form that gives a wrong result is kept as such, even where no time is: a start that chose it by other times would
 serve wrong answers.
@@ -139,11 +139,11 @@ class LoadTuner:
         self.spent_s += self._clock() - start
 
     def _is_alone(self, stack: ExitStack, device: torch.device, end: float) -> bool:
-        """Return whether this process may measure now, because no other one does."""
-        path = lock_path(installation(device))
+        """Return whether this process may measure now, because no other one of this server, or on this GPU, does."""
+        path = lock_path(installation(device), _own_gpu(device))
         if stack.enter_context(file_lock(path, 0)):
             return True
-        self.log.info("slidesparse: waiting for another process that measures this GPU model")
+        self.log.info("slidesparse: waiting for another process that measures")
         wait_s = max(0.0, end - self._clock())
         if stack.enter_context(file_lock(path, wait_s, clock=self._clock, sleep=self._sleep)):
             return True
@@ -206,6 +206,13 @@ class LoadTuner:
                 " and the next start, or slidesparse tune, measures them",
                 self.budget_s,
             )
+
+
+def _own_gpu(device: torch.device) -> str:
+    """Return the name of a process's GPU; nothing for one of several of a server, of which one measures for all."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def usable_times(found: TakenTimes, name: str, log: logging.Logger) -> LayerSpeed | None:
