@@ -34,7 +34,7 @@ from slidesparse.cli.calibration import (
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
 from slidesparse.errors import InputError, printable
-from slidesparse.offline.published import BEST, expected_cost
+from slidesparse.offline.published import BEST, COSTS
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -56,7 +56,8 @@ def add_prune(commands: Commands) -> None:
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
     which.add_argument("--plan", type=named_path, metavar="FILE", help="patterns that slidesparse plan chose")
-    add("--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)")
+    text = "int8 or fp8 (docs/cards.md compares them); bf16, fp16 or fp32 to prune only (default: a quantised source's)"
+    add("--dtype", help=text)
     add("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
     add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
@@ -79,8 +80,8 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (%(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
-    said = "; ".join(expected_cost(zeros, 1) for zeros in (0.25, 1 / 3, 0.5))
-    prune.epilog = f"Least is lost by {BEST}: {said}. docs/accuracy.md has more."
+    costs = "; ".join(f"{pattern} {once} in one shot, {after} recovered" for _, _, pattern, once, after in COSTS)
+    prune.epilog = f"Least is lost by {BEST}. In perplexity it cost {COSTS[0][0]}: {costs} (docs/accuracy.md)."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
