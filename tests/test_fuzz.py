@@ -36,8 +36,8 @@ from slidesparse.cli import main
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.packed_file import FILE_NAME, write_packed
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.plan.plan_file import read_plan
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.stored_plan import read_plan
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))

@@ -42,10 +42,10 @@ from slidesparse.offline.plan.choose_patterns import (
     modelled_cost,
 )
 from slidesparse.offline.plan.plan import plan_checkpoint
-from slidesparse.offline.plan.plan_file import read_plan
 from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.offline.plan.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
+from slidesparse.offline.stored_plan import read_plan
 from slidesparse.prune import Linears, get_pruner, prune_mask
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern

@@ -86,9 +86,9 @@ def add_prune(commands: Commands) -> None:
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.dry_run import dry_run
-    from slidesparse.offline.plan.plan_file import as_options, read_plan
     from slidesparse.offline.prune import prune_checkpoint
     from slidesparse.offline.prune_options import PruneOptions, check_options
+    from slidesparse.offline.stored_plan import as_options, read_plan
 
     if options.dry_run and options.own_chats:
         raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")

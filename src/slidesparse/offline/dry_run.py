@@ -17,9 +17,9 @@ from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
 from slidesparse.offline.outcome import PruneOutcome
-from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune import Prepared, job_record, prepare
 from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.stored_plan import StoredPlan
 
 
 @dataclass(frozen=True)

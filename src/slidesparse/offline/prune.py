@@ -35,9 +35,9 @@ from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
-from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
+from slidesparse.offline.stored_plan import StoredPlan
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
 

@@ -32,9 +32,9 @@ from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
-from slidesparse.offline.plan.plan_file import StoredPlan
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
+from slidesparse.offline.stored_plan import StoredPlan
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern

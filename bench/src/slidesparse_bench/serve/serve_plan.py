@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
-from slidesparse.offline.plan.plan_file import read_plan
+from slidesparse.offline.stored_plan import read_plan
 from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype

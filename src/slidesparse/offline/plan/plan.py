@@ -35,11 +35,12 @@ from slidesparse.models.sparsify import run_once
 from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.offline.evaluate import load_any
 from slidesparse.offline.plan.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
-from slidesparse.offline.plan.plan_file import PLAN_VERSION, about, described
+from slidesparse.offline.plan.plan_file import about, described
 from slidesparse.offline.plan.plan_options import HELD_OUT, SERVED_LOADS, PlanOptions
 from slidesparse.offline.plan.plan_sets import PlannedSets, find_sets
 from slidesparse.offline.plan.sensitivity import damage_together, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements, sensitivity_file
+from slidesparse.offline.stored_plan import PLAN_VERSION
 from slidesparse.prune import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 
