@@ -576,6 +576,17 @@ def rise(one: dict[str, Any], dense: dict[str, Any]) -> str:
     return f"{100 * math.expm1(mean):+.1f} ± {100 * math.exp(mean) * error:.1f} %"
 
 
+def published_rounding() -> str:
+    """What rounding adds to a pattern, of checkpoints as they are served."""
+    lines = (PUBLISHED.parent / "smollm2-135m.jsonl").read_text().splitlines()
+    found = {one["tag"]: one for one in map(json.loads, lines)}
+    pruned, rows = found["6:8 sparsegpt bf16"], [["BF16", rise(found["6:8 sparsegpt bf16"], found["dense"]), "-"]]
+    for name, tag in (("INT8", "int8"), ("six bits, to nearest", "6bit, rounded to nearest"), ("six bits", "6bit")):
+        one = found[f"6:8 sparsegpt {tag}"]
+        rows.append([name, rise(one, found["dense"]), rise(one, pruned)])
+    return markdown(("6:8, SparseGPT", "perplexity of code over dense", "over the same in BF16"), rows)
+
+
 def published_loss() -> str:
     """README: what patterns cost a published model, in one shot and recovered."""
     found = published_records()
@@ -870,6 +881,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
+    "published-rounding": published_rounding,
     "recipe": recipe,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
