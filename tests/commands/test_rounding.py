@@ -22,8 +22,13 @@ def test_integers_are_not_the_nearest_and_scales_are(match: int, tmp_path: Path)
     source = make_source(tmp_path, "llama", torch.bfloat16)
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
     options = {"pattern": "6:8", "method": "sparsegpt", "calibration": text, "match": match}
-    prune_checkpoint(source, tmp_path / "float", PruneOptions(dtype="bf16", **options))
-    prune_checkpoint(source, tmp_path / "int8", PruneOptions(dtype="int8", recipe="6bit", **options))
+    plain = prune_checkpoint(source, tmp_path / "float", PruneOptions(dtype="bf16", **options))
+    rounded = prune_checkpoint(source, tmp_path / "int8", PruneOptions(dtype="int8", recipe="6bit", **options))
+    assert plain.six_bits == {}
+    assert rounded.six_bits.keys() == rounded.losses.keys()
+    # To nearest it is a twelfth of the square of a step, (absmax / 31)^2, of weights up to 2.7 deviations: 6e-4.
+    assert all(1e-5 < cost < 6e-4 for cost in rounded.six_bits.values())
+    assert "rounding weights to six bits costs: mean" in rounded.describe()
     floats, integers = Checkpoint(tmp_path / "float"), Checkpoint(tmp_path / "int8")
     for name in FIRST:  # later layers read what rounding left of this one
         values, scale = integers.tensor(name), integers.tensor(f"{name}_scale")

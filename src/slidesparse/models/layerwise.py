@@ -11,7 +11,7 @@ what these give is half of what a pruned layer is trained to give.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class SetLoss:
         borrowed: The tokens that an expert borrowed from its layer.
         rounding: Squared error of the pruned linears' outputs over their energy when inputs are rounded to INT8, a
             token at a time; None for experts.
+        six_bits: The same when the pruned weights are rounded to six bits for their outputs, all tokens counted alike;
+            None where they are not.
     """
 
     names: tuple[str, ...]
@@ -45,6 +47,7 @@ class SetLoss:
     tokens: int | None = None
     borrowed: int = 0
     rounding: float | None = None
+    six_bits: float | None = None
 
 
 class LayerStore:
@@ -134,7 +137,9 @@ def prune_layers(
                     pruned = _matched(layer, linears, pruned, examples, matching)
                 if rounder is not None and here:
                     _fill(linears, pruned)
-                    pruned, _ = prune_layer(layer, index, here, linears, patterns, rounder, samples, _Pruned(pruned))
+                    before = _Pruned(pruned)
+                    pruned, rounded = prune_layer(layer, index, here, linears, patterns, rounder, samples, before)
+                    losses = [replace(one, six_bits=by.loss) for one, by in zip(losses, rounded, strict=True)]
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
