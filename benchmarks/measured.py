@@ -580,11 +580,14 @@ def published_rounding() -> str:
     """What rounding adds to a pattern, of checkpoints as they are served."""
     lines = (PUBLISHED.parent / "smollm2-135m.jsonl").read_text().splitlines()
     found = {one["tag"]: one for one in map(json.loads, lines)}
-    pruned, rows = found["6:8 sparsegpt bf16"], [["BF16", rise(found["6:8 sparsegpt bf16"], found["dense"]), "-"]]
+    pruned = found["6:8 sparsegpt bf16"]
+    rows = [
+        [f"{one}, BF16", rise(found[f"{one} sparsegpt bf16"], found["dense"]), "-"] for one in ("2:4", "4:6", "6:8")
+    ]
     for name, tag in (("INT8", "int8"), ("six bits, to nearest", "6bit, rounded to nearest"), ("six bits", "6bit")):
         one = found[f"6:8 sparsegpt {tag}"]
-        rows.append([name, rise(one, found["dense"]), rise(one, pruned)])
-    return markdown(("6:8, SparseGPT", "perplexity of code over dense", "over the same in BF16"), rows)
+        rows.append([f"6:8, {name}", rise(one, found["dense"]), rise(one, pruned)])
+    return markdown(("SparseGPT", "perplexity of code over dense", "over the same in BF16"), rows)
 
 
 def published_loss() -> str:
