@@ -92,6 +92,14 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_pair(tmp_path)
+    (tmp_path / "pruned/modeling_x.py").write_text("raise SystemExit")
+    recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=1))
+    assert not (tmp_path / "out/modeling_x.py").exists()
+    assert "not copied, other weights or code: modeling_x.py" in capsys.readouterr().err
+
+
 class Killed(BaseException):
     """Ends a run as a kill does: nothing is cleared up that a kill would leave."""
 

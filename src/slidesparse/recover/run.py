@@ -144,6 +144,8 @@ def recover(
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
+            if files.not_copied:
+                say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
             write_result(work, pair.pruned, files, trained, {**record, **asdict(result)})
     return result
 
