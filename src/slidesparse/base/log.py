@@ -8,14 +8,19 @@ from functools import lru_cache
 from slidesparse.errors import printable
 
 
-def _escape(record: logging.LogRecord) -> bool:  # for all handlers
+def own_logger(name: str) -> logging.Logger:
+    """Return a logger of ours, which writes out what a terminal would act on before any handler gets it."""
+    log = logging.getLogger(name)
+    log.addFilter(_escape)
+    return log
+
+
+def _escape(record: logging.LogRecord) -> bool:
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
 
-LOG = logging.getLogger("slidesparse")
-for plugin in ("vllm.plugins.", "sglang.srt.plugins.", ""):
-    logging.getLogger(f"{plugin}slidesparse").addFilter(_escape)
+LOG = own_logger("slidesparse")
 
 
 @lru_cache(maxsize=4096)

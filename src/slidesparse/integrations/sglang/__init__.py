@@ -10,8 +10,9 @@ without its compiled parts.
 
 from __future__ import annotations
 
-import logging
 from importlib.metadata import version
+
+from slidesparse.base.log import own_logger
 
 TESTED = ("0.5.16", "0.5.23")
 """The releases inside whose Python the plugin's tests were run; CI runs the last one. The first is for PyTorch 2.11."""
@@ -22,6 +23,8 @@ METHOD = "compressed-tensors"
 LOGGER = "sglang.srt.plugins.slidesparse"
 """A child of SGLang's loggers, so that its level and format hold."""
 
+log = own_logger(LOGGER)
+
 
 def register() -> None:
     """Make SGLang see our marker; a second call changes nothing. A release that lacks what we need serves dense."""
@@ -31,6 +34,6 @@ def register() -> None:
         from slidesparse.integrations.sglang.config import SGLangConfig
     except ImportError as error:
         line = "slidesparse: pruned checkpoints run dense in SGLang %s: %s; tested are %s"
-        logging.getLogger(LOGGER).warning(line, version("sglang"), str(error).partition(" (")[0], " and ".join(TESTED))
+        log.warning(line, version("sglang"), str(error).partition(" (")[0], " and ".join(TESTED))
         return
     QUANTIZATION_METHODS[METHOD] = SGLangConfig

@@ -34,13 +34,8 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     def __init__(
         self, inner: CompressedTensorsLinearScheme, named: NamedLayer, chooser: Chooser, warmup: WarmUp
     ) -> None:
-        self.inner, self.name, self.pattern, self.chooser, self.warmup = (
-            inner,
-            named.name,
-            named.pattern,
-            chooser,
-            warmup,
-        )
+        self.inner, self.chooser, self.warmup = inner, chooser, warmup
+        self.name, self.pattern = named.name, named.pattern
         self.in_features = 0
         self.converted = False
 

@@ -9,14 +9,16 @@ does not offer to plugins.
 
 from __future__ import annotations
 
-import logging
 from importlib import metadata
 
+from slidesparse.base.log import own_logger
 from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm.releases import describe_tested
 
 LOGGER = "vllm.plugins.slidesparse"
 """A child of vLLM's logger, so that its level and format hold."""
+
+log = own_logger(LOGGER)
 
 
 def register() -> None:
@@ -28,7 +30,7 @@ def register() -> None:
     try:
         from slidesparse.integrations.vllm.config import SlideSparseConfig
     except ImportError as error:  # vLLM moved what we build on; other models must go on working
-        logging.getLogger(LOGGER).warning(
+        log.warning(
             "slidesparse cannot work with vLLM %s (%s): sparse checkpoints run dense. Tried: vLLM %s.",
             metadata.version("vllm"),
             error,
