@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,7 @@ def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
 
 
 def all_are_terminated_at_their_second_shard(rank: int) -> None:
+    """At one time, as a launcher does: a process that comes late finds the other one gone, and ends for that reason."""
     from slidesparse.offline.prune_job import PruneJob
 
     write, shards = PruneJob.write_shard, []
@@ -134,6 +136,10 @@ def all_are_terminated_at_their_second_shard(rank: int) -> None:
     def second(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
         shards.append(path)
         if len(shards) == 2:
+            folder = next(parent for parent in path.parents if parent.suffix == ".partial").parent
+            (folder / f"here{rank}").touch()
+            while len(list(folder.glob("here?"))) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
         return write(job, path, *rest)
 
