@@ -1,7 +1,7 @@
 """What else makes a model smaller or faster, as BF16 checkpoints that are judged as the pruned ones are.
 
     python rivals.py int4 DENSE OUT [--method gptq --chats CHATS.jsonl] [--asymmetric]
-    python rivals.py depth DENSE OUT --speedup 1.18 --chats CHATS.jsonl
+    python rivals.py depth DENSE OUT --speedup 1.18 --chats CHATS.jsonl      # or --text FILE
 
 ``int4`` rounds the weights of the layers to 4 bits in groups of 128 inputs, by the grid of vLLM's W4A16 checkpoints:
 to nearest, or by GPTQ (Frantar et al. 2023), written anew here on this package's calibration; it sweeps in the order of
@@ -174,7 +174,9 @@ def arguments() -> argparse.Namespace:
     for kind in (int4, depth):
         kind.add_argument("dense", type=Path)
         kind.add_argument("out", type=Path)
-        kind.add_argument("--chats", type=Path, help="to calibrate on")
+        given = kind.add_mutually_exclusive_group()
+        given.add_argument("--chats", type=Path, help="to calibrate on")
+        given.add_argument("--text", type=Path, help="to calibrate on")
     int4.add_argument("--method", choices=("nearest", "gptq"), default="nearest")
     int4.add_argument("--asymmetric", action="store_true")
     depth.add_argument("--speedup", type=float, required=True)
@@ -184,14 +186,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     needs_text = options.kind == "depth" or options.method == "gptq"
-    if needs_text and options.chats is None:
-        raise SystemExit("this calibrates: give it --chats")
+    if needs_text and not (options.chats or options.text):
+        raise SystemExit("this calibrates: give it --chats or --text")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.dense)
     model = AutoModelForCausalLM.from_pretrained(options.dense, dtype=torch.bfloat16).to(device).eval()
     windows = None
     if needs_text:
-        text = texts.chats_text(options.chats, tokenizer)
+        text = texts.chats_text(options.chats, tokenizer) if options.chats else options.text.read_text(encoding="utf8")
         windows = texts.windows(tokenizer, text, WINDOWS * LENGTH, LENGTH)
     about: dict[str, Any] = {"kind": options.kind}
     if options.kind == "int4":
