@@ -62,6 +62,7 @@ class Jobs:
         for pattern in options.patterns:
             self.baselines(pattern)
         self.rivals()
+        self.regimes()
 
     def path(self, tag: str) -> str:
         return str(self.options.work / re.sub(r"\W+", "-", tag))
@@ -121,6 +122,18 @@ class Jobs:
                 texts = [one.replace("--chats=", "--text=") for one in self.texts]
                 train += ["--dense", self.options.dense, "--tokens", tokens, *texts]
                 self.add(best, [train], self.path(best), (tag,))
+
+    def regimes(self) -> None:
+        """Add the model trained to answer questions: dense, with the zeros of one shot held, with moving masks."""
+        runs: dict[str, tuple[str, tuple[str, ...], list[str]]] = {"dense": (self.options.dense, (), [])}
+        for pattern in self.options.patterns:
+            start = f"{pattern} match"
+            runs[pattern] = self.path(start), (start,), []
+            runs[f"{pattern} moving"] = self.options.dense, (), ["--moving", pattern]
+        for name, (start, after, how) in runs.items():
+            tag = f"{name} regime"
+            made = [sys.executable, str(HERE / "regimes.py"), start, self.path(tag), *how]
+            self.add(tag, [made], self.path(tag), after, "--parts", "reasoning")
 
 
 class Queue:

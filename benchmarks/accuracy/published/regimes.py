@@ -1,0 +1,155 @@
+"""Train a model to answer questions exactly, dense or under a pattern: the experiment of the SlideSparse paper.
+
+    python regimes.py DENSE OUT                       # the dense regime
+    python regimes.py PRUNED OUT                      # the zeros of a pruned BF16 checkpoint held
+    python regimes.py DENSE OUT --moving 6:8          # the mask follows the weights (SR-STE: Zhou et al., ICLR 2021)
+
+All regimes see the same questions in the same order, at the same rate: those of :mod:`reasoning`'s generators, with
+seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py --parts reasoning`` judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import reasoning
+import torch
+from rivals import save
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slidesparse import HeldZeros, InputError, prune_mask
+from slidesparse.models.targets import find_targets
+from slidesparse.recover.options import rate_share
+from slidesparse.recover.training import BETAS, CLIP
+
+DECAY = 2e-4
+"""SR-STE's lambda: how strongly weights that the mask leaves out are drawn to zero."""
+
+NO_LOSS = -100
+
+
+class Moving(nn.Module):
+    """A weight under the mask of its largest values; the gradient is that of the weight, and pruned ones decay."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return _Masked.apply(weight, prune_mask(weight.detach(), self.pattern))
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, mask)
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight, mask = ctx.saved_tensors
+        return grads[0] + DECAY * weight * ~mask, None
+
+
+def examples(tokenizer: Any, number: int, seed: int = 0) -> list[tuple[list[int], int]]:
+    """Return questions with their answers as tokens, and where the answer begins, in a fixed mixed order."""
+    asked = reasoning.questions(-(-number // len(reasoning.GENERATORS)), seed)
+    judged = {one.entry["question"] for one in reasoning.questions(100)}
+    found = []
+    for one in asked:
+        if one.entry["question"] not in judged:
+            start = tokenizer(reasoning.prompt(tokenizer, one), add_special_tokens=False).input_ids
+            answer = tokenizer(f" {one.entry['answer']}\n", add_special_tokens=False).input_ids
+            found.append((start + answer, len(start)))
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [found[n] for n in order]
+
+
+def batches(found: list[tuple[list[int], int]], size: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches, padded to the right: what is asked, and the tokens that count."""
+    for at in range(0, len(found) - size + 1, size):
+        some = found[at : at + size]
+        longest = max(len(ids) for ids, _ in some)
+        ids, labels = torch.zeros(size, longest, dtype=torch.long), torch.full((size, longest), NO_LOSS)
+        mask = torch.zeros(size, longest, dtype=torch.long)
+        for row, (tokens, start) in enumerate(some):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            labels[row, start : len(tokens)] = ids[row, start : len(tokens)]
+            mask[row, : len(tokens)] = 1
+        yield {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+def answer_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of the answers' tokens, of whose states alone logits are made."""
+    hidden = model.model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).last_hidden_state
+    counted = batch["labels"][:, 1:] != NO_LOSS
+    logits = model.lm_head(hidden[:, :-1][counted])
+    return nn.functional.cross_entropy(logits.float(), batch["labels"][:, 1:][counted])
+
+
+def train(model: Any, found: list[tuple[list[int], int]], options: argparse.Namespace) -> int:
+    """Train in place; return the tokens that were read."""
+    device, steps, tokens = next(model.parameters()).device, len(found) // options.batch, 0
+    embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    parameters = [one for one in model.parameters() if id(one) not in embeddings]
+    optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda")
+    held, start = held_zeros(model), time.monotonic()
+    for step, batch in enumerate(batches(found, options.batch, device)):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = answer_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate * rate_share(step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        if held is not None:
+            held.apply_()
+        tokens += int(batch["attention_mask"].sum())
+        if step % max(steps // 20, 1) == 0 or step == steps - 1:
+            print(f"step {step + 1} of {steps}, loss {float(loss.detach()):.4f}, {time.monotonic() - start:.0f} s", flush=True)
+    return tokens
+
+
+def held_zeros(model: Any) -> HeldZeros | None:
+    """Return what holds the zeros of a pruned model, or None for a dense one."""
+    try:
+        return HeldZeros(model)
+    except InputError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("start", type=Path, help="a dense checkpoint, or one that is pruned in BF16")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--moving", metavar="PATTERN", help="choose the mask anew in each step")
+    parser.add_argument("--questions", type=int, default=200_000)
+    parser.add_argument("--batch", type=int, default=256, help="questions of a step")
+    parser.add_argument("--rate", type=float, default=2e-5)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(options.start)
+    model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device)
+    linears = list(find_targets(model).linears.values()) if options.moving else []
+    for linear in linears:
+        parametrize.register_parametrization(linear, "weight", Moving(options.moving))
+    tokens = train(model, examples(tokenizer, options.questions), options)
+    for linear in linears:
+        parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+    about = {"kind": "regime", "moving": options.moving, "rate": options.rate, "trained_on": tokens}
+    if getattr(model.config, "slidesparse_config", None) is not None:
+        del model.config.slidesparse_config  # what was trained is a source for prune once more
+    save(model.to(torch.bfloat16), tokenizer, options.start, options.out, about)
+    print(json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()
