@@ -114,7 +114,10 @@ def train(model: Any, found: list[tuple[list[int], int]], options: argparse.Name
             held.apply_()
         tokens += int(batch["attention_mask"].sum())
         if step % max(steps // 20, 1) == 0 or step == steps - 1:
-            print(f"step {step + 1} of {steps}, loss {float(loss.detach()):.4f}, {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"step {step + 1} of {steps}, loss {float(loss.detach()):.4f}, {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
     return tokens
 
 
