@@ -59,7 +59,8 @@ def test_int8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle,
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     ("quantiser", "oracle", "rows"),
-    [("vllm", vllm_fp8, rows) for rows in ROWS] + [("sglang", sglang_fp8, rows) for rows in ROWS if rows != "subnormal"],
+    [("vllm", vllm_fp8, rows) for rows in ROWS]
+    + [("sglang", sglang_fp8, rows) for rows in ROWS if rows != "subnormal"],
 )
 def test_fp8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle, rows: str, dtype: torch.dtype) -> None:
     x = ROWS[rows]().to(dtype)

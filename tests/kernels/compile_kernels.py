@@ -4,7 +4,7 @@
 
 Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, how
 many shuffles and approximate divisions it has, and for two variants the widths in bits of stores to shared memory and
-the number of instructions. Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
+the number of instructions. Runs as a program of its own, since a process with Triton's interpreter on cannot compile.
 """
 
 from __future__ import annotations

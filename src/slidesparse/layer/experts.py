@@ -38,9 +38,7 @@ class ExpertLinear(nn.Module):
     scale: torch.Tensor
     column_map: torch.Tensor
 
-    def __init__(
-        self, experts: Sequence[PackedWeight], product: GroupedProduct, quantiser: Quantiser = "vllm"
-    ) -> None:
+    def __init__(self, experts: Sequence[PackedWeight], product: GroupedProduct, quantiser: Quantiser = "vllm") -> None:
         super().__init__()
         first = experts[0]
         order = product.layout.order(first)

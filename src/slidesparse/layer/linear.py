@@ -104,7 +104,8 @@ class SlideLinear(nn.Module):
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         self._mixed = len(packed.segments) > 1
         specs = tuple(form.spec() for form in self.forms)
-        self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes, self.quantiser).text
+        kind = self.out_features, dtype_name(packed.dtype)
+        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.quantiser).text
 
     @classmethod
     def from_linear(

@@ -60,17 +60,16 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         """
         if self.converted:
             return  # the end of an update, which was refused
-        device = layer.weight.device
         slide = self.pack_layer(layer)
         if slide is None:
             self.inner.process_weights_after_loading(layer)
             return
         del layer.weight, layer.weight_scale
-        # Torch's allocator, as SGLang runs it, splits blocks of any size: the packed weight lies in one that was larger,
+        # As SGLang runs torch's allocator, it splits blocks of any size: the packed weight lies in one that was larger,
         # whose rest would stay taken. Its copy gets a block of its own.
-        give_blocks_back(device)
+        give_blocks_back(slide.device)
         slide = copy.deepcopy(slide)
-        give_blocks_back(device)
+        give_blocks_back(slide.device)
         layer.add_module(SUBMODULE, slide)
         got, remedy = f"{self.name}, whose dense weight is gone", "start SGLang again"
         refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
