@@ -11,6 +11,7 @@ from slidesparse.gemm import get_backend
 from slidesparse.lifting.layout import ColumnOrder, Layout, Lifted, LiftSpec, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.resolve import resolve_lift
+from slidesparse.weights.quant import Quantiser
 
 
 def quantize_lift(
@@ -25,12 +26,14 @@ def quantize_lift(
     eps: float = 0.0,
     slabs: Slabs | None = None,
     rows: int = 0,
+    quantiser: Quantiser = "vllm",
 ) -> Lifted:
     """Lift by a kernel; see :class:`slidesparse.lifting.kernel.KernelLift`."""
     from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
 
     layout = Layout(slabs=slabs, rows=lambda _: rows)
-    lift = find_kernel_lift(LiftSpec(prologue, x.dtype, target, tuple(order.numbers), layout), len(x), x.device)
+    spec = LiftSpec(prologue, x.dtype, target, tuple(order.numbers), layout, quantiser)
+    lift = find_kernel_lift(spec, len(x), x.device)
     return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
 
 

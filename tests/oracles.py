@@ -106,14 +106,36 @@ def vllm_fp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = x.astype(np.float32)
     absmax = np.abs(x).max(1, keepdims=True, initial=np.float32(0))
     scale = np.maximum(absmax / np.float32(448), np.float32(1 / (448 * 512)))
-    target = np.clip(x / scale, np.float32(-448), np.float32(448)).astype(np.float64)
+    return to_e4m3(x / scale), scale
+
+
+def sglang_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """SGLang's ``_per_token_quant_int8`` (kernels/ops/quantization/int8_kernel.py), with divisions that are rounded."""
+    x = x.astype(np.float32)
+    absmax = np.maximum(np.abs(x).max(1, keepdims=True, initial=np.float32(0)), np.float32(1e-10))
+    scaled = (x * (np.float32(127) / absmax)).astype(np.float64)
+    return (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8), absmax / np.float32(127)
+
+
+def sglang_fp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``per_token_quant_fp8`` (kernels/jit/csrc/gemm/per_token_quant_fp8.cuh), for many tokens, divisions rounded."""
+    x = x.astype(np.float32)
+    scale = np.abs(x).max(1, keepdims=True, initial=np.float32(0)) / np.float32(448)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+    return to_e4m3(x * inverse), scale
+
+
+def to_e4m3(numbers: np.ndarray) -> np.ndarray:
+    """Round float32 numbers to float8_e4m3fn, ties to even, saturated: float64."""
+    target = np.clip(numbers, np.float32(-448), np.float32(448)).astype(np.float64)
     grid = e4m3_values()
     magnitude = np.abs(target)
     upper = np.clip(np.searchsorted(grid, magnitude), 1, 126)
     below, above = magnitude - grid[upper - 1], grid[upper] - magnitude
     # On a tie the code with an even last bit wins: codes are consecutive, so that is the even index.
     up = (above < below) | ((above == below) & (upper % 2 == 0))
-    return np.copysign(np.where(up, grid[upper], grid[upper - 1]), target), scale
+    return np.copysign(np.where(up, grid[upper], grid[upper - 1]), target)
 
 
 def scaled_product(

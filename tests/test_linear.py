@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import scaled_product, sparse_int8, vllm_fp8, vllm_int8
+from oracles import scaled_product, sglang_int8, sparse_int8, vllm_fp8, vllm_int8
 from tolerances import assert_product
 from torch import nn
 
@@ -49,9 +49,9 @@ def _with_hard_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def _vllm(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def _vllm(x: torch.Tensor, linear: nn.Linear, quantise: Callable[..., Any] = vllm_int8) -> torch.Tensor:
     """The layer by vLLM's formulas in numpy: INT8 operands, int64 product, float32 scales, one rounding."""
-    xq, scale_x = vllm_int8(x.float().numpy())
+    xq, scale_x = quantise(x.float().numpy())
     wq, scale_w = vllm_int8(linear.weight.detach().float().numpy())
     bias = None if linear.bias is None else linear.bias.detach().float().numpy()
     y = scaled_product(xq.astype(np.int64) @ wq.astype(np.int64).T, scale_x, scale_w, bias)
@@ -69,6 +69,22 @@ def test_int8_is_vllms_dense_layer_bit_for_bit(dtype: torch.dtype, m: int, patte
     y = layer(x)
     assert y.dtype == dtype
     assert torch.equal(y, _vllm(x, linear))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activations_follow_the_quantiser_that_a_layer_is_given(backend: str) -> None:
+    linear = _pruned_linear("6:8")
+    values, scale = quantize_weight(linear.weight.detach(), torch.int8)
+    x = torch.arange(-K, 2 * K, dtype=torch.float32).view(3, K) / 2
+    x[:, 0] = 127
+    expected = _vllm(x, linear, sglang_int8)
+    assert not torch.equal(expected, _vllm(x, linear))
+    layer = SlideLinear(pack(values, "6:8", scale=scale), linear.bias, backend=backend, quantiser="sglang")
+    assert torch.equal(layer(x), expected)
+    pairs = torch.cat([torch.full_like(x, 100.0), x / 100], 1)  # where the SiLU of 100 is 100
+    fused = ops.silu_mul_linear(pairs, layer._tensors(), layer.weight_scale, layer.bias, layer.spec)
+    assert torch.equal(fused, _vllm(100 * (x / 100), linear, sglang_int8))
+    assert torch.equal(layer.unpack(), values)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import e4m3_values, vllm_fp8, vllm_int8
+from oracles import e4m3_values, sglang_fp8, sglang_int8, vllm_fp8, vllm_int8
 from tolerances import DEQUANTISED
 
 from slidesparse import InputError
@@ -13,6 +15,8 @@ from slidesparse.weights.quant import (
     DTYPES,
     FP8_MIN_SCALE,
     ROWS_AT_ONCE,
+    Quantiser,
+    _ties_away,
     check_rounding,
     dequantize,
     dtype_name,
@@ -25,6 +29,7 @@ from slidesparse.weights.quant import (
 )
 from slidesparse.weights.support import value_bits
 
+Oracle = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 ROWS = {
     "gaussian": lambda: torch.randn(7, 96),
@@ -35,29 +40,52 @@ ROWS = {
     # Half of absmax is 63.5 steps: where it goes depends on the last bit of 127 / absmax.
     "half of absmax": lambda: (torch.rand(999, 1) + 1) * torch.tensor([[0.5, -0.5, 1.0, 0.25]]),
     "ties": lambda: torch.arange(-127, 128).repeat(2, 1) / 2,
+    "huge": lambda: torch.randn(5, 96).clamp(-2, 2) * 3e4,
 }
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_int8_follows_vllm_bit_for_bit(rows: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("quantiser", "oracle"), [("vllm", vllm_int8), ("sglang", sglang_int8)])
+def test_int8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle, rows: str, dtype: torch.dtype) -> None:
     x = ROWS[rows]().to(dtype)
-    values, scale = quantize_rows(x, torch.int8)
-    expected, expected_scale = vllm_int8(x.float().numpy())
+    values, scale = quantize_rows(x, torch.int8, quantiser)
+    expected, expected_scale = oracle(x.float().numpy())
     assert scale.dtype == torch.float32
     assert np.array_equal(values.numpy(), expected)
     assert np.array_equal(scale.numpy(), expected_scale)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fp8_follows_vllm_bit_for_bit(rows: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("quantiser", "oracle", "rows"),
+    [("vllm", vllm_fp8, rows) for rows in ROWS]
+    + [("sglang", sglang_fp8, rows) for rows in ROWS if rows != "subnormal"],
+)
+def test_fp8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle, rows: str, dtype: torch.dtype) -> None:
     x = ROWS[rows]().to(dtype)
-    values, scale = quantize_rows(x, torch.float8_e4m3fn)
-    expected, expected_scale = vllm_fp8(x.float().numpy())
+    values, scale = quantize_rows(x, torch.float8_e4m3fn, quantiser)
+    expected, expected_scale = oracle(x.float().numpy())
     assert values.dtype == torch.float8_e4m3fn
     assert np.array_equal(values.to(torch.float64).numpy(), expected)
     assert np.array_equal(scale.numpy(), expected_scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ties_go_away_from_zero_in_every_float32(sign: int) -> None:
+    """Up to 2^7, beyond which no quotient is; below 2^-2 nothing is near a tie. The sum is exact in float64."""
+    for start in range(0x3E800000, 0x43000000, 1 << 22):
+        x = sign * torch.arange(start, start + (1 << 22), dtype=torch.int32).view(torch.float32)
+        wide = x.double()
+        assert torch.equal(_ties_away(x).double(), (wide.abs() + 0.5).floor().copysign(wide))
+
+
+def test_subnormal_rows_stay_finite_in_sglangs_fp8() -> None:
+    """Its kernel flushes their scales to zero on Hopper, or computes 0 * infinity."""
+    values, scale = quantize_rows(torch.tensor([[1e-40, -1e-44, 0.0]]), torch.float8_e4m3fn, "sglang")
+    assert bool(values.float().isfinite().all())
+    assert scale.item() == pytest.approx(1e-40 / 448, abs=2e-45)
 
 
 def test_the_oracles_e4m3_is_torchs() -> None:

@@ -3,8 +3,8 @@
     python compile_kernels.py 90
 
 Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, how
-many shuffles it has, and for two variants the widths in bits of stores to shared memory and the number of instructions.
-Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
+many shuffles and approximate divisions it has, and for two variants the widths in bits of stores to shared memory and
+the number of instructions. Runs as a program of its own, since a process with Triton's interpreter on cannot compile.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def machine_code(cubin: bytes) -> dict[str, object]:
 
 def accesses(ptx: str) -> dict[str, object]:
     widths = {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
-    return {**widths, "shuffles": ptx.count("shfl.sync")}
+    return {**widths, "shuffles": ptx.count("shfl.sync"), "approximate_divisions": ptx.count("div.full.f32")}
 
 
 def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
@@ -115,7 +115,7 @@ def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Pattern, K, source, target, prologue, slabs."""
+    """Pattern, K, source, target, prologue, slabs, and the quantiser unless it is vLLM's."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
     cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6@50%")]
@@ -131,10 +131,11 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
     cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
-    for pattern, columns, source, target, prologue, slabs in cases:
+    cases += [("6:8", k, BF16, t, "none", None, "sglang") for k in (4096, 40960) for t in types]  # held, and walked
+    for pattern, columns, source, target, prologue, slabs, *quantiser in cases:
         packed = order(pattern, columns, 128)
         launch = configure(4096, packed, source.itemsize, prologue, target in QUANTISED)
-        spec = LiftSpec(prologue, source, target, tuple(packed.numbers), Layout(slabs=slabs))
+        spec = LiftSpec(prologue, source, target, tuple(packed.numbers), Layout(slabs=slabs), *quantiser)
         variant = make_variant(spec, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
         added = variant.adds
@@ -153,6 +154,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "P": (variant,),
         }
         label = f"{pattern} {columns} {NAMES[source]}->{target} {prologue}{' slabs' if slabs else ''} {launch}"
+        label += "".join(f" {name}'s" for name in quantiser)
         yield (
             label,
             build(

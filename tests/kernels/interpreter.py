@@ -42,6 +42,12 @@ def to_int8(value: Array) -> Array:
     return np.clip(rounded, -128, 127).astype(np.int8)
 
 
+def to_int8_away(value: Array) -> Array:
+    """copysign, add.rz.f32 and cvt.rzi.s32.f32: no integer lies between a sum and what it is rounded to, so exactly."""
+    wide = np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=1e9, neginf=-1e9)
+    return np.clip(np.trunc(wide + np.copysign(0.5, wide)), -128, 127).astype(np.int8)
+
+
 def to_fp8(value: Array) -> Array:
     """cvt.rn.satfinite.e4m3x2.f32: to nearest even, magnitudes above 448 to 448."""
     clamped = torch.from_numpy(np.ascontiguousarray(value)).clamp(-448.0, 448.0)
@@ -66,6 +72,8 @@ def larger_magnitude(largest: Array, value: Array) -> Array:
 
 
 INSTRUCTIONS: dict[str, Callable[..., Array]] = {
+    "add.rz.f32 h, $2, h; cvt.rzi.s32.f32 c, h;": pairs(to_int8_away),
+    "add.rz.f32 h, $2, h; cvt.rzi.s32.f32 b, h;": to_int8_away,
     "cvt.rni.s32.f32 c, $2;": pairs(to_int8),
     "cvt.rn.satfinite.e4m3x2.f32 a, $3, $1": pairs(to_fp8),
     "max.NaN.bf16x2": larger_magnitude,

@@ -153,6 +153,28 @@ def test_every_kind_of_row(device: str, source: torch.dtype, dtype: torch.dtype)
     assert_same(quantize_lift(x, on(device, packed), dtype), expected(x, packed, dtype))
 
 
+@pytest.mark.parametrize("read", [64, 8])  # held, and walked
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_every_kind_of_row_as_sglang_quantises(
+    device: str, monkeypatch: pytest.MonkeyPatch, source: torch.dtype, dtype: torch.dtype, read: int
+) -> None:
+    kernels.find_kernel_lift.cache_clear()
+    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(read, 128, 1))
+    packed, x = packed_weight("6:8", 66), rows(66).to(device, source)
+    x[7] = (torch.arange(66) % 64 - 31.5).to(x)  # ties, with the last of 63.5
+    x[7, 0] = 127.0
+    values, scale, _ = quantize_lift(x, on(device, packed), dtype, quantiser="sglang")
+    kernels.find_kernel_lift.cache_clear()
+    wanted, wanted_scale = quantize_rows(x, dtype, "sglang")
+    if device == "cpu":
+        assert_same((values, scale), (gather(wanted, packed.column_map()), wanted_scale))
+        return
+    torch.testing.assert_close(scale, wanted_scale, rtol=2.0**-22, atol=1e-44)  # it divides as SGLang does
+    other = values.float() != gather(wanted, packed.column_map().to(device)).float()
+    assert other.float().mean() < 0.01
+
+
 def test_fp8_divides_exactly(device: str) -> None:
     # Quotients at and beside the boundaries between two e4m3 numbers, where a multiplication by 1 / scale goes astray.
     absmax = torch.rand(6, 1) * 8 + 0.5

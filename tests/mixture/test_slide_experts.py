@@ -59,6 +59,15 @@ def test_routings(chosen: torch.Tensor) -> None:
     assert torch.equal(y, one_by_one(x, weights, chosen, gate_up, down))
 
 
+def test_experts_follow_the_quantiser_that_they_are_given() -> None:
+    x = torch.arange(-HIDDEN, HIDDEN, dtype=torch.float32).view(2, HIDDEN) / 2
+    x[:, 0] = 127
+    given, weights = (x, torch.rand(2, 3), routed(2, EXPERTS, 3)), experts()
+    expected = one_by_one(*given, *weights, "sglang")
+    assert not torch.equal(expected, one_by_one(*given, *weights))
+    assert torch.equal(SlideExperts(*weights, quantiser="sglang")(*given), expected)
+
+
 class Counting(GroupedProduct):
     """The definition, which keeps what it is asked for."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
@@ -190,7 +191,7 @@ def loaded(config: Any, name: str, values: torch.Tensor, scale: torch.Tensor) ->
 
 
 def oracle(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    lifted, scale_x = quantize_rows(x, torch.int8)
+    lifted, scale_x = quantize_rows(x, torch.int8, "sglang")
     return apply_scales(product(lifted, values), scale_x, scale.flatten(), None, torch.bfloat16)
 
 
@@ -220,6 +221,33 @@ def test_layers_that_stay_sglangs() -> None:
     dense = loaded(config_of(options=None), O_PROJ, values, scale)  # auto: no GPU
     assert dense.weight.shape == (96, 24)
     assert not hasattr(dense, "slide")
+
+
+@pytest.mark.usefixtures("server")
+def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.model_loader.loader import device_loading_context
+
+    from slidesparse.integrations.sglang import scheme
+
+    layer, made, alive = built(config_of(), O_PROJ, *pruned("6:8")), [], []
+    dense, pack = StorageWeakRef(layer.weight.untyped_storage()), scheme.SGLangScheme.pack_layer
+
+    def pack_layer(self: Any, loaded: Any) -> Any:
+        slide = pack(self, loaded)
+        made.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in slide.forms[0].operand)
+        return slide
+
+    def give_back(_: torch.device) -> None:
+        alive.append([not storage.expired() for storage in (dense, *made)])
+
+    monkeypatch.setattr(scheme.SGLangScheme, "pack_layer", pack_layer)
+    monkeypatch.setattr(scheme, "give_blocks_back", give_back)
+    with device_loading_context(layer, torch.device("cpu")):
+        layer.quant_method.process_weights_after_loading(layer)
+    assert alive == [[False, True], [False, False]]
+    assert torch.equal(layer(tokens())[0], oracle(tokens(), *pruned("6:8")))
 
 
 @pytest.mark.usefixtures("server")

@@ -27,7 +27,7 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
-from slidesparse.weights.quant import parse_dtype
+from slidesparse.weights.quant import Quantiser, parse_dtype
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class WeightSpec:
         dtype: Its type, a name of :data:`slidesparse.weights.quant.DTYPES`.
         forms: Its forms, in the order of their tensors.
         routes: The backends that multiply it, each through one of the forms; the first route is from 0 tokens on.
+        quantiser: Whose expressions quantise its activations.
 
     Raises:
         InputError: Routes that do not begin at 0 tokens, or lead to a backend without a form.
@@ -73,6 +74,7 @@ class WeightSpec:
     dtype: str
     forms: tuple[FormSpec, ...]
     routes: tuple[Route, ...]
+    quantiser: Quantiser = "vllm"
 
     def __post_init__(self) -> None:
         backends = {form.backend for form in self.forms}

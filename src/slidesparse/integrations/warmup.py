@@ -103,8 +103,8 @@ class WarmUp:
             return
         for form in weight.forms:
             if form.order:  # else the torch definition lifts
-                layout = get_backend(form.backend).layout
-                spec = LiftSpec(cast("Prologue", prologue), self.dtype, weight.weight_dtype, form.order, layout)
+                rest = form.order, get_backend(form.backend).layout, weight.quantiser
+                spec = LiftSpec(cast("Prologue", prologue), self.dtype, weight.weight_dtype, *rest)
                 self._lift_batches(spec, weight, form.backend, device)
         self._done.add(kind)
 

@@ -22,7 +22,7 @@ from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.inference_only import infer
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.quant import FLOATS
+from slidesparse.weights.quant import FLOATS, Quantiser
 
 
 class ExpertLinear(nn.Module):
@@ -31,18 +31,19 @@ class ExpertLinear(nn.Module):
     Args:
         experts: Their packed weights, of one size, type and pattern.
         product: What multiplies.
+        quantiser: Whose expressions quantise activations.
     """
 
     operand: torch.Tensor
     scale: torch.Tensor
     column_map: torch.Tensor
 
-    def __init__(self, experts: Sequence[PackedWeight], product: GroupedProduct) -> None:
+    def __init__(self, experts: Sequence[PackedWeight], product: GroupedProduct, quantiser: Quantiser = "vllm") -> None:
         super().__init__()
         first = experts[0]
         order = product.layout.order(first)
         self.out_features, self.in_features = first.shape
-        self.dtype, self.product = first.dtype, product
+        self.dtype, self.product, self.quantiser = first.dtype, product, quantiser
         self._order = () if order is None else tuple(order.numbers)
         scales = [packed.scale for packed in experts if packed.scale is not None]
         operand, self._form = product.prepare(experts)
@@ -57,7 +58,7 @@ class ExpertLinear(nn.Module):
 
     def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`lifting.expert_lift.lift_routed`."""
-        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout)
+        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout, self.quantiser)
         return lift_routed(x, arrangement, self.column_map, spec, gather=gather)
 
     def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
@@ -73,6 +74,7 @@ class SlideExperts(nn.Module):
         down: Of every expert the packed weight [H, I].
         product: What multiplies; None: the definition in torch.
         everywhere: The number of experts on all GPUs, where some are elsewhere.
+        quantiser: Whose expressions quantise activations (:mod:`weights.quant`).
 
     Raises:
         InputError: No expert, sizes that do not fit each other, or weights that are not quantised.
@@ -85,6 +87,7 @@ class SlideExperts(nn.Module):
         down: Sequence[PackedWeight],
         product: GroupedProduct | None = None,
         everywhere: int | None = None,
+        quantiser: Quantiser = "vllm",
     ) -> None:
         super().__init__()
         self.product = GroupedProduct() if product is None else product
@@ -99,7 +102,7 @@ class SlideExperts(nn.Module):
             )
         self.count, self.hidden = len(gate_up), hidden
         self.everywhere = self.count if everywhere is None else everywhere
-        self.gate_up, self.down = ExpertLinear(gate_up, self.product), ExpertLinear(down, self.product)
+        self.gate_up, self.down = (ExpertLinear(each, self.product, quantiser) for each in (gate_up, down))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return ``sum over k of weights[t, k] * expert[chosen[t, k]](x[t])``.

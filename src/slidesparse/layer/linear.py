@@ -26,6 +26,7 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     FLOATS,
     QUANTISED,
+    Quantiser,
     Rounding,
     dequantize,
     dtype_name,
@@ -52,6 +53,7 @@ class SlideLinear(nn.Module):
         fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
         choice: The backends of this weight, where :func:`layer.settle.settle` has chosen them by the two above.
         dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's, or torch's default.
+        quantiser: Whose expressions quantise activations (:mod:`weights.quant`).
 
     Attributes:
         choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
@@ -71,6 +73,7 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
+        quantiser: Quantiser = "vllm",
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
@@ -83,7 +86,7 @@ class SlideLinear(nn.Module):
             )
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
-        self.weight_dtype = packed.dtype
+        self.weight_dtype, self.quantiser = packed.dtype, quantiser
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self._asked: tuple[str, Fallback] = backend, fallback
@@ -101,7 +104,8 @@ class SlideLinear(nn.Module):
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         self._mixed = len(packed.segments) > 1
         specs = tuple(form.spec() for form in self.forms)
-        self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes).text
+        kind = self.out_features, dtype_name(packed.dtype)
+        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.quantiser).text
 
     @classmethod
     def from_linear(

@@ -77,7 +77,7 @@ class TorchLift:
         _check_finite(x)
         if self.spec.target == x.dtype:
             return Lifted(self._arranged(gather(x, tensors.column_map)), None, residual_out)
-        values, scale = quantize_rows(x, self.spec.target)
+        values, scale = quantize_rows(x, self.spec.target, self.spec.quantiser)
         return Lifted(self._arranged(gather(values, tensors.column_map)), scale, residual_out)
 
     def _apply_prologue(

@@ -28,16 +28,18 @@ from slidesparse.lifting.lift_math import (
     row_scale,
     rstd_of,
     silu_times,
+    ties_away,
 )
 
 _LARGER_BF16 = tl.constexpr("{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }")
 _LARGER_F16 = tl.constexpr("{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, m; }")
 
-# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel; and that of SGLang's.
 _TO_INT8 = tl.constexpr(
     "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $3; cvt.rni.s32.f32 c, $2;"
     " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
 )
+_TO_INT8_AWAY = tl.constexpr(ties_away(_TO_INT8.value))
 _TO_E4M3 = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
     " mov.b32 $0, {a, b}; }"
@@ -112,7 +114,8 @@ def _absmax(row, P: tl.constexpr):
 def _round(wide, P: tl.constexpr):
     """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
     low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
-    TO_BYTES: tl.constexpr = _TO_INT8 if P.quant == "int8" else _TO_E4M3
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=2)
 
 

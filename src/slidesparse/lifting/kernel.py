@@ -66,7 +66,7 @@ class KernelLift:
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
     def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
-        prologue, source, target, _, layout = spec
+        prologue, source, target, _, layout, _ = spec
         if source not in FLOATS:
             raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
         arch = device_arch(device)

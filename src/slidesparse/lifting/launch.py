@@ -122,7 +122,8 @@ def device_arch(device: torch.device) -> int:
 
 def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVariant:
     """Return the constants that a launch compiles in; ``early``: see :class:`LiftVariant`."""
-    (prologue, source, target, order, _), slabs = spec, spec.layout.slabs
+    prologue, source, target, order, layout, quantiser = spec
+    slabs = layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
     dense = spec.columns.dense_columns
@@ -132,6 +133,7 @@ def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVar
         *order,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
+        quantiser=quantiser,
         itemsize=target.itemsize,
         slab_rows=0 if slabs is None else slabs.rows,
         swizzle=slabs is not None and slabs.swizzle,

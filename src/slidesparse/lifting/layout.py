@@ -23,6 +23,7 @@ from slidesparse.errors import InputError
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import WINDOW
+from slidesparse.weights.quant import Quantiser
 from slidesparse.weights.support import as_bits
 
 SLAB_BYTES = 128
@@ -267,6 +268,7 @@ class LiftSpec(NamedTuple):
         target: torch.int8 or torch.float8_e4m3fn; ``source`` to lift only, bit for bit.
         order: :attr:`ColumnOrder.numbers`; empty where the kernel cannot write the order.
         layout: The layout of the backend that will read the values.
+        quantiser: Whose expressions quantise.
     """
 
     prologue: Prologue
@@ -274,6 +276,7 @@ class LiftSpec(NamedTuple):
     target: torch.dtype
     order: tuple[int, ...]
     layout: Layout
+    quantiser: Quantiser = "vllm"
 
     @property
     def columns(self) -> ColumnOrder:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 
 from slidesparse.lifting.layout import BUNDLE_STRIDE, CHUNK_BYTES, SLAB_BYTES
-from slidesparse.weights.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
+from slidesparse.weights.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX, SGLANG_MIN_ABSMAX, SMALLEST_NORMAL
 
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+_SGLANG_MIN_ABSMAX = tl.constexpr(SGLANG_MIN_ABSMAX)
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 _SLAB_BYTES = tl.constexpr(SLAB_BYTES)
 _CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
 _STRIDE = tl.constexpr(BUNDLE_STRIDE)
+
+
+def ties_away(to_int8: str) -> str:
+    """Return PTX that rounds to nearest, ties away from zero, where ``to_int8`` rounds ties to even.
+
+    Half is added with the sign of the number, and both roundings are towards zero, as in libdevice's ``round``: a sum
+    to nearest would bring the number below 0.5 to 1.
+    """
+    away = r"copysign.f32 h, \2, 0f3F000000; add.rz.f32 h, \2, h; cvt.rzi.s32.f32 \1, h;"
+    return re.sub(r"cvt\.rni\.s32\.f32 (\w), (\$\d);", away, to_int8.replace("{", "{ .reg .f32 h;", 1))
 
 
 @triton.jit
@@ -82,8 +96,16 @@ def rstd_of(squares, eps, P: tl.constexpr):
 
 @triton.jit
 def row_scale(absmax, P: tl.constexpr):
-    """Return the scale of a row and its (IEEE) inverse, as :func:`weights.quant.quantize_rows` defines them."""
-    if P.quant == "int8":
+    """Return the scale of a row and its inverse, as :func:`weights.quant.quantize_rows` defines them."""
+    if P.quantiser == "sglang":  # whose divisions are Triton's own, too, which are approximate
+        if P.quant == "int8":
+            absmax = tl.maximum(absmax, _SGLANG_MIN_ABSMAX, propagate_nan=tl.PropagateNan.ALL)
+            scale = absmax / _INT8_MAX
+            inverse = _INT8_MAX / absmax
+        else:
+            scale = absmax / _FP8_MAX
+            inverse = 1.0 / tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
+    elif P.quant == "int8":
         scale = tl.div_rn(absmax, _INT8_MAX)
         inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
     else:
@@ -94,10 +116,10 @@ def row_scale(absmax, P: tl.constexpr):
 
 @triton.jit
 def quotient(value, scale, inverse, P: tl.constexpr):
-    """Return the float32 number to round to 8 bits: ``value * inverse`` for int8, ``value / scale`` for FP8."""
+    """Return the float32 number to round to 8 bits: ``value * inverse``, or ``value / scale`` for vLLM's FP8."""
     wide = value.to(tl.float32)
     result = wide * inverse
-    if P.quant == "fp8":
+    if P.quant == "fp8" and P.quantiser == "vllm":
         # With the inverse, one correction gives the IEEE quotient. Checked for all 2^23 significands of the
         # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
         # minus is 0 - x, which would lose it).

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.lifting.prologue import ADDING, GEMMA, NORMS, Prologue
+from slidesparse.weights.quant import Quantiser
 
 CHUNKS = 8
 """Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
@@ -18,6 +19,7 @@ class LiftVariant(ColumnOrder):
     Attributes:
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
+        quantiser: Whose expressions quantise.
         itemsize: Bytes of an output column.
         slab_rows: The tokens of a slab are a multiple of this; 0 for row-major output.
         swizzle: See :class:`slidesparse.lifting.layout.Slabs`.
@@ -29,6 +31,7 @@ class LiftVariant(ColumnOrder):
 
     prologue: Prologue
     quant: str
+    quantiser: Quantiser
     itemsize: int
     slab_rows: int
     swizzle: bool

@@ -30,13 +30,15 @@ from slidesparse.lifting.lift_math import (
     row_scale,
     rstd_of,
     silu_times,
+    ties_away,
 )
 
-# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+# To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel; and that of SGLang's.
 _TO_INT8 = tl.constexpr(
     "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
     " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
 )
+_TO_INT8_AWAY = tl.constexpr(ties_away(_TO_INT8.value))
 # Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves convert a
 # pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it merges the halves
 # inside F2FP). So the high half converts its pair in the other order, and a byte permutation puts it right: nothing is
@@ -116,7 +118,8 @@ def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
 def _quantise(value, scale, inverse, P: tl.constexpr):
     """Round to 8 bits, four columns into a 32-bit register at a time."""
     wide = quotient(value, scale, inverse, P)
-    TO_BYTES: tl.constexpr = _TO_INT8 if P.quant == "int8" else _TO_E4M3
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [wide], dtype=tl.int8, is_pure=True, pack=4)
 
 

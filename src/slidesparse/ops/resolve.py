@@ -59,8 +59,8 @@ def resolve_linear(
     backend = get_backend(form.backend)
     runner = backend.runner_for_tokens(made[0], tokens) if made else None
     if runner is None:
-        lift = resolve_lift(LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout), tokens, device)
-        runner = backend.runner(lift, spec.out_features)
+        lifting = LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout, spec.quantiser)
+        runner = backend.runner(resolve_lift(lifting, tokens, device), spec.out_features)
         made[:] = [runner]
     LOG.debug("%d tokens, %d outputs, %s: %r", tokens, spec.out_features, spec.dtype, runner)
     return ResolvedLinear(runner, slice(start, start + form.tensors), form.backend)

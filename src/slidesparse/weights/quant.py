@@ -1,18 +1,24 @@
 """Symmetric 8-bit quantisation: weights per output channel, activations per token.
 
-Activations follow the expressions of vLLM's kernels: a checkpoint must give the same numbers whoever serves it. With
-``absmax`` over the row, all in float32:
+Activations follow the expressions of vLLM's kernels, or of SGLang's where SGLang serves: a sparse layer must give the
+numbers of the dense one that it replaces. With ``absmax`` over the row, all in float32:
 
 - int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
-  ``csrc/quantization/w8a8/int8/scaled_quant.cu``.
+  ``csrc/quantization/w8a8/int8/scaled_quant.cu``. SGLang's absmax is at least 1e-10, and its ties go away from zero;
+  kernel ``_per_token_quant_int8`` in ``sglang/kernels/ops/quantization/int8_kernel.py``.
 - float8_e4m3fn: stores ``scale = max(absmax / 448, 1 / (448 * 512))``, quantises to ``e4m3(clamp(x / scale, +-448))``;
-  kernel ``dynamic_per_token_scaled_fp8_quant`` in ``csrc/quantization/w8a8/fp8/common.cu``.
+  kernel ``dynamic_per_token_scaled_fp8_quant`` in ``csrc/quantization/w8a8/fp8/common.cu``. SGLang's scale has no
+  least value, and it takes ``x * (1 / scale)``; ``per_token_quant_fp8``, in ``sglang/kernels`` or its ``sgl-kernel``.
 
-Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the same expressions on their rows.
+All else is rounded to nearest, ties to even. A zero row gives zeros. Weights use vLLM's expressions on their rows.
+
+On a GPU SGLang's divisions are approximate, two units in the last place off at most. Our kernels for it divide by the
+same instruction in INT8, where they give its bits; here they are exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -25,6 +31,8 @@ from slidesparse.weights.support import check_weight
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+SGLANG_MIN_ABSMAX = 1e-10
+SMALLEST_NORMAL = 2.0**-126
 TERNARY_MIN_SCALE = 1e-5
 SIX_BIT_MAX = 31.0
 
@@ -50,6 +58,9 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
 
+
+Quantiser = Literal["vllm", "sglang"]
+"""The server whose quantiser activations follow."""
 
 Rounding = Literal["absmax", "6bit"]
 """How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits.
@@ -107,13 +118,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "vllm") -> Quantised:
     """Quantise every row with its own scale.
 
     Args:
         x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
             fault stays visible in everything that is computed from it.
         dtype: torch.int8 or torch.float8_e4m3fn.
+        quantiser: Whose expressions.
 
     Returns:
         values like ``x`` in ``dtype`` and scale float32 [..., 1].
@@ -122,21 +134,37 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     absmax = wide.abs().amax(-1, keepdim=True)
     # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
     # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
+    if dtype == torch.int8 and quantiser == "sglang":
+        values, scale = _to_integers(wide, absmax.clamp(min=SGLANG_MIN_ABSMAX), INT8_MAX, _ties_away)
+        return Quantised(values.to(torch.int8), scale)
     if dtype == torch.int8:
         values, scale = _to_integers(wide, absmax, INT8_MAX)
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.float8_e4m3fn:
-        scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp(min=FP8_MIN_SCALE)
-        return Quantised((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
+        scale = absmax / torch.full_like(absmax, FP8_MAX)
+        if quantiser == "sglang":  # of rows below 2^-117, which it may flush to zero, the inverse must stay finite
+            units = wide * (torch.ones_like(scale) / scale.clamp(min=SMALLEST_NORMAL))
+        else:
+            scale = scale.clamp(min=FP8_MIN_SCALE)
+            units = wide / scale
+        return Quantised(units.clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
     raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
 
 
-def _to_integers(wide: torch.Tensor, absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_integers(
+    wide: torch.Tensor, absmax: torch.Tensor, most: float, rounded: Callable[[torch.Tensor], torch.Tensor] = torch.round
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the integers of float32 rows, ``-most - 1`` to ``most``, as floats, and the scales of the rows."""
     limit = torch.full_like(absmax, most)
     inverse = torch.where(absmax == 0, 0.0, limit / absmax)
     # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
-    return torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-most - 1, most), absmax / limit
+    return rounded(torch.nan_to_num(wide * inverse, nan=0.0)).clamp(-most - 1, most), absmax / limit
+
+
+def _ties_away(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 numbers to nearest, ties away from zero; every step is exact."""
+    whole = x.trunc()
+    return whole + (2 * (x - whole)).trunc()
 
 
 def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
 
+from slidesparse.base.device import give_blocks_back
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import SPARSE_TENSOR_CORES
@@ -63,6 +65,11 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.inner.process_weights_after_loading(layer)
             return
         del layer.weight, layer.weight_scale
+        # As SGLang runs torch's allocator, it splits blocks of any size: the packed weight lies in one that was larger,
+        # whose rest would stay taken. Its copy gets a block of its own.
+        give_blocks_back(slide.device)
+        slide = copy.deepcopy(slide)
+        give_blocks_back(slide.device)
         layer.add_module(SUBMODULE, slide)
         got, remedy = f"{self.name}, whose dense weight is gone", "start SGLang again"
         refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
@@ -76,7 +83,9 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
-        slide = SlideLinear(settled.packed, choice=settled.choice) if isinstance(settled, RunsSparse) else None
+        slide = None
+        if isinstance(settled, RunsSparse):
+            slide = SlideLinear(settled.packed, choice=settled.choice, quantiser="sglang")
         how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         return slide

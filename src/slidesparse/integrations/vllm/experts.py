@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+from slidesparse.base.device import give_blocks_back
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
@@ -24,7 +25,7 @@ from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import Experts
-from slidesparse.integrations.vllm.private import give_blocks_back, given_back_workspace
+from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows

@@ -121,18 +121,6 @@ def given_back_workspace() -> Iterator[None]:
         shared[:] = before
 
 
-def give_blocks_back(device: torch.device) -> None:
-    """Return the blocks of tensors that are gone to the GPU, while a model is loaded.
-
-    vLLM loads with ``max_split_size_mb`` of 20 (``v1/worker/gpu_worker.py``), so torch's allocator splits no block of
-    more than 20 MiB. But a tensor may take one that is up to 20 MiB larger than itself. A packed weight is a little
-    smaller than the dense one of the layer before, and than what its own checks took. It would take all of such a
-    block, in a 7B model at 6:8 a third of a gigabyte in all.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _find(name: str) -> Any:
     try:
         return resolve_name(name)

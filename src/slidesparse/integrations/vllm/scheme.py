@@ -19,11 +19,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
+from slidesparse.base.device import give_blocks_back
 from slidesparse.integrations import SPARSE_TENSOR_CORES
 from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.private import give_blocks_back, reads_weight_itself
+from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.layer.linear import SlideLinear
