@@ -20,7 +20,8 @@ from slidesparse.integrations import NAME
 from slidesparse.integrations.names import LEFT_ALONE, find_layer, rename_layers, require_marker, why_left, why_not_w8a8
 from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import LOGGER
-from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
+from slidesparse.integrations.sglang.fuse import watch
+from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work, why_not_fused
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
@@ -41,12 +42,14 @@ class SGLangConfig(CompressedTensorsConfig):
         options: The user's options.
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        fuses: Norms and activations are fused with the linears that read them.
     """
 
     marker: Marker
     options: ServerOptions
     most: int
     batch_invariant: bool = False
+    fuses: bool = False
     _shared: tuple[Chooser, WarmUp] | None = None
 
     @classmethod
@@ -69,6 +72,11 @@ class SGLangConfig(CompressedTensorsConfig):
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
+        if made.options.fuse and (argument := why_not_fused(arguments)) is not None:
+            log.info("slidesparse: norms and activations are left to SGLang: %s", argument)
+        elif made.options.fuse:
+            made.fuses = True
+            watch()
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
@@ -92,7 +100,7 @@ class SGLangConfig(CompressedTensorsConfig):
             return scheme
         if self._shared is None:  # the first layer tells the type of activations
             self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named, *self._shared)
+        return SGLangScheme(scheme, named, self.fuses, *self._shared)
 
     def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
         """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
