@@ -75,8 +75,7 @@ class SGLangConfig(CompressedTensorsConfig):
         if made.options.fuse and (argument := why_not_fused(arguments)) is not None:
             log.info("slidesparse: norms and activations are left to SGLang: %s", argument)
         elif made.options.fuse:
-            made.fuses = True
-            watch()
+            made.fuses = watch()
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:

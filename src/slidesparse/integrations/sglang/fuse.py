@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -24,6 +24,7 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 
 from slidesparse.base.log import log_once
+from slidesparse.base.torch_private import can_stand_in, stand_in
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.warmup import WarmUp
@@ -42,6 +43,9 @@ PROLOGUES: dict[type, tuple[Prologue, ...]] = {
 
 OTHERWISE = ("cast_x_before_out_mul", "fp32_residual", "override_orig_dtype", "variance_size_override")
 """Attributes of an RMSNorm that computes something else, where they are set."""
+
+KNOWN = ABOUT | {torch.Tensor.stride, torch.Tensor.is_contiguous}
+"""Functions that need no values of an :class:`Unread`, which is contiguous."""
 
 READER = "_slidesparse_reader"
 """The attribute of a module that has, or had, a reader: a :class:`Reader`, or None where SGLang's code runs."""
@@ -62,8 +66,15 @@ class Unread(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer without values where that is possible, or call the function with the result."""
-        if func in ABOUT:
+        if func in KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
+        return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do the same for operators that compiled code calls."""
         return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
 
     def make(self) -> torch.Tensor:
@@ -77,12 +88,6 @@ class Unread(torch.Tensor):
         """Return the product [M, out], once; None for another layer or bias, and where the result was read before."""
         product, self.product = self.product, None
         return product if layer is self.reader.layer and bias is self.reader.bias else None
-
-
-@lru_cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the only memory of every :class:`Unread`: NaN, which code that bypasses __torch_function__ would show."""
-    return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,7 @@ class Reader:
         residual_out = None
         if prologue in ADDING:
             product, residual_out = product
-        shape = len(x), self.slide.in_features
-        unread = _nothing(x.dtype, x.device).expand(shape).as_subclass(Unread)
+        unread = stand_in(Unread, (len(x), self.slide.in_features), x)
         unread.reader, unread.given, unread.product = self, given, product
         return unread if residual is None else (unread, residual_out)
 
@@ -158,10 +162,11 @@ class Last:
 LAST = Last()
 
 
-def watch() -> None:
-    """Let SGLang's norms and activations remember their results and run with their readers, in this process."""
-    for kind in PROLOGUES:
+def watch() -> bool:
+    """Let this process's norms and activations remember their results, and run their readers; False if torch cannot."""
+    for kind in PROLOGUES if can_stand_in() else ():
         _watch(kind)
+    return can_stand_in()
 
 
 @cache
@@ -202,5 +207,4 @@ def see(
         module.__dict__[READER] = reader
         for prologue in PROLOGUES[type(module)]:
             warmup.lift(prologue, parse_weight(slide.spec), x.device)
-        _nothing(x.dtype, x.device)
         log_once(f"slidesparse: {kind_of(name)}: fused with the {type(module).__name__} before it", log=log)
