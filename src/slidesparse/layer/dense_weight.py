@@ -94,7 +94,7 @@ def _is_lazy(written: Any) -> bool:
     return any(isinstance(one, DenseWeight) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
-def computed(value: Any, lazy: type) -> Any:
+def computed(value: Any, lazy: Any) -> Any:
     """Return arguments with every tensor of a lazy type as its ``make()`` computes it."""
     if isinstance(value, lazy):
         return value.make()

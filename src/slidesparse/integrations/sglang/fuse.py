@@ -71,7 +71,7 @@ class Unread(torch.Tensor):
         return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it as an instance's method
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Do the same for operators that compiled code calls."""
@@ -84,7 +84,7 @@ class Unread(torch.Tensor):
             self.reader.leave("something else reads its result")
         return self.result
 
-    def take(self, layer: torch.nn.Module, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def product_of(self, layer: torch.nn.Module, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return the product [M, out], once; None for another layer or bias, and where the result was read before."""
         product, self.product = self.product, None
         return product if layer is self.reader.layer and bias is self.reader.bias else None

@@ -93,7 +93,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
                 needed="a tensor in the model's type",
                 remedy="turn SGLang's fusion of norm and quantisation off",
             )
-        if isinstance(x, fuse.Unread) and (product := x.take(layer, bias)) is not None:
+        if isinstance(x, fuse.Unread) and (product := x.product_of(layer, bias)) is not None:
             return product
         if self.fuses and not torch.compiler.is_compiling():
             fuse.see(layer, self.name, layer.slide, x, bias, self.warmup)
