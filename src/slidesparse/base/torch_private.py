@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, UnsupportedError
-
-Made = TypeVar("Made", bound=torch.Tensor)
 
 _AUTOGRAD = "operators are called through torch.library.register_autograd, which takes 8 us longer"
 _GRAPHS = "norms and activations are not joined with linears"
@@ -38,7 +36,7 @@ PRIVATE = {
     "torch._int_mm": "dense INT8 products run in float64",
     "torch._scaled_mm": "dense FP8 products run in float32",
     "torch._C._are_functorch_transforms_active": "torch.func.grad over a layer is an error of torch, not one of ours",
-    "torch.Tensor._make_wrapper_subclass": "norms and activations are not fused in SGLang",
+    "torch.Tensor._make_wrapper_subclass": "results that nothing reads take memory in SGLang",
     "torch._guards.tracing": _GRAPHS,
     "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": _GRAPHS,
@@ -126,6 +124,12 @@ float8_e4m3fn with contiguous columns of w. Scales are float32, a row or one num
 writes bfloat16 alone. ``use_fast_accum`` sums in the Tensor Core's own accumulator. Call it as :data:`int8_mm`."""
 
 
+stand_in: Callable[..., Any] = _at_first_call(
+    "stand_in", "torch.Tensor._make_wrapper_subclass", lambda kind, *of, **to: torch.empty(*of, **to).as_subclass(kind)
+)
+"""(kind, shape, *, dtype, device) -> a contiguous tensor of a subclass without memory: its address is 0."""
+
+
 def current_stream(device: int) -> int:
     """Return ``cudaStream_t`` of the current stream of a device, as a number."""
     stream: int = _stream(device)
@@ -193,21 +197,6 @@ in_transform: Callable[[], bool] = _at_first_call(
     "in_transform", "torch._C._are_functorch_transforms_active", lambda: False
 )
 """Say whether a transform of ``torch.func`` runs. Call it as an attribute of this module."""
-
-
-# -- tensors without memory ----------------------------------------------------------------------------------------
-
-
-def can_stand_in() -> bool:
-    """Say whether torch has what :func:`stand_in` uses."""
-    return find("torch.Tensor._make_wrapper_subclass") is not None
-
-
-def stand_in(kind: type[Made], shape: tuple[int, int], like: torch.Tensor) -> Made:
-    """Return a contiguous tensor of a subclass, without memory: code that bypasses its methods gets a null pointer."""
-    make = require("torch.Tensor._make_wrapper_subclass")
-    made: Made = make(kind, shape, dtype=like.dtype, device=like.device)
-    return made
 
 
 # -- graphs that torch.compile traced ------------------------------------------------------------------------------

@@ -174,14 +174,11 @@ class SlideLinear(nn.Module):
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 
-    def operands(
-        self, bias: torch.Tensor | None = None
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None, str]:
+    def operands(self, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return what ``ops.linear`` and its fused forms take after activations and norm; ``bias`` as in forward."""
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        own = self._buffers["bias"]
-        scales = (self._buffers["weight_scale"], own if bias is None else checked_bias(bias, self.out_features))
-        return [tensor for form in self._forms for tensor in form.tensors], *scales, self.spec
+        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features)
+        return self._tensors(), self._buffers["weight_scale"], own, self.spec
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:
         # model.half() must not round an FP8 weight or a float32 scale: take the device of fn's result, keep the type.

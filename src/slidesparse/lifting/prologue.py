@@ -2,8 +2,7 @@
 
 These are the torch definitions, in float32 throughout and rounded once to the type of the activations. vLLM's
 definitions (vllm/ir/ops/layernorm.py, ``SiluAndMul.forward_native``) do the same when Inductor compiles them, which is
-the default: intermediate values stay in float32. The eager kernels of vLLM round them. SGLang's kernels do not, which
-are flashinfer's (include/flashinfer/norm.cuh) and its own (kernels/jit/csrc/elementwise/activation.cuh).
+the default: intermediate values stay in float32. The eager kernels of vLLM round them.
 """
 
 from __future__ import annotations

@@ -1,36 +1,32 @@
 """Join RMSNorm and SiLU * up with the sparse linear that reads their result.
 
-SGLang calls one module after another, so there is no graph to rewrite as in vLLM. What belongs together is seen, not
-guessed: while the server warms up, a norm or an activation remembers its last result, weakly, and a sparse linear that
-is given that very tensor becomes its *reader*. From the next call on, the module runs the reader's fused operator,
-which norms or activates where it quantises and lifts, and returns an :class:`Unread` that holds the reader's product.
+SGLang has no graph to rewrite, as vLLM has, so what belongs together is seen: while the server warms up, a norm or an
+activation remembers its last result, weakly, and a sparse linear that is given that very tensor becomes its *reader*.
+From then on the module runs the reader's fused operator, and returns an :class:`Unread` that holds its product. CUDA
+graphs capture the operator as any other; inside ``torch.compile`` nothing is joined.
 
-The result itself is computed and written nowhere, unless something else reads it: that gets what SGLang's own code
-makes of the same input, and the module is SGLang's again from then on. CUDA graphs capture the operator as any other;
-inside ``torch.compile`` nothing is joined.
+The result itself is computed nowhere. Should something else read it, SGLang's own code computes it of the same input,
+which must still be there, and the module is SGLang's again from then on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 
+from slidesparse.base import torch_private
 from slidesparse.base.log import log_once
-from slidesparse.base.torch_private import can_stand_in, stand_in
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.dense_weight import ABOUT, computed
-from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
+from slidesparse.lifting.prologue import NORMS, Prologue
 from slidesparse.models.layer_kinds import kind_of
 
 PROLOGUES: dict[type, tuple[Prologue, ...]] = {
@@ -41,14 +37,11 @@ PROLOGUES: dict[type, tuple[Prologue, ...]] = {
 }
 """SGLang's modules -> the prologues that compute the same, without a residual and with one."""
 
-OTHERWISE = ("cast_x_before_out_mul", "fp32_residual", "override_orig_dtype", "variance_size_override")
-"""Attributes of an RMSNorm that computes something else, where they are set."""
-
 KNOWN = ABOUT | {torch.Tensor.stride, torch.Tensor.is_contiguous}
-"""Functions that need no values of an :class:`Unread`, which is contiguous."""
+"""Functions that need no values of an :class:`Unread`."""
 
 READER = "_slidesparse_reader"
-"""The attribute of a module that has, or had, a reader: a :class:`Reader`, or None where SGLang's code runs."""
+"""The attribute of a module that had a reader: the :class:`Reader`, or None where the module is SGLang's again."""
 
 log = logging.getLogger(LOGGER)
 
@@ -62,25 +55,19 @@ class Unread(torch.Tensor):
     result: torch.Tensor | None = None
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer without values where that is possible, or call the function with the result."""
         if func in KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
-        return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
+        return func(*computed(args, cls), **computed(kwargs or {}, cls))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch declares it as an instance's method
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Do the same for operators that compiled code calls."""
-        return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment] # for operators that compiled code calls
 
     def make(self) -> torch.Tensor:
-        """Return the result, computed by SGLang; the module has no reader from now on."""
+        """Return the result, computed by SGLang, whose module has no reader from now on."""
         if self.result is None:
-            self.result, self.product = self.reader.compute(self.given), None  # what is read may also be written to
+            returned = self.reader.stock(self.reader.module, *(tensor.clone() for tensor in self.given))
+            self.result, self.product = returned[0] if isinstance(returned, tuple) else returned, None
             self.reader.leave("something else reads its result")
         return self.result
 
@@ -90,121 +77,70 @@ class Unread(torch.Tensor):
         return product if layer is self.reader.layer and bias is self.reader.bias else None
 
 
-@dataclass(frozen=True)
-class Reader:
-    """The sparse linear that reads the result of a module.
+class Reader(NamedTuple):
+    """A sparse layer of SGLang's that reads the result of a module, whose own ``forward`` is ``stock``."""
 
-    Attributes:
-        layer: SGLang's layer; its product is that of ``slide`` and ``bias``.
-        name: The layer's name.
-        module: The norm or the activation.
-        stock: What SGLang calls as its ``forward``.
-        dtype: Type of the activations.
-    """
-
-    layer: torch.nn.Module
+    layer: Any
     name: str
-    slide: SlideLinear
     bias: torch.Tensor | None
     module: Any
-    stock: Callable[..., Any]
-    dtype: torch.dtype
-
-    def can_run(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Whether the fused operator computes what the module computes of these."""
-        plain = x.dim() == 2 and len(x) > 0 and x.dtype == self.dtype
-        return plain and (residual is None or (residual.dtype == self.dtype and residual.shape == x.shape))
+    stock: Any
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
         """Return what the module returns of x [M, K], or [M, 2K]: its result, unread, and the new residual with one."""
         given = (x,) if residual is None else (x, residual)
-        prologue = PROLOGUES[type(self.module)][len(given) - 1]
-        norm = (self.module.weight, _epsilon(self.module)) if prologue in NORMS else ()
-        operator = getattr(torch.ops.slidesparse, f"{prologue}_linear")
-        product = operator(*given, *norm, *self.slide.operands(self.bias))
-        residual_out = None
-        if prologue in ADDING:
-            product, residual_out = product
-        unread = stand_in(Unread, (len(x), self.slide.in_features), x)
-        unread.reader, unread.given, unread.product = self, given, product
-        return unread if residual is None else (unread, residual_out)
-
-    def compute(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the result as SGLang computes it of the same tensors, into which its norms write."""
-        return first_of(self.stock(self.module, *(tensor.clone() for tensor in given)))
+        m, prologue = self.module, PROLOGUES[type(self.module)][len(given) - 1]
+        norm = (m.weight, m.eps if hasattr(m, "eps") else m.variance_epsilon) if prologue in NORMS else ()
+        slide, operator = self.layer.slide, getattr(torch.ops.slidesparse, f"{prologue}_linear")
+        product = operator(*given, *norm, *slide.operands(self.bias))
+        unread = torch_private.stand_in(Unread, (len(x), slide.in_features), dtype=x.dtype, device=x.device)
+        unread.reader, unread.given, unread.product = self, given, product if residual is None else product[0]
+        return unread if residual is None else (unread, product[1])
 
     def leave(self, reason: str) -> None:
-        """Let SGLang run the module."""
+        """Give the module back to SGLang."""
         self.module.__dict__[READER] = None
-        kind = type(self.module).__name__
-        log_once(f"slidesparse: {kind_of(self.name)}: not fused with the {kind} before it: {reason}", log=log)
+        log_once(f"slidesparse: {kind_of(self.name)}: not fused with what is before it: {reason}", log=log)
 
 
-def _epsilon(norm: Any) -> float:
-    return float(norm.eps if isinstance(norm, Gemma3RMSNorm) else norm.variance_epsilon)
-
-
-def first_of(returned: Any) -> torch.Tensor:
-    """Return the result among what a module returns, which may be two tensors: result and new residual."""
-    result: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
-    return result
-
-
-@dataclass
-class Last:
-    """The module without a reader that ran last, what SGLang calls as its forward, and its result, held weakly."""
-
-    module: Any = None
-    stock: Any = None
-    result: Callable[[], torch.Tensor | None] = lambda: None
-
-
-LAST = Last()
-
-
-def watch() -> bool:
-    """Let this process's norms and activations remember their results, and run their readers; False if torch cannot."""
-    for kind in PROLOGUES if can_stand_in() else ():
-        _watch(kind)
-    return can_stand_in()
+_LAST: list[Any] = []
+"""The module without a reader that ran last, its own ``forward``, and its result, held weakly."""
 
 
 @cache
-def _watch(kind: Any) -> None:
+def watch(kind: Any) -> None:
+    """Let all modules of a kind in this process remember their results, and run their readers."""
     stock = kind.forward
 
     def forward(module: Any, *given: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() or type(module) is not kind:
             return stock(module, *given, **options)
-        x, residual, *more = *given, None, None
         reader = module.__dict__.get(READER)
-        others = [option for option in (*more, *options.values()) if option is not None]
-        if reader is not None and not others and reader.can_run(x, residual):
+        x, residual, *more = *given, None, None
+        plain = reader is not None and all(option is None for option in (*more, *options.values())) and x.dim() == 2
+        if plain and len(x) and (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape)):
             return reader.run(x, residual)
-        result = stock(module, *given, **options)
+        returned = stock(module, *given, **options)
         if READER not in module.__dict__:
-            LAST.module, LAST.stock, LAST.result = module, stock, ref(first_of(result))
-        return result
+            _LAST[:] = module, stock, ref(returned[0] if isinstance(returned, tuple) else returned)
+        return returned
 
     kind.forward = forward
 
 
-def see(
-    layer: torch.nn.Module, name: str, slide: SlideLinear, x: torch.Tensor, bias: torch.Tensor | None, warmup: WarmUp
-) -> None:
+def see(layer: Any, name: str, x: torch.Tensor, bias: torch.Tensor | None, warmup: WarmUp) -> None:
     """Make a sparse layer the reader of the module whose result it is given, and run the kernels that this needs."""
-    module = LAST.module
-    if LAST.result() is not x or x.dim() != 2 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not _LAST or _LAST[2]() is not x or x.dim() != 2 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    reader = Reader(layer, name, slide, bias, module, LAST.stock, x.dtype)
+    module, gain = _LAST[0], getattr(_LAST[0], "weight", x)
+    reader = Reader(layer, name, bias, *_LAST[:2])
+    otherwise = ("cast_x_before_out_mul", "fp32_residual", "override_orig_dtype", "variance_size_override")
     if READER in module.__dict__:
         reader.leave("two linears read its result")
-    elif any(getattr(module, other, None) for other in OTHERWISE):
+    elif any(getattr(module, other, None) for other in otherwise) or (gain.dtype, gain.device) != (x.dtype, x.device):
         reader.leave("it computes something else")
-    elif (gain := getattr(module, "weight", x)).dtype != x.dtype or gain.device != x.device:
-        reader.leave("its gain is of another type or elsewhere")
     else:
         module.__dict__[READER] = reader
         for prologue in PROLOGUES[type(module)]:
-            warmup.lift(prologue, parse_weight(slide.spec), x.device)
+            warmup.lift(prologue, parse_weight(layer.slide.spec), x.device)
         log_once(f"slidesparse: {kind_of(name)}: fused with the {type(module).__name__} before it", log=log)

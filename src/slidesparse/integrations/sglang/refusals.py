@@ -15,14 +15,6 @@ LOAD_FORMATS = {"dummy": RANDOM, "presharded": SAVED, "remote_instance": SAVED, 
 TENSORS_KEPT = "redis:"
 """How addresses begin at which ``--load-format remote`` finds another engine's tensors; at others it finds files."""
 
-UNFUSED = (
-    "enable_deterministic_inference",  # has norms of its own, and so has the next
-    "rl_on_policy_target",
-    "enable_dp_attention",  # gathers what a norm returns
-    "enable_symm_mem",  # wants products in memory of its own, and a fused one is made before SGLang asks for it
-)
-"""Arguments of a server with which norms and activations are not fused."""
-
 
 def refuse_what_cannot_work(arguments: Any) -> None:
     """Raise an UnsupportedError for arguments of a server that sparse layers do not support."""
@@ -40,8 +32,3 @@ def largest_batch(arguments: Any) -> int:
     """Return the tokens of the largest batch that a server will run, as far as its arguments say."""
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     return chunk if chunk > 0 else getattr(arguments, "max_prefill_tokens", None) or 0
-
-
-def why_not_fused(arguments: Any) -> str | None:
-    """Return the argument of a server with which norms and activations are left to SGLang; None for none."""
-    return next((f"--{name.replace('_', '-')}" for name in UNFUSED if getattr(arguments, name, None)), None)

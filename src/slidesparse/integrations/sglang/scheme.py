@@ -96,7 +96,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if isinstance(x, fuse.Unread) and (product := x.product_of(layer, bias)) is not None:
             return product
         if self.fuses and not torch.compiler.is_compiling():
-            fuse.see(layer, self.name, layer.slide, x, bias, self.warmup)
+            fuse.see(layer, self.name, x, bias, self.warmup)
         y = layer.slide(x, bias)
         return y
 
