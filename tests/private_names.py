@@ -25,7 +25,7 @@ TORCH_NEEDS_IT = {
     *("torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
     # torch.autograd.Function asks it in every call.
     "torch._C._are_functorch_transforms_active",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
+    *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.Tensor._make_wrapper_subclass"),
     # These take seconds to import, which the door alone does.
     *("torch._inductor.pattern_matcher.fwd_only", "torch._inductor.pattern_matcher.fx_to_pattern"),
 }
@@ -81,6 +81,12 @@ def run(compiles: bool) -> dict[str, Any]:
 
     int8 = [torch.randint(-128, 128, size, dtype=torch.int8) for size in ((32, 64), (64, 16))]
     assert torch.equal(torch_private.int8_mm(*int8), (int8[0].long() @ int8[1].long()).int())
+    answers = classmethod(lambda cls, func, *_: torch.ones(1))
+    kind = type("Kind", (torch.Tensor,), {"__torch_function__": answers, "__torch_dispatch__": answers})
+    made = torch_private.stand_in(kind, (2, 3), dtype=torch.bfloat16, device=torch.device("cpu"))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert (type(made), made.shape, made.dtype, made.stride()) == (kind, (2, 3), torch.bfloat16, (3, 1))
+        assert torch.equal(made * 2, torch.ones(1))
     return {"y": hashlib.sha256(y.numpy().tobytes()).hexdigest(), "said": said.getvalue()}
 
 

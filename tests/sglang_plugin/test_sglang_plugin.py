@@ -38,10 +38,10 @@ def is_newest() -> bool:
 
 def test_options_are_read_strictly() -> None:
     assert ServerOptions.read(None, "--json") == ServerOptions() == ServerOptions.read({}, "--json")
-    given = {"backend": "hopper", "fallback": "none", "tune": "off"}
-    assert ServerOptions.read(given, "--json") == ServerOptions("hopper", "none", "off")
-    wrong = {"fuse": False}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, {"tune": 1}, ["auto"]
-    for given in wrong:
+    given = {"backend": "hopper", "fallback": "none", "tune": "off", "fuse": False}
+    assert ServerOptions.read(given, "--json") == ServerOptions("hopper", "none", "off", fuse=False)
+    wrong = {"graphs": "vllm"}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, {"tune": 1}
+    for given in (*wrong, {"fuse": 1}, ["auto"]):
         with pytest.raises(InputError, match="in --json"):
             ServerOptions.read(given, "--json")
 
@@ -143,7 +143,7 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize(("options", "error"), [({"fuse": 1}, InputError), (None, None)])
+@pytest.mark.parametrize(("options", "error"), [({"graphs": "vllm"}, InputError), (None, None)])
 def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: type[Exception] | None) -> None:
     with pytest.raises(CheckpointError, match="version of slidesparse_config"):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})

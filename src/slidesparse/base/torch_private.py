@@ -36,6 +36,7 @@ PRIVATE = {
     "torch._int_mm": "dense INT8 products run in float64",
     "torch._scaled_mm": "dense FP8 products run in float32",
     "torch._C._are_functorch_transforms_active": "torch.func.grad over a layer is an error of torch, not one of ours",
+    "torch.Tensor._make_wrapper_subclass": "results that nothing reads take memory in SGLang",
     "torch._guards.tracing": _GRAPHS,
     "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": _GRAPHS,
@@ -121,6 +122,12 @@ fp8_mm: Callable[..., torch.Tensor] = _at_first_call("fp8_mm", "torch._scaled_mm
 """(x [M, K], w [K, N], scale_x [M, 1], scale_w [1, N], bias=None, *, out_dtype, use_fast_accum=False) -> [M, N], for
 float8_e4m3fn with contiguous columns of w. Scales are float32, a row or one number each; with a scale a row, cuBLASLt
 writes bfloat16 alone. ``use_fast_accum`` sums in the Tensor Core's own accumulator. Call it as :data:`int8_mm`."""
+
+
+stand_in: Callable[..., Any] = _at_first_call(
+    "stand_in", "torch.Tensor._make_wrapper_subclass", lambda kind, *of, **to: torch.empty(*of, **to).as_subclass(kind)
+)
+"""(kind, shape, *, dtype, device) -> a contiguous tensor of a subclass without memory: its address is 0."""
 
 
 def current_stream(device: int) -> int:

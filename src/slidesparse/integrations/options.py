@@ -26,11 +26,13 @@ class ServerOptions:
         backend: ``auto`` or a backend's name, for every layer.
         fallback: How ``auto`` runs layers for which sparsity does not pay: see :mod:`slidesparse.gemm.select`.
         tune: ``auto`` measures layers of which this machine has no times when they are loaded, ``off`` uses a prior.
+        fuse: Join RMSNorm and SiLU with our operators; in vLLM's compiled models neighbouring linears too.
     """
 
     backend: str = "auto"
     fallback: Fallback = "dense"
     tune: Tune = "auto"
+    fuse: bool = True
 
     def tuner(self, most: int, dtype: torch.dtype, log: logging.Logger) -> LoadTuner | None:
         """Return what measures layers when they are loaded; None where the user wants none."""

@@ -69,7 +69,7 @@ class DenseWeight(torch.Tensor):
             cls.refuse(name)
         if isinstance((kwargs or {}).get("out"), cls):
             cls.refuse(f"{name} with out=")
-        return func(*_made(args), **_made(dict(kwargs or {})))
+        return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
 
     def _addressable(self) -> torch.Tensor:
         """Return the computed weight, kept as long as this object, so that its address stays valid."""
@@ -94,10 +94,10 @@ def _is_lazy(written: Any) -> bool:
     return any(isinstance(one, DenseWeight) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
-def _made(value: Any) -> Any:
-    """Return arguments with every lazy weight computed."""
-    if isinstance(value, DenseWeight):
+def computed(value: Any, lazy: Any) -> Any:
+    """Return arguments with every tensor of a lazy type as its ``make()`` computes it."""
+    if isinstance(value, lazy):
         return value.make()
     if isinstance(value, dict):
-        return {key: _made(one) for key, one in value.items()}
-    return type(value)(map(_made, value)) if type(value) in (tuple, list) else value
+        return {key: computed(one, lazy) for key, one in value.items()}
+    return type(value)(computed(one, lazy) for one in value) if type(value) in (tuple, list) else value

@@ -170,17 +170,19 @@ class SlideLinear(nn.Module):
                     remedy=f"model.to({self.weight_dtype}) brings the rest of the model there",
                 )
             x = x.to(self.weight_dtype)
-        tensors = [tensor for form in self._forms for tensor in form.tensors]
-        # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        own = self._buffers["bias"]
-        scales = (self._buffers["weight_scale"], own if bias is None else checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = ops.linear(tokens, tensors, *scales, self.spec)
+        y = ops.linear(tokens, *self.operands(bias))
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
             # Graphs do not have what the operator does under autocast.
             y = y.to(torch.get_autocast_dtype(x.device.type))
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
+
+    def operands(self, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Return what ``ops.linear`` and its fused forms take after activations and norm; ``bias`` as in forward."""
+        # Not by attribute, which a Module looks for in several places: half a microsecond each.
+        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features)
+        return self._tensors(), self._buffers["weight_scale"], own, self.spec
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:
         # model.half() must not round an FP8 weight or a float32 scale: take the device of fn's result, keep the type.

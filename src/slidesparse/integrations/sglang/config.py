@@ -20,6 +20,7 @@ from slidesparse.integrations import NAME
 from slidesparse.integrations.names import LEFT_ALONE, find_layer, rename_layers, require_marker, why_left, why_not_w8a8
 from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.fuse import PROLOGUES, watch
 from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
@@ -29,6 +30,9 @@ OPTION = "--json-model-override-args"
 """The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
+
+APART = ("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem")
+"""Arguments of servers with norms of their own, that gather what norms return, or choose the memory of products."""
 
 log = logging.getLogger(LOGGER)
 
@@ -41,12 +45,14 @@ class SGLangConfig(CompressedTensorsConfig):
         options: The user's options.
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        fuses: Norms and activations are fused with the linears that read them.
     """
 
     marker: Marker
     options: ServerOptions
     most: int
     batch_invariant: bool = False
+    fuses: bool = False
     _shared: tuple[Chooser, WarmUp] | None = None
 
     @classmethod
@@ -68,7 +74,12 @@ class SGLangConfig(CompressedTensorsConfig):
         made.marker, made.options = marker, ServerOptions.read(getattr(hf_config, NAME, None), OPTION)
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
-        log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
+        apart = [name for name in APART if getattr(arguments, name, None)]
+        made.fuses = made.options.fuse and not apart
+        for kind in PROLOGUES if made.fuses else ():
+            watch(kind)
+        left = f"; nothing is fused: {', '.join(apart)}" if apart else ""
+        log.info("slidesparse: pattern %s, %s%s", marker.pattern, made.options, left)
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
@@ -92,7 +103,7 @@ class SGLangConfig(CompressedTensorsConfig):
             return scheme
         if self._shared is None:  # the first layer tells the type of activations
             self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named, *self._shared)
+        return SGLangScheme(scheme, named, self.fuses, *self._shared)
 
     def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
         """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""

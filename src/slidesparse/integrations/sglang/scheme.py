@@ -14,7 +14,7 @@ from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import SPARSE_TENSOR_CORES
 from slidesparse.integrations.names import NamedLayer, shard_start
-from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang import LOGGER, fuse
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, settle
@@ -34,9 +34,9 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run."""
 
     def __init__(
-        self, inner: CompressedTensorsLinearScheme, named: NamedLayer, chooser: Chooser, warmup: WarmUp
+        self, inner: CompressedTensorsLinearScheme, named: NamedLayer, fuses: bool, chooser: Chooser, warmup: WarmUp
     ) -> None:
-        self.inner, self.chooser, self.warmup = inner, chooser, warmup
+        self.inner, self.fuses, self.chooser, self.warmup = inner, fuses, chooser, warmup
         self.name, self.pattern = named.name, named.pattern
         self.in_features = 0
         self.converted = False
@@ -102,6 +102,10 @@ class SGLangScheme(CompressedTensorsLinearScheme):
                 needed="a tensor in the model's type",
                 remedy="turn SGLang's fusion of norm and quantisation off",
             )
+        if isinstance(x, fuse.Unread) and (product := x.product_of(layer, bias)) is not None:
+            return product
+        if self.fuses and not torch.compiler.is_compiling():
+            fuse.see(layer, self.name, x, bias, self.warmup)
         y = layer.slide(x, bias)
         return y
 

@@ -25,7 +25,6 @@ class Options(ServerOptions):
     """The options of one engine.
 
     Attributes:
-        fuse: Join RMSNorm, SiLU and neighbouring linears with our operators in compiled models.
         host_us: Microseconds that the host takes to launch one linear of a chain: see
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
         graphs: ``auto`` captures larger CUDA graphs where the host would be the slower one
@@ -34,7 +33,6 @@ class Options(ServerOptions):
             (:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever it can, ``dense`` leaves them to vLLM.
     """
 
-    fuse: bool = True
     host_us: float = HOST_US
     graphs: Graphs = "auto"
     experts: Experts = "auto"
