@@ -141,7 +141,7 @@ class Session:
         """Time one product, and let slow variants go after the first two."""
         out, columns = SIZES[size]
         n_bytes = out * slabs_of(pattern, columns) * step_bytes(1, bits) // ROWS
-        copies = copies_needed(n_bytes, self.stopwatch.l2_bytes, self.stopwatch.free_bytes() // 4)
+        copies = max(3, copies_needed(n_bytes, self.stopwatch.l2_bytes, self.stopwatch.free_bytes() // 4))
         one = Product(Weight(out, columns, pattern, bits, tokens, copies))
         expected, wrong, passes = one.calls(PRODUCT)[0]().clone(), [], {}
         singles = [each for each in self.variants if each.stage < 3 and one.weight.takes(each)]

@@ -114,6 +114,9 @@ __device__ __forceinline__ void run_equal_shares(const Arguments& p) {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+#if defined(ALLOW_AT_START)
+    allow_kernel_after();
+#endif
     const int warpgroup = threadIdx.x / 128;
     const Tiles tiles(p);
     const Shares shares(p, tiles);
@@ -132,8 +135,8 @@ __device__ __forceinline__ void run_equal_shares(const Arguments& p) {
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((CONSUMER_REGISTERS - 16 / WARPGROUPS) / 8 * 8));
         Mainloop mainloop{ring, warpgroup, threadIdx.x % 32 == 0, typename Mainloop::State(range_of(p, 0), p)};
-        u8* const own = results + warpgroup * RESULT_BYTES;
-        Epilogue epilogue(p, own, warpgroup);
+        Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
+        int* const box = (int*)epilogue.factors;  // which all have read when one leaves store(); of `piece` some may still read
         acc_t d[ROW_BLOCKS][TOKENS / 2];
         await_kernel_before();
         for (int at = from; at < to;) {
@@ -149,8 +152,8 @@ __device__ __forceinline__ void run_equal_shares(const Arguments& p) {
                 continue;
             }
             const Sums sums(p, tile, blocks, warpgroup);
-            const bool others = sums.others_have_added((int*)own);
-            if (!others && !sums.add(d, (int*)own)) continue;
+            const bool others = sums.others_have_added(box);
+            if (!others && !sums.add(d, box)) continue;
             acc_t sum[ROW_BLOCKS][SHARE / 2];
             sums.take(sum, d, others);
             epilogue.store(sum);
