@@ -60,7 +60,8 @@ def joined(names: str) -> Variant:
     edits = tuple(dict.fromkeys(edit for one in parts for edit in one.edits))
     headers = tuple(dict.fromkeys(header for one in parts for header in one.headers))
     flags = {flag: any(getattr(one, flag) for one in parts) for flag in ("contiguous", "shares", "only_six_bits")}
-    return replace(last, name=names, edits=edits, headers=headers, stage=max(one.stage for one in parts), **flags)
+    flags |= {"stage": max(one.stage for one in parts), "predicted": sum(one.predicted for one in parts)}
+    return replace(last, name=names, edits=edits, headers=headers, **flags)
 
 
 def slabs_of(pattern: str, columns: int) -> int:

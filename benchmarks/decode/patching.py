@@ -40,35 +40,20 @@ Edit = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of the kernels.
-
-    Attributes:
-        name: Its name in records.
-        idea: What it does.
-        predicted: Change of time in per cent; ``variants`` says of what.
-        count: Where the prediction comes from.
-        stage: 1 bytes in flight, 2 equal shares of steps, 3 starting early, which needs several launches in a row.
-        edits: Of the CUDA sources, and of the modules in :data:`LIFTS`.
-        headers: Files of this folder that the sources include.
-        tiles: The name of a tile that the product chooses -> the tile in its place.
-        only_these: The variant does not exist for tiles that are not in ``tiles``.
-        only_six_bits: Nor for weights of eight bits, whose stages do not fit.
-        contiguous: It reads weights that :func:`row_block_by_row_block` made.
-        shares: It is launched with equal shares of steps.
-    """
+    """A change of the kernels."""
 
     name: str
     idea: str
-    predicted: float
-    count: str
-    stage: int = 1
+    predicted: float  # change of time in per cent; `variants` says of what
+    count: str  # where the prediction comes from
+    stage: int = 1  # 1 bytes in flight, 2 equal shares of steps, 3 starting early, which needs launches in a row
     edits: tuple[Edit, ...] = ()
-    headers: tuple[str, ...] = ()
-    tiles: Mapping[str, Tile] = field(default_factory=dict, hash=False)
-    only_these: bool = False
-    only_six_bits: bool = False
-    contiguous: bool = False
-    shares: bool = False
+    headers: tuple[str, ...] = ()  # files of this folder that the sources include
+    tiles: Mapping[str, Tile] = field(default_factory=dict, hash=False)  # in place of those that the product chooses
+    only_these: bool = False  # there are no kernels for other tiles
+    only_six_bits: bool = False  # nor for weights of eight bits, whose stages do not fit
+    contiguous: bool = False  # it reads weights that row_block_by_row_block() made
+    shares: bool = False  # it is launched with equal shares of steps
 
     def tile(self, chosen: Tile) -> Tile:
         """Return the tile that runs in place of the product's choice."""
@@ -147,11 +132,9 @@ class EqualSharesKernel(Kernel):
     """Launches as many blocks as run at one time, with a workspace of sums in place of what experts need."""
 
     def grid(self, tiles: int) -> int:
-        """See :meth:`slidesparse.gemm.hopper.kernel.Kernel.grid`."""
         return self.multiprocessors * self.tile.blocks
 
     def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
-        """See :meth:`slidesparse.gemm.hopper.kernel.Kernel.launch`."""
         arguments.experts, arguments.used = (one.data_ptr() for one in workspace(torch.cuda.current_device()))
         steps = self.tile.count(arguments.tokens, arguments.channels) * arguments.sparse_slabs
         super().launch(arguments, min(grid, steps), stream)  # a block without a step would be waited for
