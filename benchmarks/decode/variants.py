@@ -30,6 +30,9 @@ UNSPLIT = {
     **dict.fromkeys(("32x64b2", "32x64/2b2", "32x64/3b2"), one(32, 11, 2)),
     **dict.fromkeys(("64x64b2", "64x64/2b2", "64x128", "64x128/2", "64x128/4", "96x256"), one(64, 8, 2)),
 }
+SIXTEEN, SIXTY_FOUR = Tile(16, 1, 2, stages=6, blocks=3), Tile(64, 1, 2, stages=6, blocks=2)
+TWO_ROW_BLOCKS = {"16x64b3": SIXTEEN, "64x64b2": SIXTY_FOUR, "96x256": SIXTY_FOUR}
+TWO_UNSPLIT = {name: SIXTEEN if t.tokens == 16 else SIXTY_FOUR for name, t in UNSPLIT.items() if t.tokens != 32}
 EVEN_UNSPLIT = {name: one(t.tokens, t.stages // 2 * 2, t.blocks) for name, t in UNSPLIT.items()}
 
 # -- 1: bytes in flight ------------------------------------------------------------------------------------------------
@@ -185,9 +188,16 @@ VARIANTS = (
     V("pairs", "two steps share a stage, its barriers and one copy of weights", -4,
         "half as many copies, of 8 KB: experiment 2 gained 20 % so, where 44 KB were ten",
         edits=PAIRS, tiles=EVEN, only_these=True, contiguous=True),
+    V("two row blocks", "tiles of 128 channels, with six stages of 8 KB of weights and 2 KB of X", 2,
+        "half the copies and 0.83 of the bytes, but 432 tiles are 1.1 waves of 396 blocks: a fifth of the end is empty",
+        tiles=TWO_ROW_BLOCKS, only_these=True, only_six_bits=True),
     V("equal shares", "every block multiplies the same number of steps", -3,
         "0.8 of the third wave is empty, 4 us of 57, of which the sums take 2; at 64 tokens -8 %", stage=2,
         edits=EQUAL_SHARES, headers=("equal_shares.cuh",), tiles=UNSPLIT, only_these=True, shares=True),
+    V("shares of two", "equal shares and two row blocks at once", -8,
+        "half the copies, 0.83 of the bytes, no last wave", stage=2,
+        edits=EQUAL_SHARES, headers=("equal_shares.cuh",), tiles=TWO_UNSPLIT, only_these=True, only_six_bits=True,
+        shares=True),
     V("shares of pairs", "equal shares and pairs at once", -6, "the sum, less what they share", stage=2,
         edits=(*PAIRS, *EQUAL_SHARES), headers=("equal_shares.cuh",), tiles=EVEN_UNSPLIT, only_these=True,
         contiguous=True, shares=True),
