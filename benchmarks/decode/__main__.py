@@ -60,6 +60,7 @@ def joined(names: str) -> Variant:
     edits = tuple(dict.fromkeys(edit for one in parts for edit in one.edits))
     headers = tuple(dict.fromkeys(header for one in parts for header in one.headers))
     flags = {flag: any(getattr(one, flag) for one in parts) for flag in ("contiguous", "shares", "only_six_bits")}
+    flags["only_these"] = any(one.only_these and bool(one.edits) for one in parts)  # else other tiles stay as they are
     flags |= {"stage": max(one.stage for one in parts), "predicted": sum(one.predicted for one in parts)}
     return replace(last, name=names, edits=edits, headers=headers, **flags)
 

@@ -205,7 +205,7 @@ VARIANTS = (
         "4 boundaries of 2 us a block, and a quarter of a launch some multiprocessor is empty",
         stage=3, edits=(START, LIFT)),
     V("shares, start", "equal shares, and both allow the next kernel at once", -9,
-        "and of o and qkv a block has 6 and 8 steps: all of the weight is there before the activations", stage=3,
+        "of o and qkv a block has 6 and 8 steps: all of the weight is there before the activations", stage=3,
         edits=(*EQUAL_SHARES, ("types.cuh", "#pragma once", "#pragma once\n#define ALLOW_AT_START"), LIFT),
         headers=("equal_shares.cuh",), tiles=UNSPLIT, only_these=True, shares=True),
     V("half", "the product after half of its last tile, the lift at once", -5, "the same", stage=3, edits=(HALF, LIFT)),
