@@ -1,10 +1,12 @@
 """Time tiles of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper/tiles.py``.
 
-    python benchmarks/hopper_tiles.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtype int8]
+    python benchmarks/hopper_tiles.py OUT.jsonl [--models M ...] [--tokens M ...] [--patterns P ...] [--dtype int8]
+        [--six-bits]
 
 Needs an H100 or H200. The tiles of a shape are timed in turn, CUDA graphs on a warm cache, so that they share one
 clock; with vLLM installed its CUTLASS kernel takes part, for the reader. Tiles of 96 tokens and more:
-``hopper_few_tokens.py`` is for the others. ``--fit FEW.jsonl`` reads a record that is there, and one of few tokens.
+``hopper_few_tokens.py`` is for the others. ``chosen`` is what the product chooses, which may be two bands. ``--fit
+FEW.jsonl`` reads a record that is there, and one of few tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,10 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cheapest, work
 from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse.weights.quant import parse_dtype, quantize_rows
 from slidesparse_bench import environment
@@ -34,7 +39,14 @@ from slidesparse_bench.interleaved import interleave
 from slidesparse_bench.kernels import operands
 from slidesparse_bench.kernels.dense import vllm_ops
 
-SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
+SIZES = {
+    **MODELS,
+    "12B": ((6144, 5120), (5120, 4096), (28672, 5120), (5120, 14336)),  # Mistral-Nemo
+    "32B": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),  # Qwen2.5
+}
+"""Model -> (out, in) of its linears."""
+
+CHOSEN = "chosen"
 TOKENS = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 ROUND_S = 0.02
 GHZ = 1.5
@@ -61,14 +73,16 @@ def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> li
     return [statistics.median(samples) for samples in interleave(passes, rounds)]
 
 
-def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, object]:
-    (out, columns), device, backend = SHAPES[layer], torch.device("cuda"), Hopper()
-    packed = operands.packed_weight(pattern, dtype, out, columns, device)
-    operand = operands.operand("hopper", pattern, dtype, out, columns, device)
+def measure(
+    dtype: str, model: str, layer: str, pattern: str, tokens: int, backend: Hopper, stopwatch: CudaStopwatch
+) -> dict[str, object]:
+    (out, columns), device = SIZES[model][LAYERS.index(layer)], torch.device("cuda")
+    packed = operands.packed_weight(pattern, dtype, out, columns, device, operands.recipe_for(backend.name, dtype))
+    operand = operands.operand(backend.name, pattern, dtype, out, columns, device)
     x = operands.gaussian(tokens, columns, dtype=torch.bfloat16, device=device)
     lifted, scale_x = operands.lifted(x, packed, backend.layout, "hopper")
 
-    def run(tile: Tile) -> torch.Tensor:
+    def run(tile: Tile | None) -> torch.Tensor:
         return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16, tile)
 
     dense, sparse = operand
@@ -77,7 +91,8 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
     expected = run(wide[0])
     for tile in wide:
         assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
-    calls: list[Callable[[], object]] = [partial(run, tile) for tile in wide]
+    names = [*map(str, wide), CHOSEN]
+    calls: list[Callable[[], object]] = [partial(run, tile) for tile in (*wide, None)]
     vllm = vllm_ops()
     if vllm is not None and packed.scale is not None:
         quantised = quantize_rows(x, parse_dtype(dtype))
@@ -86,9 +101,10 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
             partial(vllm.cutlass_scaled_mm, quantised.values, weight, quantised.scale, scale_w, torch.bfloat16)
         )
     us = [round(t, 2) for t in times(calls, stopwatch)]
-    row: dict[str, object] = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern}
-    row |= {"dtype": dtype, "slabs": slabs, "us": dict(zip(map(str, wide), us[: len(wide)], strict=True))}
-    return row | ({"dense_us": us[-1]} if len(us) > len(wide) else {})
+    row: dict[str, object] = {"model": model, "layer": layer, "out": out, "columns": columns, "tokens": tokens}
+    row |= {"pattern": pattern, "bits": backend.value_bits, "dtype": dtype, "slabs": slabs}
+    row["us"] = dict(zip(names, us[: len(names)], strict=True))
+    return row | ({"dense_us": us[-1]} if len(us) > len(names) else {})
 
 
 def fit(rows: Sequence[dict[str, Any]]) -> None:
@@ -114,6 +130,8 @@ def fit(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--models", nargs="+", default=["Qwen2.5-7B"], choices=SIZES)
+    parser.add_argument("--six-bits", action="store_true", help="INT8 weights whose values have six bits")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--patterns", nargs="+", default=["2:4", "6:8"])
     parser.add_argument("--dtype", default="int8", choices=["int8", "fp8", "bf16"])
@@ -130,11 +148,12 @@ def main() -> None:
         }
         with options.file.open("w") as file:
             file.write(json.dumps(head) + "\n")
-            for layer in SHAPES:
-                for pattern in options.patterns:
-                    for tokens in options.tokens:
-                        file.write(json.dumps(measure(options.dtype, layer, pattern, tokens, stopwatch)) + "\n")
-                        file.flush()
+            backend = HopperSixBits() if options.six_bits else Hopper()
+            for case in product(options.models, LAYERS, options.patterns, options.tokens):
+                row = measure(options.dtype, *case, backend, stopwatch)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                print(*case, "dense", row.get("dense_us"), sorted(row["us"].items(), key=itemgetter(1))[:3], flush=True)
     files = [options.file] if options.fit is None else [options.file, options.fit]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     fit([row for row in rows if "us" in row])

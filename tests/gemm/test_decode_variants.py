@@ -1,0 +1,102 @@
+"""The variants of benchmarks/decode still fit the source, compile well, and multiply exactly: no GPU needed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import hopper_ptx
+import pytest
+import torch
+from hopper_ptx import EmulatedKernel, run_product
+from test_hopper_compile import BLOCK_BYTES, MULTIPROCESSOR_BYTES
+from test_hopper_emulated import expected, problem
+
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.compile import compile_sources, options
+from slidesparse.gemm.hopper.kernel import Arguments
+from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.weights import HopperOperand
+from slidesparse.weights.packed import PackedWeight
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from decode.patching import Misfit, Variant, changed_lifts, changed_sources, row_block_by_row_block
+from decode.variants import LIFT, VARIANTS
+
+FEW = [tile for tile in TILES if tile.tokens <= 64]
+CASES = [
+    pytest.param(variant, tile, bits, id=f"{variant.name}-{tile}-{bits}")
+    for variant, tile, bits in product(VARIANTS, FEW, (6, 8))
+    if variant.takes(tile, bits)
+]
+EMULATED = [case for case in CASES if (str(case.values[1]), case.values[2]) in {("16x64b3", 6), ("16x64/3b3", 8)}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "tile", "bits"), CASES)
+def test_every_variant_fits_the_source_and_compiles_well(variant: Variant, tile: Tile, bits: int) -> None:
+    own = variant.tile(tile)
+    opts = [*options(own, torch.int8, torch.bfloat16, value_bits=bits), "--ptxas-options=-v"]
+    _, log = compile_sources(changed_sources(variant, 0, bits), opts)
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "C75" not in log, log
+    assert "warning" not in log, log
+    assert own.blocks * (own.shared_bytes(1, 0, bits) + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
+
+
+class Shares(EmulatedKernel):
+    """With blocks that run at one time, as those of a cluster do, and a workspace, which a launch leaves as it was."""
+
+    def grid(self, tiles: int) -> int:
+        return 3
+
+    def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
+        sums = [torch.zeros(1 << 16, dtype=torch.int32) for _ in range(2)]
+        arguments.experts, arguments.used = map(self.memory.add, sums)
+        self.tile = replace(self.tile, split=grid)
+        super().launch(arguments, grid, stream)
+        assert not torch.cat(sums).any()
+
+
+class RearrangedSixBits(HopperSixBits):
+    def prepare(self, packed: PackedWeight) -> HopperOperand:
+        return row_block_by_row_block(super().prepare(packed))
+
+
+class Rearranged(Hopper):
+    def prepare(self, packed: PackedWeight) -> HopperOperand:
+        return row_block_by_row_block(super().prepare(packed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "tile", "bits"), EMULATED)
+def test_every_variant_multiplies_exactly(
+    variant: Variant, tile: Tile, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight, six = (Rearranged, RearrangedSixBits) if variant.contiguous else (Hopper, HopperSixBits)
+    backend = six if bits == 6 else eight
+    monkeypatch.setattr(hopper_ptx, "sources", lambda *form: changed_sources(variant, *form))
+    monkeypatch.setattr(hopper_ptx, "EmulatedKernel", Shares if variant.shares else EmulatedKernel)
+    hopper_ptx.program.cache_clear()
+    for pattern, tokens in (("6:8", tile.tokens + 9), ("2:4", 1), ("4:6", tile.tokens)):
+        lifted, packed, x = problem(pattern, torch.int8, tokens, backend)
+        found = run_product(lifted, packed, variant.tile(tile), torch.bfloat16, seed=tokens, backend=backend)
+        assert torch.equal(found, expected(x, packed, torch.bfloat16, None)), pattern
+    hopper_ptx.program.cache_clear()
+
+
+def test_a_text_that_is_gone_is_an_error() -> None:
+    with pytest.raises(Misfit, match="0 times"):
+        changed_sources(Variant("gone", "", 0, "", edits=(("ring.cuh", "no such text", ""),)))
+
+
+def test_a_lift_that_allows_the_next_kernel_first() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    kernels = changed_lifts((LIFT,))
+    assert sorted(kernels) == ["held_kernel", "walking_kernel"]
+    begin = kernels["held_kernel"].fn.__globals__["begin"]
+    assert "launch_dependents; griddepcontrol.wait" in inspect.getsource(begin.fn)
