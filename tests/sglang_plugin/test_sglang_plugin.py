@@ -20,6 +20,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations import NAME
 from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import METHOD, TESTED, register
+from slidesparse.integrations.sglang.options import SGLangOptions
 from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch, refuse_what_cannot_work
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.quant import quantize_rows, quantize_weight
@@ -137,7 +138,7 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
     ours = config_of("4:6")
     assert type(ours) is SGLangConfig
     assert ours.marker.pattern == ss.Pattern(4, 6)
-    assert ours.options == ServerOptions("reference")
+    assert ours.options == SGLangOptions("reference")
     assert ours.most == 8192
 
 
@@ -147,7 +148,7 @@ def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: ty
     with pytest.raises(CheckpointError, match="version of slidesparse_config"):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})
     if error is None:
-        assert config_of(options=options).options == ServerOptions()
+        assert config_of(options=options).options == SGLangOptions()
     else:
         with pytest.raises(error):
             config_of(options=options)

@@ -9,7 +9,9 @@ import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsLinearScheme,
+    CompressedTensorsMoEScheme,
     CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Fp8MoE,
     CompressedTensorsW8A8Int8,
 )
 from sglang.srt.runtime_context import get_server_args
@@ -17,18 +19,33 @@ from sglang.srt.runtime_context import get_server_args
 from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME
-from slidesparse.integrations.names import LEFT_ALONE, find_layer, rename_layers, require_marker, why_left, why_not_w8a8
-from slidesparse.integrations.options import ServerOptions
+from slidesparse.integrations.experts import ExpertChooser, why_asked, with_packing
+from slidesparse.integrations.names import (
+    LEFT_ALONE,
+    find_experts,
+    find_layer,
+    rename_layers,
+    require_marker,
+    why_left,
+    why_not_w8a8,
+)
 from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.experts import Int8Experts, Packing
+from slidesparse.integrations.sglang.options import OPTION, SGLangOptions
 from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
 
-OPTION = "--json-model-override-args"
-"""The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
-
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
+
+MOVED = {
+    "enable_eplb": ("--enable-eplb", "moves them between GPUs"),
+    "elastic_ep_backend": ("--elastic-ep-backend", "loads them anew when a GPU fails"),
+}
+"""Argument of SGLang's that changes loaded experts -> its option, and what that does."""
+
+SYMMETRIC = "with --enable-symm-mem they cannot be measured: SGLang's own would wait for the other GPUs"
 
 log = logging.getLogger(LOGGER)
 
@@ -39,15 +56,19 @@ class SGLangConfig(CompressedTensorsConfig):
     Attributes:
         marker: The sparsity of the checkpoint.
         options: The user's options.
+        moved: The options of SGLang's, in force, that change loaded experts -> what each does.
+        apart: Why experts cannot be measured; None where they can.
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
     """
 
     marker: Marker
-    options: ServerOptions
+    options: SGLangOptions
+    moved: dict[str, str]
+    apart: str | None
     most: int
     batch_invariant: bool = False
-    _shared: tuple[Chooser, WarmUp] | None = None
+    _shared: tuple[Chooser, WarmUp, ExpertChooser] | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -65,7 +86,11 @@ class SGLangConfig(CompressedTensorsConfig):
         arguments = get_server_args()
         refuse_what_cannot_work(arguments)
         made: SGLangConfig = super().from_config(config)
-        made.marker, made.options = marker, ServerOptions.read(getattr(hf_config, NAME, None), OPTION)
+        made.marker, made.options = marker, SGLangOptions.read(getattr(hf_config, NAME, None), OPTION)
+        made.moved = dict(told for name, told in MOVED.items() if getattr(arguments, name, None))
+        if getattr(arguments, "dwdp_size", 1) > 1:
+            made.moved["--dwdp-size"] = "hands them from GPU to GPU"
+        made.apart = SYMMETRIC if getattr(arguments, "enable_symm_mem", False) else None
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
@@ -90,11 +115,47 @@ class SGLangConfig(CompressedTensorsConfig):
         if named is None or named.pattern is None:
             log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        if self._shared is None:  # the first layer tells the type of activations
-            self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named, *self._shared)
+        chooser, warmup, _ = self._share(layer)
+        return SGLangScheme(scheme, named, chooser, warmup)
 
-    def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
-        """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
-        tuner = self.options.tuner(self.most, dtype, log)
-        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log)
+    def get_moe_scheme(self, layer: torch.nn.Module, layer_name: str) -> CompressedTensorsMoEScheme | None:
+        """Return SGLang's scheme for the experts of a layer, or one that packs them where we can run them.
+
+        Raises:
+            UnsupportedError: INT8 experts that SGLang's kernel for them does not get; or experts that are to run sparse
+                whatever was measured, with an option of SGLang's that changes loaded ones.
+        """
+        try:
+            scheme = super().get_moe_scheme(layer, layer_name)
+        except NotImplementedError:
+            if not self._are_int8(layer, layer_name):
+                raise
+            scheme = Int8Experts(self)
+        if not isinstance(scheme, Int8Experts | CompressedTensorsW8A8Fp8MoE):
+            return scheme
+        reason = why_asked(self.options.experts, self.moved, OPTION, "SGLang")
+        if self.batch_invariant and not isinstance(scheme, Int8Experts):
+            reason = NOT_INVARIANT
+        named = find_experts(self.marker, layer_name) if reason is None else None
+        if named is None:
+            log_once(f"slidesparse: experts left to SGLang: {reason or LEFT_ALONE}", log=log)
+            return scheme
+        attributes = {"slide_named": named, "slide_chooser": self._share(layer)[2], "slide_converted": None}
+        packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, **attributes)
+        return packing
+
+    def _are_int8(self, layer: torch.nn.Module, layer_name: str) -> bool:
+        """Return whether a layer's experts are INT8, with one scale a channel and one a token, zero points nowhere."""
+        scheme = self.get_scheme_dict(layer, f"{layer_name}.0.gate_proj")
+        weights, inputs = scheme["weights"], scheme["input_activations"]
+        kinds = {(args.num_bits, args.type, args.symmetric) for args in (weights, inputs)}
+        return kinds == {(8, "int", True)} and (weights.strategy, inputs.strategy) == ("channel", "token")
+
+    def _share(self, layer: torch.nn.Module) -> tuple[Chooser, WarmUp, ExpertChooser]:
+        """Return what layers share: what chooses, and what runs a layer of each kind before CUDA graphs."""
+        if self._shared is None:
+            dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # the first layer tells that of activations
+            tuner, warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
+            of_experts = ExpertChooser(self.options.experts, tuner, warmup, log, self.apart)
+            self._shared = Chooser(self.options.backend, self.options.fallback, tuner), warmup, of_experts
+        return self._shared
