@@ -111,7 +111,8 @@ class SGLangConfig(CompressedTensorsConfig):
         reason = why_left(layer_name) or why_not_w8a8(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8))
         if self.batch_invariant and isinstance(scheme, CompressedTensorsW8A8Fp8):
             reason = NOT_INVARIANT
-        named = find_layer(self.marker, layer_name, self.packed_modules_mapping) if reason is None else None
+        name = self._stored_name(layer_name)
+        named = find_layer(self.marker, name, self.packed_modules_mapping) if reason is None else None
         if named is None or named.pattern is None:
             log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
@@ -136,13 +137,19 @@ class SGLangConfig(CompressedTensorsConfig):
         reason = why_asked(self.options.experts, self.moved, OPTION, "SGLang")
         if self.batch_invariant and not isinstance(scheme, Int8Experts):
             reason = NOT_INVARIANT
-        named = find_experts(self.marker, layer_name) if reason is None else None
+        named = find_experts(self.marker, self._stored_name(layer_name)) if reason is None else None
         if named is None:
             log_once(f"slidesparse: experts left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
         attributes = {"slide_named": named, "slide_chooser": self._share(layer)[2], "slide_converted": None}
         packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, **attributes)
         return packing
+
+    def _stored_name(self, name: str) -> str:
+        """Return a layer's name as the marker has it: SGLang's Mixtral leaves the name of the model out."""
+        parent, marker = f"model.{name.rpartition('.')[0]}.", self.marker
+        names = (*marker.layers, *marker.ignore, *marker.experts)
+        return f"model.{name}" if any(known.startswith(parent) for known in names) else name
 
     def _are_int8(self, layer: torch.nn.Module, layer_name: str) -> bool:
         """Return whether a layer's experts are INT8, with one scale a channel and one a token, zero points nowhere."""
