@@ -43,8 +43,9 @@ def one_rank(tensor: int = 1, experts: int = 1, rank: int = 0) -> Iterator[None]
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         stack.enter_context(runtime_context.get_context().override_server_args(device="cpu"))
         stack.enter_context(runtime_context.get_parallel().override(**sizes, **ranks, **ones, **zeros, **groups))
-        for name in ("_PP", "_MOE_DP"):
+        for name in ("_PP", "_MOE_DP"):  # which 0.5.17 asks
             patch.setattr(parallel_state, name, alone)
+        patch.setattr(parallel_state, "_TP", group(rank, size))
         patch.setattr(standard, "get_device", lambda: "cpu")
         yield
 
