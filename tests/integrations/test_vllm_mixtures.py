@@ -511,9 +511,9 @@ def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     from slidesparse.integrations.vllm.model_state import ModelState
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
-    method = experts._Packing()
+    method = experts.Packing()
     method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
-    said = str(method._find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
+    said = str(method.slide_find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
     assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
 
 

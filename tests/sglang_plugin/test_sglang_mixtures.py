@@ -306,7 +306,6 @@ def test_tokens_that_come_in_another_form_are_left_to_sglang(
     ("arguments", "why"),
     [
         ({"enable_eplb": True}, "--enable-eplb"),
-        ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
         ({"dwdp_size": 2}, "--dwdp-size"),
     ],
 )
@@ -405,7 +404,8 @@ def test_auto_goes_by_the_times_of_both_forms(
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8MoEMethod
 
     from slidesparse.integrations import experts
-    from slidesparse.integrations.sglang.options import SGLangOptions
+    from slidesparse.integrations.sglang.config import SGLangOptions
+    from slidesparse.integrations.sglang.experts import Int8Experts
 
     tuner, weights, processed = Tuner(sparse), weights_of(INT8), []
     monkeypatch.setattr(SGLangOptions, "tuner", lambda *_: tuner)
@@ -424,7 +424,7 @@ def test_auto_goes_by_the_times_of_both_forms(
         inplace = self.moe_runner_config.inplace
         return StandardCombineInput(given.hidden_states.copy_(y) if inplace else y)
 
-    monkeypatch.setattr(W8A8Int8MoEMethod, "apply", apply)
+    monkeypatch.setattr(Int8Experts, "apply_weights", apply)
     with one_rank(experts=split, rank=split - 1), caplog.at_level("INFO"):
         config = config_of(marked(), SPARSE | {"experts": "auto"})
         layers = [loaded(INT8, weights, config) for _ in range(2)]
@@ -445,7 +445,7 @@ def test_auto_goes_by_the_times_of_both_forms(
 def test_experts_are_not_measured_where_a_call_of_sglangs_waits_for_other_gpus(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations.sglang import config as place
+    from slidesparse.integrations.sglang import experts as place
 
     monkeypatch.setattr(place, "get_server_args", lambda: SimpleNamespace(enable_symm_mem=True))
     with one_rank(), caplog.at_level("INFO"):

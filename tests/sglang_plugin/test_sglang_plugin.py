@@ -20,7 +20,6 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations import NAME
 from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import METHOD, TESTED, register
-from slidesparse.integrations.sglang.options import SGLangOptions
 from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch, refuse_what_cannot_work
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.quant import quantize_rows, quantize_weight
@@ -132,7 +131,7 @@ def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
 def test_the_marker_decides_whose_configuration_it_is() -> None:
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    from slidesparse.integrations.sglang.config import SGLangConfig
+    from slidesparse.integrations.sglang.config import SGLangConfig, SGLangOptions
 
     assert type(config_of(None)) is CompressedTensorsConfig
     ours = config_of("4:6")
@@ -145,6 +144,8 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(("options", "error"), [({"fuse": 1}, InputError), (None, None)])
 def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: type[Exception] | None) -> None:
+    from slidesparse.integrations.sglang.config import SGLangOptions
+
     with pytest.raises(CheckpointError, match="version of slidesparse_config"):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})
     if error is None:

@@ -1,15 +1,14 @@
 """Settle the experts of a layer that a server has loaded: packed, or left to the server with the reason.
 
-Parameters, their loaders, sharding and the router are the server's own. A plugin says what of them it found, how other
-GPUs share them, and how the server runs them.
+Parameters, their loaders, sharding and the router are the server's own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.tuning.at_load import LoadTuner
-from slidesparse.tuning.measure_experts import RunExperts
 from slidesparse.weights.packing import pack, slid_groups
 from slidesparse.weights.support import find_pattern, satisfies, value_bits
 
@@ -41,57 +38,35 @@ NO_PATTERN = "their weights satisfy no pattern"
 SHARED = "a shared expert that is one of them follows another pattern"
 
 
-def why_asked(asked: Experts, moved: Mapping[str, str], option: str, server: str) -> str | None:
-    """Return why experts are left to a server before they are loaded, by the user's options; None otherwise.
+def why_asked(asked: Experts, changed: Mapping[str, str], option: str, server: str) -> str | None:
+    """Return why experts are left to a server before they are loaded, by the user's value of our ``option``; or None.
 
-    Args:
-        asked: The user's option of ours, in the server's ``option``.
-        moved: The server's options that change loaded experts, in force -> what each does.
-        option: Where the user gave ours.
-        server: The server's name.
-
-    Raises:
-        UnsupportedError: They are to run sparse whatever was measured, and the server changes them.
+    ``changed``: the server's options in force that change loaded experts -> what each does. An UnsupportedError where
+    they are to run sparse whatever was measured.
     """
     if asked == "dense":
         return f"left to {server}, as asked for"
-    if not moved:
-        return None
-    name, does = next(iter(moved.items()))
-    if asked == "sparse":
+    for name, does in changed.items():
+        if asked == "auto":
+            return f"left to {server}: {name} {does}"
         raise UnsupportedError(
             f'"experts": "sparse" in {option}',
             got=f"{name}, which {does}",
             needed="experts that stay as they were loaded",
             remedy="leave one of the two out",
         )
-    return f"left to {server}: {name} {does}"
-
-
-def with_packing(packing: type, method: Any, **attributes: Any) -> Any:
-    """Return a server's method or scheme as one of a class of its name, which the server may ask for: a subclass of it.
-
-    ``packing`` has what changes, and reads the ``attributes``.
-    """
-    kind: Any = type(type(method).__name__, (packing, type(method)), {})
-    made = kind.__new__(kind)  # what its own constructor did has been done
-    made.__dict__.update(method.__dict__, **attributes)
-    return made
+    return None
 
 
 def why_unfit(layer: Any, activation: str, limits: Mapping[str, object], weighs_input: bool) -> str | None:
     """Return why loaded experts cannot be packed, in words; None where they can.
 
-    Args:
-        layer: With ``w13_weight`` [E, 2I, H], ``w2_weight`` [E, H, I of this rank], and their scales.
-        activation: Its name.
-        limits: The server's name of what changes SiLU -> the value, where there is one.
-        weighs_input: The router's weights apply to the input of experts.
+    ``limits`` are what changes SiLU, by the server's name; ``weighs_input``: the router's weights apply to the input.
     """
     if activation != "silu":
         return f"their activation is {activation}, not silu"
-    if limits:
-        return "their SiLU has {} {}".format(*next(iter(limits.items())))
+    for name, value in limits.items():
+        return f"their SiLU has {name} {value}"
     if weighs_input:
         return "the router's weights apply to their input"
     if getattr(layer, "w13_bias", None) is not None:
@@ -103,23 +78,6 @@ def why_unfit(layer: Any, activation: str, limits: Mapping[str, object], weighs_
         if scale.numel() != weight.shape[0] * weight.shape[1]:
             return "their weights need one scale a channel"
     return None
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How the GPUs of a server share the experts of a layer.
-
-    Attributes:
-        everywhere: Experts on all GPUs.
-        top_k: Experts of a token.
-        rank: Which shard of each expert is here; 0 where whole ones are.
-        shared: The last experts here, so many, which every token goes through, and which were pruned as linears.
-    """
-
-    everywhere: int
-    top_k: int
-    rank: int = 0
-    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,35 +97,28 @@ class LoadedExperts:
     product: GroupedProduct
 
 
-def unless_memory_ends(find: Callable[[], LoadedExperts | str], asked: Experts) -> LoadedExperts | str:
-    """Return what was found, or that memory ended where nobody asked for more."""
-    try:
-        return find()
-    except torch.OutOfMemoryError:
-        if asked == "sparse":
-            raise
-        return NO_MEMORY
+def find_loaded(
+    layer: Any, named: NamedExperts, everywhere: int, top_k: int, *, rank: int = 0, shared: int = 0
+) -> LoadedExperts | str:
+    """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
-
-def find_loaded(layer: Any, named: NamedExperts, sharing: Sharing) -> LoadedExperts | str:
-    """Return the loaded experts of a layer (see :func:`why_unfit`) with their patterns, or why they cannot be packed.
-
-    One that does not satisfy the pattern which the checkpoint names is a PatternViolation.
+    ``layer`` has ``w13_weight`` [E, 2I, H], ``w2_weight`` [E, H, I of this ``rank``], and their scales. The last
+    ``shared`` of them were pruned as linears. One of the others that does not satisfy the pattern which the checkpoint
+    names is a PatternViolation. ``everywhere``: experts on all GPUs; ``top_k``: of a token.
     """
     if isinstance(named.patterns, str):
         return named.patterns
     patterns, starts = [], []
     for name, marked in zip(NAMES, named.patterns or (None, None), strict=True):
         weight = getattr(layer, f"{name}_weight").data
-        start = sharing.rank * weight.shape[2] if name == "w2" else 0
-        routed = len(weight) - sharing.shared
+        start, routed = rank * weight.shape[2] if name == "w2" else 0, len(weight) - shared
         rows = weight[:routed].flatten(0, 1)
         pattern = marked or find_pattern(rows, start)
         if pattern is None:
             return NO_PATTERN
         start %= pattern.group
         slid_groups(rows, pattern, k_offset=start, name=f"{named.name}.{name}_weight")
-        if sharing.shared and not satisfies(weight[routed:].flatten(0, 1), pattern, start):
+        if shared and not satisfies(weight[routed:].flatten(0, 1), pattern, start):
             return SHARED
         patterns.append(pattern)
         starts.append(start)
@@ -176,7 +127,7 @@ def find_loaded(layer: Any, named: NamedExperts, sharing: Sharing) -> LoadedExpe
     product = grouped_product(Problem(patterns[0], gate_up.dtype, out, columns, gate_up.device))
     if isinstance(product, str):
         return product
-    numbers = count, sharing.everywhere, sharing.top_k
+    numbers = count, everywhere, top_k
     sizes, bits = (columns, down.shape[2]), max(map(value_bits, (gate_up, down)))
     kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], *sizes, *numbers, gate_up.device, bits)
     return LoadedExperts(kind, (gate_up, down), (starts[0], starts[1]), product)
@@ -195,78 +146,114 @@ def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> S
     return slide
 
 
-@dataclass(frozen=True)
-class OwnExperts:
-    """A server's own experts of a loaded layer.
+class PackingExperts:
+    """What changes in a server's method or scheme of experts when they are packed: :func:`with_packing` joins the two.
+
+    A plugin's subclass adds what its server does. ``slide_find(layer)`` returns :class:`LoadedExperts`, or why there
+    are none; ``slide_forms(layer)`` what runs the server's own, what makes of packed ones what runs these, and in what
+    context both are measured, or why they cannot be; ``slide_settled(layer, found, reason)`` notes what became of them,
+    and frees the weights of packed ones.
 
     Attributes:
-        process: Makes them ready to run; called once where they are measured, or stay.
-        run: Runs them.
-        run_packed: Makes what runs packed ones on the same arguments.
-        around: Surrounds measuring.
+        slide_named: What the checkpoint says of the experts.
+        slide_model: The plugin's state of the model, with ``options``, ``tuner`` and ``warmup``.
+        slide_log: Where lines go.
+        slide: Packed experts; None: the server's own run.
+        slide_stays_dense: They were left to the server when they were loaded first.
     """
 
-    process: Callable[[], None]
-    run: RunExperts
-    run_packed: Callable[[SlideExperts], RunExperts]
-    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    slide_named: NamedExperts
+    slide_model: Any
+    slide_log: logging.Logger
+    slide: SlideExperts | None = None
+    slide_stays_dense = False
 
+    def slide_again(self) -> None:
+        """Do nothing about packed experts that were loaded again: the server refused it."""
 
-@dataclass(frozen=True)
-class ExpertChooser:
-    """What decides whether experts run sparse.
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        """Pack the experts, or let the server go on with them; experts that were left to it are so when loaded again.
 
-    Attributes:
-        asked: The user's option.
-        tuner: Measures the first experts of each kind; None where nothing is to be measured.
-        warmup: Runs the first experts of each kind that are packed.
-        log: Where lines go.
-        apart: Why they cannot be measured now, nor times be used; None where they can.
-    """
-
-    asked: Experts
-    tuner: LoadTuner | None
-    warmup: WarmUp | None
-    log: logging.Logger
-    apart: str | None = None
-
-    def settle(self, layer: Any, experts: LoadedExperts, own: OwnExperts) -> tuple[SlideExperts | None, ExpertChoice]:
-        """Pack experts where the user asked for it or measured times favour it; None: the server's own are ready.
-
-        Loaded weights stay where they are, for the caller to free.
+        Raises:
+            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
         """
-        tuner, kind = self.tuner, experts.kind
-        timed = self.asked != "sparse" and self.apart is None and tuner is not None and tuner.wants_experts(kind)
-        choice = None if timed else self._choose(kind)
+        process = partial(super().process_weights_after_loading, layer)  # type: ignore[misc]
+        if self.slide is not None:
+            self.slide_again()
+        elif self.slide_stays_dense:
+            process()
+        else:
+            self._settle(layer, process)
+
+    def _settle(self: Any, layer: Any, process: Callable[[], None]) -> None:
+        device = layer.w13_weight.device
+        try:
+            found = self.slide_find(layer)
+        except torch.OutOfMemoryError:
+            if self._asked:
+                raise
+            found = NO_MEMORY
+        if isinstance(found, str):
+            reason = found
+            process()
+        else:
+            choice = self._choose_form(layer, found, process)
+            reason = f"{found.kind.experts} experts, {found.kind.form}: {choice.reason}"
+        self.slide_stays_dense = self.slide is None
+        self.slide_settled(layer, found, reason)
+        del found
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # or the next layer's, a little smaller, would each take a whole dense block
+
+    def _choose_form(self: Any, layer: Any, experts: LoadedExperts, process: Callable[[], None]) -> ExpertChoice:
+        """Pack experts where the user asked for it or measured times favour it; else the server's own are ready."""
+        tuner, kind, forms = self.slide_model.tuner, experts.kind, self.slide_forms(layer)
+        apart = forms if isinstance(forms, str) else None
+        timed = not self._asked and apart is None and tuner is not None and tuner.wants_experts(kind)
+        choice = None if timed else self._choose(kind, apart)
         packed = None
         if choice is None or choice.sparse:
             packed = self._pack(layer, experts)
             choice = ExpertChoice(False, NO_MEMORY) if packed is None else choice
         measured = timed and packed is not None
-        if tuner is not None and timed and packed is not None:
-            own.process()
-            with own.around:
-                tuner.measure_experts(kind, {DENSE: own.run, GROUPED: own.run_packed(packed)})
-        choice = choice or self._choose(kind)
-        if packed is not None and choice.sparse:
-            return packed, choice
-        if not measured:
-            own.process()
-        return None, choice
+        if measured:
+            process()
+            dense, sparse, around = forms
+            with around:
+                tuner.measure_experts(kind, {DENSE: dense, GROUPED: sparse(packed)})
+        choice = choice or self._choose(kind, apart)
+        if choice.sparse:
+            self.slide = packed
+        elif not measured:
+            process()
+        return choice
 
-    def _choose(self, kind: ExpertKind) -> ExpertChoice:
-        if self.asked == "sparse":
-            return ExpertChoice(True, ASKED_FOR)
-        if self.apart is not None:
-            return ExpertChoice(False, self.apart)
-        return choose_experts(kind, () if self.tuner is None else self.tuner.expert_sizes)
+    @property
+    def _asked(self) -> bool:
+        """Whether the user wants experts sparse wherever possible."""
+        asked: Experts = self.slide_model.options.experts
+        return asked == "sparse"
+
+    def _choose(self, kind: ExpertKind, apart: str | None) -> ExpertChoice:
+        tuner = self.slide_model.tuner
+        if self._asked or apart is not None:
+            return ExpertChoice(self._asked, ASKED_FOR if self._asked else apart or "")
+        return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
     def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
         """Return packed experts next to the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
         try:
-            return pack_experts(layer, experts, self.warmup)
+            return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:
-            if self.asked == "sparse":
+            if self._asked:
                 raise
-            self.log.warning("slidesparse: %s stay dense: out of memory while they were packed", experts.kind)
+            self.slide_log.warning("slidesparse: %s stay dense: out of memory while they were packed", experts.kind)
             return None
+
+
+def with_packing(packing: type[PackingExperts], method: Any, named: NamedExperts, model: Any) -> Any:
+    """Return a server's method or scheme as one that packs, of a subclass with the name that the server asks for."""
+    kind: Any = type(type(method).__name__, (packing, type(method)), {})
+    made = kind.__new__(kind)  # what its own constructor did has been done
+    made.__dict__.update(method.__dict__, slide_named=named, slide_model=model)
+    return made

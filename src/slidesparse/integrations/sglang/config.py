@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sglang.srt.runtime_context import get_server_args
 from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME
-from slidesparse.integrations.experts import ExpertChooser, why_asked, with_packing
+from slidesparse.integrations.experts import why_asked, with_packing
 from slidesparse.integrations.names import (
     LEFT_ALONE,
     find_experts,
@@ -29,25 +30,28 @@ from slidesparse.integrations.names import (
     why_left,
     why_not_w8a8,
 )
+from slidesparse.integrations.options import Experts, ServerOptions
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.experts import Int8Experts, Packing
-from slidesparse.integrations.sglang.options import OPTION, SGLangOptions
 from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
+from slidesparse.tuning.at_load import LoadTuner
+
+OPTION = "--json-model-override-args"
+"""The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
 
-MOVED = {
-    "enable_eplb": ("--enable-eplb", "moves them between GPUs"),
-    "elastic_ep_backend": ("--elastic-ep-backend", "loads them anew when a GPU fails"),
-}
-"""Argument of SGLang's that changes loaded experts -> its option, and what that does."""
-
-SYMMETRIC = "with --enable-symm-mem they cannot be measured: SGLang's own would wait for the other GPUs"
-
 log = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True)
+class SGLangOptions(ServerOptions):
+    """The options of one engine; ``experts``: how pruned experts of mixtures run."""
+
+    experts: Experts = "auto"
 
 
 class SGLangConfig(CompressedTensorsConfig):
@@ -56,19 +60,18 @@ class SGLangConfig(CompressedTensorsConfig):
     Attributes:
         marker: The sparsity of the checkpoint.
         options: The user's options.
-        moved: The options of SGLang's, in force, that change loaded experts -> what each does.
-        apart: Why experts cannot be measured; None where they can.
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        tuner: Measures layers when they are loaded; None before the first one, or where the user wants none.
+        warmup: Runs a layer of each kind before CUDA graphs are captured; None before the first layer.
     """
 
     marker: Marker
     options: SGLangOptions
-    moved: dict[str, str]
-    apart: str | None
     most: int
     batch_invariant: bool = False
-    _shared: tuple[Chooser, WarmUp, ExpertChooser] | None = None
+    tuner: LoadTuner | None = None
+    warmup: WarmUp | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -87,10 +90,6 @@ class SGLangConfig(CompressedTensorsConfig):
         refuse_what_cannot_work(arguments)
         made: SGLangConfig = super().from_config(config)
         made.marker, made.options = marker, SGLangOptions.read(getattr(hf_config, NAME, None), OPTION)
-        made.moved = dict(told for name, told in MOVED.items() if getattr(arguments, name, None))
-        if getattr(arguments, "dwdp_size", 1) > 1:
-            made.moved["--dwdp-size"] = "hands them from GPU to GPU"
-        made.apart = SYMMETRIC if getattr(arguments, "enable_symm_mem", False) else None
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
@@ -116,7 +115,8 @@ class SGLangConfig(CompressedTensorsConfig):
         if named is None or named.pattern is None:
             log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        chooser, warmup, _ = self._share(layer)
+        warmup = self._prepare(layer)
+        chooser = Chooser(self.options.backend, self.options.fallback, self.tuner)
         return SGLangScheme(scheme, named, chooser, warmup)
 
     def get_moe_scheme(self, layer: torch.nn.Module, layer_name: str) -> CompressedTensorsMoEScheme | None:
@@ -134,15 +134,20 @@ class SGLangConfig(CompressedTensorsConfig):
             scheme = Int8Experts(self)
         if not isinstance(scheme, Int8Experts | CompressedTensorsW8A8Fp8MoE):
             return scheme
-        reason = why_asked(self.options.experts, self.moved, OPTION, "SGLang")
+        arguments, changed = get_server_args(), {}
+        if getattr(arguments, "enable_eplb", False):
+            changed["--enable-eplb"] = "moves them between GPUs"
+        if getattr(arguments, "dwdp_size", 1) > 1:
+            changed["--dwdp-size"] = "hands them from GPU to GPU"
+        reason = why_asked(self.options.experts, changed, OPTION, "SGLang")
         if self.batch_invariant and not isinstance(scheme, Int8Experts):
             reason = NOT_INVARIANT
         named = find_experts(self.marker, self._stored_name(layer_name)) if reason is None else None
         if named is None:
             log_once(f"slidesparse: experts left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        attributes = {"slide_named": named, "slide_chooser": self._share(layer)[2], "slide_converted": None}
-        packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, **attributes)
+        self._prepare(layer)
+        packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, named, self)
         return packing
 
     def _stored_name(self, name: str) -> str:
@@ -158,11 +163,9 @@ class SGLangConfig(CompressedTensorsConfig):
         kinds = {(args.num_bits, args.type, args.symmetric) for args in (weights, inputs)}
         return kinds == {(8, "int", True)} and (weights.strategy, inputs.strategy) == ("channel", "token")
 
-    def _share(self, layer: torch.nn.Module) -> tuple[Chooser, WarmUp, ExpertChooser]:
-        """Return what layers share: what chooses, and what runs a layer of each kind before CUDA graphs."""
-        if self._shared is None:
-            dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # the first layer tells that of activations
-            tuner, warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
-            of_experts = ExpertChooser(self.options.experts, tuner, warmup, log, self.apart)
-            self._shared = Chooser(self.options.backend, self.options.fallback, tuner), warmup, of_experts
-        return self._shared
+    def _prepare(self, layer: torch.nn.Module) -> WarmUp:
+        """Make what layers share, on the first one, which tells the type of activations; return what warms them up."""
+        if self.warmup is None:
+            dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
+            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
+        return self.warmup

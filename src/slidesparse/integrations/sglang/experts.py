@@ -1,8 +1,7 @@
 """Run the pruned experts of a mixture by grouped products, or leave them to SGLang with the reason.
 
-Parameters, their loaders, sharding and the router are SGLang's own. A scheme of SGLang's for W8A8 experts gets a
-subclass, which packs the experts when they are loaded, and multiplies. For INT8 experts SGLang has none on an NVIDIA
-GPU, and would not start; it has a method for the format w8a8_int8, and :class:`Int8Experts` makes a scheme of that.
+SGLang's scheme for FP8 experts gets a subclass, which packs them when they are loaded, and multiplies. For INT8 experts
+SGLang has none on NVIDIA GPUs, and would not start: :class:`Int8Experts` makes one of its method for another format.
 """
 
 from __future__ import annotations
@@ -20,20 +19,17 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsFusedMoEMethod
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsMoEScheme
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8MoEMethod
+from sglang.srt.runtime_context import get_server_args
 
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.experts import (
     NAMES,
-    ExpertChooser,
     LoadedExperts,
-    OwnExperts,
-    Sharing,
+    PackingExperts,
     find_loaded,
-    unless_memory_ends,
     why_unfit,
 )
-from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.scheme import SUBMODULE, refuse_updates
 from slidesparse.layer.experts import SlideExperts
@@ -42,78 +38,56 @@ from slidesparse.models.layer_kinds import kind_of
 LIMITS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
 """SGLang's names of what changes SiLU."""
 
+SYMMETRIC = "with --enable-symm-mem they cannot be measured: SGLang's own would wait for the other GPUs"
+
 log = logging.getLogger(LOGGER)
 
 
 class Int8Experts(W8A8Int8MoEMethod, CompressedTensorsMoEScheme):
-    """SGLang's own INT8 experts, by its Triton kernel, as a scheme of compressed-tensors."""
+    """SGLang's own INT8 experts, as a scheme of compressed-tensors; an UnsupportedError where others get the tokens."""
+
+    apply_weights = W8A8Int8MoEMethod.apply
 
     def __init__(self, quant_config: Any) -> None:
         reason = why_tokens_stay()
         if reason is not None:
-            raise UnsupportedError(
-                "INT8 experts in SGLang", got=reason, needed="its Triton kernel", remedy="leave the option out"
-            )
+            remedy = "leave the option out"
+            raise UnsupportedError("INT8 experts in SGLang", got=reason, needed="its Triton kernel", remedy=remedy)
         super().__init__(quant_config)
 
-    def apply_weights(self, layer: Any, dispatch_output: Any) -> Any:
-        """Multiply what SGLang's dispatcher hands over."""
-        return self.apply(layer, dispatch_output)
 
-
-class Packing:
+class Packing(PackingExperts):
     """The parts of a scheme of SGLang's that change when experts are packed."""
 
-    slide_named: NamedExperts
-    slide_chooser: ExpertChooser
-    slide_converted: bool | None  # None: not loaded yet
+    slide_log = log
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts, or let SGLang go on with them; experts that were left to SGLang stay so.
+    def slide_find(self, layer: Any) -> LoadedExperts | str:
+        """Return experts that can be packed, or why they cannot be."""
+        numbers = {"rank": layer.moe_tp_rank, "shared": layer.num_fused_shared_experts}
+        return why_not(layer) or find_loaded(layer, self.slide_named, layer.num_experts, layer.top_k, **numbers)
 
-        Raises:
-            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
-        """
-        if self.slide_converted is None:
-            self.slide_converted = self._convert(layer)
-        elif not self.slide_converted:
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-        # else it is the end of an update, which was refused
+    def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
+        """Return how SGLang's own experts and packed ones are run and measured, or why they cannot be measured."""
+        dense = partial(_run, layer, super().apply_weights)  # type: ignore[misc]
+        forms = dense, lambda packed: partial(_run, layer, partial(_multiply, packed)), inputs_kept(layer)
+        return SYMMETRIC if getattr(get_server_args(), "enable_symm_mem", False) else forms
 
-    def _convert(self, layer: Any) -> bool:
-        """Pack loaded experts and free the dense ones, or let SGLang go on with them; say which, and why."""
-        chooser, name, slide = self.slide_chooser, self.slide_named.name, None
-        found = why_not(layer) or unless_memory_ends(partial(find_experts, layer, self.slide_named), chooser.asked)
-        if isinstance(found, str):
-            reason = found
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-        else:
-            own = OwnExperts(
-                process=partial(super().process_weights_after_loading, layer),  # type: ignore[misc]
-                run=partial(_run, layer, super().apply_weights),  # type: ignore[misc]
-                run_packed=lambda packed: partial(_run, layer, partial(_multiply, packed)),
-                around=inputs_kept(layer.moe_runner_config),
-            )
-            slide, choice = chooser.settle(layer, found, own)
-            reason = f"{found.kind.experts} experts, {found.kind.form}: {choice.reason}"
-        log_once(f"slidesparse: {kind_of(name)}: {'dense' if slide is None else 'sparse'}, {reason}", log=log)
-        if slide is None:
-            return False
-        del found
-        for weight in NAMES:
-            delattr(layer, f"{weight}_weight")
-            delattr(layer, f"{weight}_weight_scale")
-        layer.add_module(SUBMODULE, slide)
-        refuse_updates(layer, name)
-        if slide.gate_up.operand.is_cuda:
-            torch.cuda.empty_cache()  # or the next layer's, a little smaller, would each take a whole dense block
-        return True
+    def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
+        """Say what became of the experts, and free the dense weights of packed ones."""
+        name, how = self.slide_named.name, "dense" if self.slide is None else "sparse"
+        log_once(f"slidesparse: {kind_of(name)}: {how}, {reason}", log=log)
+        if self.slide is not None:
+            for weight in NAMES:
+                delattr(layer, f"{weight}_weight")
+                delattr(layer, f"{weight}_weight_scale")
+            layer.add_module(SUBMODULE, self.slide)
+            refuse_updates(layer, name)
 
     def apply_weights(self, layer: Any, dispatch_output: Any) -> Any:
         """Multiply what SGLang's dispatcher hands over; shared experts that are not among these are the caller's."""
-        if not self.slide_converted:
+        if self.slide is None:
             return super().apply_weights(layer, dispatch_output)  # type: ignore[misc]
-        return _multiply(layer.slide, layer, dispatch_output)
+        return _multiply(self.slide, layer, dispatch_output)
 
 
 def why_tokens_stay() -> str | None:
@@ -142,15 +116,10 @@ def why_not(layer: Any) -> str | None:
     return why_tokens_stay() or reason
 
 
-def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
-    """Return the loaded experts of a ``FusedMoE`` with their patterns, or why they cannot be packed."""
-    sharing = Sharing(layer.num_experts, layer.top_k, layer.moe_tp_rank, layer.num_fused_shared_experts)
-    return find_loaded(layer, named, sharing)
-
-
 @contextmanager
-def inputs_kept(config: Any) -> Iterator[None]:
+def inputs_kept(layer: Any) -> Iterator[None]:
     """Let SGLang's experts write to memory of their own, and not over their input, which the next call reads."""
+    config = layer.moe_runner_config
     inplace, config.inplace = config.inplace, False
     try:
         yield

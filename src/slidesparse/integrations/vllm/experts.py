@@ -18,22 +18,18 @@ from slidesparse.integrations.experts import (
     NAMES,
     NO_MEMORY,
     NO_PATTERN,
-    ExpertChooser,
     LoadedExperts,
-    OwnExperts,
-    Sharing,
+    PackingExperts,
     find_loaded,
-    unless_memory_ends,
     why_asked,
     why_unfit,
-    with_packing,
 )
 from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import OPTION
-from slidesparse.integrations.vllm.private import give_blocks_back, given_back_workspace
+from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.layer.experts import SlideExperts
 
@@ -59,87 +55,52 @@ def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | No
     Where they are to run sparse whatever was measured, that is an UnsupportedError.
     """
     online = getattr(quant_config, "online_quantization_config", None)  # vLLM from 0.33 on
-    moved = {}
+    changed = {}
     if method.moe.moe_parallel_config.enable_eplb:
-        moved["--enable-eplb"] = "moves them between GPUs"
+        changed["--enable-eplb"] = "moves them between GPUs"
     if online is not None and online.args.moe is not None:
-        moved["moe of --quantization-config"] = "requantises them"
-    return why_asked(asked, moved, OPTION, "vLLM")
+        changed["moe of --quantization-config"] = "requantises them"
+    return why_asked(asked, changed, OPTION, "vLLM")
 
 
-def pack_experts_by(method: Any, named: NamedExperts, model: ModelState) -> QuantizeMethodBase:
-    """Return the method, of :data:`METHODS`, as one that packs experts when they are loaded."""
-    attributes = {"slide_named": named, "slide_model": model, "slide": None, "slide_stays_dense": False}
-    packing: QuantizeMethodBase = with_packing(_Packing, method, **attributes)
-    return packing
-
-
-class _Packing:
+class Packing(PackingExperts):
     """The parts of a method of vLLM's that change when experts are packed."""
 
-    slide_named: NamedExperts
     slide_model: ModelState
-    slide: SlideExperts | None
-    slide_stays_dense: bool
+    slide_log = log
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts, or let vLLM go on with them; experts that were left to vLLM are so when loaded again.
+    def slide_again(self) -> None:
+        """Raise an UnsupportedError: CUDA graphs know where packed experts are."""
+        name = self.slide_named.name
+        raise UnsupportedError(f"weights that are loaded again into packed experts ({name})", remedy="start vLLM again")
 
-        Raises:
-            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
-            UnsupportedError: They are packed already: CUDA graphs know where.
-        """
-        if self.slide is not None:
-            name = self.slide_named.name
-            raise UnsupportedError(
-                f"weights that are loaded again into packed experts ({name})", remedy="start vLLM again"
-            )
-        if self.slide_stays_dense:
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-            return
-        found = self._find(layer)
-        if isinstance(found, str):
-            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-        else:
-            device = found.weights[0].device
-            outcome = self._load(layer, found)
-            del found
-            give_blocks_back(device)
-        self.slide_stays_dense = self.slide is None
-        self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
-
-    def _find(self, layer: Any) -> LoadedExperts | str:
+    def slide_find(self, layer: Any) -> LoadedExperts | str:
         """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
-        asked = self.slide_model.options.experts
         reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer)
-        found = reason or unless_memory_ends(partial(find_experts, layer, self.slide_named), asked)
-        return agreed(found) if asked == "sparse" and layer.moe_config.moe_parallel_config.dp_size > 1 else found
+        found = reason or find_experts(layer, self.slide_named)
+        return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
-    def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
-        """Pack experts where the user asked for it or measured times favour it, and free the other form."""
-        model, kind = self.slide_model, experts.kind
-        apart = None if is_alone(layer) else NOT_ALONE
-        chooser = ExpertChooser(model.options.experts, model.tuner, model.warmup, log, apart)
-        own = OwnExperts(
-            process=partial(super().process_weights_after_loading, layer),  # type: ignore[misc]
-            run=partial(self._multiply_dense, layer),
-            run_packed=lambda packed: partial(_multiply, layer, packed),
-            around=given_back_workspace(),
-        )
-        packed, choice = chooser.settle(layer, experts, own)
-        text = f"{kind.experts} experts, {kind.form}: {choice.reason}"
-        if packed is None:
-            return Outcome(False, True, text, eligible=choice.reason != NO_MEMORY, experts=True)
-        self.slide = packed
-        self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
-        dense_bytes = sum(weight.nbytes for weight in experts.weights)
-        for name in NAMES:
-            delattr(layer, f"{name}_weight")
-        kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
-        return Outcome(True, True, text, eligible=True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
+    def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
+        """Return how vLLM's own experts and packed ones are run and measured, or why they cannot be measured."""
+        forms = partial(self._multiply_dense, layer), partial(partial, _multiply, layer), given_back_workspace()
+        return forms if is_alone(layer) else NOT_ALONE
+
+    def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
+        """Note what became of the experts, and free the dense weights of packed ones."""
+        if isinstance(found, str):
+            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
+        elif self.slide is None:
+            outcome = Outcome(False, True, reason, eligible=not reason.endswith(NO_MEMORY), experts=True)
+        else:
+            self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
+            dense_bytes = sum(weight.nbytes for weight in found.weights)
+            for name in NAMES:
+                delattr(layer, f"{name}_weight")
+            kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
+            outcome = Outcome(True, True, reason, True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
+        self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
 
     def _multiply_dense(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().apply(layer, x, weights, chosen, None, None)  # type: ignore[misc]
@@ -194,7 +155,7 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     if reason is not None:
         return reason
     rank = parallel.tp_rank if parallel.tp_size > 1 else 0
-    return find_loaded(layer, named, Sharing(config.num_experts, config.experts_per_token, rank))
+    return find_loaded(layer, named, config.num_experts, config.experts_per_token, rank=rank)
 
 
 def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
