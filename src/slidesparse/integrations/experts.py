@@ -58,17 +58,8 @@ def why_asked(asked: Experts, changed: Mapping[str, str], option: str, server: s
     return None
 
 
-def why_unfit(layer: Any, activation: str, limits: Mapping[str, object], weighs_input: bool) -> str | None:
-    """Return why loaded experts cannot be packed, in words; None where they can.
-
-    ``limits`` are what changes SiLU, by the server's name; ``weighs_input``: the router's weights apply to the input.
-    """
-    if activation != "silu":
-        return f"their activation is {activation}, not silu"
-    for name, value in limits.items():
-        return f"their SiLU has {name} {value}"
-    if weighs_input:
-        return "the router's weights apply to their input"
+def why_unfit(layer: Any) -> str | None:
+    """Return why the tensors of loaded experts cannot be packed, in words; None where they can."""
     if getattr(layer, "w13_bias", None) is not None:
         return "they have a bias"
     if getattr(layer, "w13_input_scale", None) is not None:
@@ -186,7 +177,6 @@ class PackingExperts:
             self._settle(layer, process)
 
     def _settle(self: Any, layer: Any, process: Callable[[], None]) -> None:
-        device = layer.w13_weight.device
         try:
             found = self.slide_find(layer)
         except torch.OutOfMemoryError:
@@ -201,8 +191,9 @@ class PackingExperts:
             reason = f"{found.kind.experts} experts, {found.kind.form}: {choice.reason}"
         self.slide_stays_dense = self.slide is None
         self.slide_settled(layer, found, reason)
+        device = None if isinstance(found, str) else found.weights[0].device
         del found
-        if device.type == "cuda":
+        if device is not None and device.type == "cuda":
             torch.cuda.empty_cache()  # or the next layer's, a little smaller, would each take a whole dense block
 
     def _choose_form(self: Any, layer: Any, experts: LoadedExperts, process: Callable[[], None]) -> ExpertChoice:
@@ -212,21 +203,26 @@ class PackingExperts:
         timed = not self._asked and apart is None and tuner is not None and tuner.wants_experts(kind)
         choice = None if timed else self._choose(kind, apart)
         packed = None
-        if choice is None or choice.sparse:
-            packed = self._pack(layer, experts)
-            choice = ExpertChoice(False, NO_MEMORY) if packed is None else choice
+        try:
+            if choice is None or choice.sparse:
+                packed = pack_experts(layer, experts, self.slide_model.warmup)
+        except torch.OutOfMemoryError:
+            if self._asked:
+                raise
+            self.slide_log.warning("slidesparse: %s stay dense: out of memory while they were packed", kind)
+            choice = ExpertChoice(False, NO_MEMORY)
         measured = timed and packed is not None
         if measured:
             process()
             dense, sparse, around = forms
             with around:
                 tuner.measure_experts(kind, {DENSE: dense, GROUPED: sparse(packed)})
-        choice = choice or self._choose(kind, apart)
-        if choice.sparse:
+        settled: ExpertChoice = choice or self._choose(kind, apart)
+        if settled.sparse:
             self.slide = packed
         elif not measured:
             process()
-        return choice
+        return settled
 
     @property
     def _asked(self) -> bool:
@@ -235,20 +231,10 @@ class PackingExperts:
         return asked == "sparse"
 
     def _choose(self, kind: ExpertKind, apart: str | None) -> ExpertChoice:
-        tuner = self.slide_model.tuner
         if self._asked or apart is not None:
             return ExpertChoice(self._asked, ASKED_FOR if self._asked else apart or "")
+        tuner = self.slide_model.tuner
         return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
-
-    def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
-        """Return packed experts next to the dense ones; None, and a warning, where memory ends and ``auto`` decides."""
-        try:
-            return pack_experts(layer, experts, self.slide_model.warmup)
-        except torch.OutOfMemoryError:
-            if self._asked:
-                raise
-            self.slide_log.warning("slidesparse: %s stay dense: out of memory while they were packed", experts.kind)
-            return None
 
 
 def with_packing(packing: type[PackingExperts], method: Any, named: NamedExperts, model: Any) -> Any:

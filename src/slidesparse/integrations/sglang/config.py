@@ -123,8 +123,7 @@ class SGLangConfig(CompressedTensorsConfig):
         """Return SGLang's scheme for the experts of a layer, or one that packs them where we can run them.
 
         Raises:
-            UnsupportedError: INT8 experts that SGLang's kernel for them does not get; or experts that are to run sparse
-                whatever was measured, with an option of SGLang's that changes loaded ones.
+            UnsupportedError: Options with which SGLang cannot run INT8 experts, or those that are to be sparse.
         """
         try:
             scheme = super().get_moe_scheme(layer, layer_name)

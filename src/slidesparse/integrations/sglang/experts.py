@@ -23,20 +23,17 @@ from sglang.srt.runtime_context import get_server_args
 
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.integrations.experts import (
-    NAMES,
-    LoadedExperts,
-    PackingExperts,
-    find_loaded,
-    why_unfit,
-)
+from slidesparse.integrations.experts import NAMES, LoadedExperts, PackingExperts, find_loaded, why_unfit
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.scheme import SUBMODULE, refuse_updates
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.models.layer_kinds import kind_of
 
-LIMITS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
-"""SGLang's names of what changes SiLU."""
+PLAIN = {
+    **{"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False},
+    **dict.fromkeys(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")),
+}
+"""What packed experts do, by the names in SGLang's ``MoeRunnerConfig``: SiLU(gate) * up without limits, and the sum."""
 
 SYMMETRIC = "with --enable-symm-mem they cannot be measured: SGLang's own would wait for the other GPUs"
 
@@ -105,15 +102,10 @@ def why_not(layer: Any) -> str | None:
     config = layer.moe_runner_config
     if type(layer.quant_method) is not CompressedTensorsFusedMoEMethod:
         return f"{type(layer.quant_method).__name__} of SGLang's keeps some of them elsewhere"
-    if not config.is_gated:
-        return "they have no gate"
-    if config.no_combine:
-        return "SGLang sums their products itself"
-    if layer.with_bias:
-        return "they have a bias"
-    limits = {name: value for name in LIMITS if (value := getattr(config, name, None)) is not None}
-    reason = why_unfit(layer, config.activation, limits, config.apply_router_weight_on_input)
-    return why_tokens_stay() or reason
+    for name, plain in PLAIN.items():
+        if getattr(config, name, plain) != plain:
+            return f"their {name} is {getattr(config, name)} in SGLang"
+    return why_tokens_stay() or ("they have a bias" if layer.with_bias else why_unfit(layer))
 
 
 @contextmanager

@@ -123,13 +123,15 @@ class Packing(PackingExperts):
 
 def why_not(layer: Any) -> str | None:
     """Return why loaded experts cannot be packed, in words; None where they can."""
-    config, limits = getattr(layer, "moe_config", None), {}
+    activation = getattr(layer.activation, "value", layer.activation)
+    if activation != "silu":
+        return f"their activation is {activation}, not silu"
+    config = getattr(layer, "moe_config", None)
     for name, plain in (("limit", None), ("alpha", 1), ("beta", 0)):
         found = {getattr(place, f"swiglu_{name}", None) for place in (layer, config)} - {None, plain}
         if found:
-            limits[f"swiglu_{name}"] = found.pop()
-    activation = getattr(layer.activation, "value", layer.activation)
-    return why_unfit(layer, activation, limits, layer.apply_router_weight_on_input)
+            return f"their SiLU has swiglu_{name} {found.pop()}"
+    return "the router's weights apply to their input" if layer.apply_router_weight_on_input else why_unfit(layer)
 
 
 def why_tokens_stay(parallel: Any) -> str | None:
