@@ -226,6 +226,28 @@ def test_a_shared_expert_that_sglang_makes_one_of_them_must_follow_their_pattern
         assert "mlp.experts: dense, a shared expert that is one of them follows another pattern" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({}, True),
+        ({"ignore": ["model.layers.0.mlp.shared_expert_gate"]}, True),
+        ({"ignore": ["model.layers.0.mlp.shared_expert.up_proj"]}, False),
+        ({"layers": {"model.layers.0.mlp.shared_experts.down_proj": "4:6"}}, False),
+        ({"pattern": "4:6"}, False),
+        ({"experts": {}}, False),
+    ],
+)
+def test_sglang_makes_a_shared_expert_one_of_them_only_where_it_was_pruned_alike(
+    changes: dict[str, Any], fused: bool
+) -> None:
+    """It would load weights that are not quantised as if they were."""
+    from sglang.srt.models.qwen2_moe import can_fuse_shared_expert
+
+    sizes = SimpleNamespace(shared_expert_intermediate_size=64, moe_intermediate_size=64)
+    with one_rank():
+        assert can_fuse_shared_expert(sizes, config_of(marked() | changes)) is fused
+
+
 def test_nothing_dense_is_left_and_weights_are_not_loaded_again() -> None:
     with one_rank():
         layer, given = built(INT8, weights_of(INT8)), tokens()

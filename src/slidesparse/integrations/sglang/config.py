@@ -149,6 +149,12 @@ class SGLangConfig(CompressedTensorsConfig):
         packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, named, self)
         return packing
 
+    def can_fuse_shared_expert(self) -> bool:
+        """Return whether SGLang may make a shared expert one of the others: only where they were pruned alike."""
+        marker = self.marker
+        apart = any("shared_expert" in name and name.endswith("_proj") for name in (*marker.ignore, *marker.layers))
+        return not apart and set(marker.experts.values()) == {marker.pattern}
+
     def _stored_name(self, name: str) -> str:
         """Return a layer's name as the marker has it: SGLang's Mixtral leaves the name of the model out."""
         parent, marker = f"model.{name.rpartition('.')[0]}.", self.marker
