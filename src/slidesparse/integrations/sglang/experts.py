@@ -65,9 +65,10 @@ class Packing(PackingExperts):
 
     def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
         """Return how SGLang's own experts and packed ones are run and measured, or why they cannot be measured."""
+        if getattr(get_server_args(), "enable_symm_mem", False):
+            return SYMMETRIC
         dense = partial(_run, layer, super().apply_weights)  # type: ignore[misc]
-        forms = dense, lambda packed: partial(_run, layer, partial(_multiply, packed)), inputs_kept(layer)
-        return SYMMETRIC if getattr(get_server_args(), "enable_symm_mem", False) else forms
+        return dense, lambda packed: partial(_run, layer, partial(_multiply, packed)), inputs_kept(layer)
 
     def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
         """Say what became of the experts, and free the dense weights of packed ones."""

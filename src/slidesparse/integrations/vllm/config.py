@@ -38,7 +38,7 @@ from slidesparse.integrations.names import (
     why_not_w8a8,
 )
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.experts import Packing, is_of_experts, why_experts_left
+from slidesparse.integrations.vllm.experts import METHODS, Packing, why_experts_left
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -136,7 +136,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         self, method: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
         """Return a method that packs experts, where the user wants that of experts which vLLM quantised for us."""
-        if not is_of_experts(method):
+        if type(method).__name__ not in METHODS:
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()

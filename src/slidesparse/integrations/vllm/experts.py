@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.experts import (
@@ -42,11 +41,6 @@ GATHERED = "allgather_reducescatter"
 NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
-
-
-def is_of_experts(method: QuantizeMethodBase | None) -> bool:
-    """Return whether a method loads and multiplies INT8 or FP8 experts."""
-    return type(method).__name__ in METHODS
 
 
 def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
@@ -84,8 +78,10 @@ class Packing(PackingExperts):
 
     def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
         """Return how vLLM's own experts and packed ones are run and measured, or why they cannot be measured."""
-        forms = partial(self._multiply_dense, layer), partial(partial, _multiply, layer), given_back_workspace()
-        return forms if is_alone(layer) else NOT_ALONE
+        if not is_alone(layer):
+            return NOT_ALONE
+        run, context = super().apply, given_back_workspace()  # type: ignore[misc]
+        return lambda *given: run(layer, *given, None, None), partial(partial, _multiply, layer), context
 
     def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
         """Note what became of the experts, and free the dense weights of packed ones."""
@@ -101,10 +97,6 @@ class Packing(PackingExperts):
             kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
             outcome = Outcome(True, True, reason, True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
         self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
-
-    def _multiply_dense(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().apply(layer, x, weights, chosen, None, None)  # type: ignore[misc]
-        return y
 
     def apply(
         self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *more: Any, **named: Any
