@@ -35,8 +35,9 @@ def parallel(**changed: Any) -> Any:
 
 def gpu(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
     """What the plugin finds on a GPU, and what its experts give for the same tokens on every one."""
+    from slidesparse.integrations.experts import LoadedExperts, pack_experts
     from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import LoadedExperts, _multiply, find_experts, pack_experts
+    from slidesparse.integrations.vllm.experts import _multiply, find_experts
 
     config = SimpleNamespace(moe_parallel_config=how, num_experts=EXPERTS, experts_per_token=2)
     parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
@@ -128,8 +129,9 @@ def test_a_shard_does_not_satisfy_the_pattern_from_elsewhere(weights: dict[str, 
 def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str, torch.Tensor], rank: int) -> None:
     """From the place in its group at which it begins; experts that break the pattern are refused by their name."""
     from slidesparse.errors import PatternViolation
+    from slidesparse.integrations.experts import LoadedExperts
     from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import LoadedExperts, find_experts
+    from slidesparse.integrations.vllm.experts import find_experts
 
     half = INNER // 2
     down = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()

@@ -226,7 +226,8 @@ def test_auto_goes_by_the_times_of_both_forms(
     without_expert_kernels: None,
     sparse: bool,
 ) -> None:
-    from slidesparse.integrations.vllm import experts, model_state
+    from slidesparse.integrations import experts
+    from slidesparse.integrations.vllm import model_state
 
     tuner, create = Tuner(sparse), model_state.ModelState.create
     made = []
@@ -283,11 +284,12 @@ def test_auto_goes_by_the_times_of_both_forms(
 def test_what_was_never_measured_stays_dense(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
+    from slidesparse.integrations import experts as shared
     from slidesparse.integrations.vllm import experts
 
     if not alone:  # times of such experts without data parallelism say nothing
-        choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
-        monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
+        choice = shared.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+        monkeypatch.setattr(shared, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
@@ -401,7 +403,7 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations.vllm import experts
+    from slidesparse.integrations import experts
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -493,7 +495,7 @@ def test_experts_that_were_left_alone_are_not_searched(
 def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    from slidesparse.integrations.vllm import experts
+    from slidesparse.integrations import experts
 
     monkeypatch.setattr(experts, "find_pattern", None)
     loaded(configured(pruned(tmp_path, name, "int8"), quantization="slidesparse"), SPARSE)
@@ -509,9 +511,9 @@ def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     from slidesparse.integrations.vllm.model_state import ModelState
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
-    method = experts._Packing()
+    method = experts.Packing()
     method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
-    said = str(method._find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
+    said = str(method.slide_find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
     assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
 
 

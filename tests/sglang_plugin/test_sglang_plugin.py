@@ -132,23 +132,25 @@ def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
 def test_the_marker_decides_whose_configuration_it_is() -> None:
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    from slidesparse.integrations.sglang.config import SGLangConfig
+    from slidesparse.integrations.sglang.config import SGLangConfig, SGLangOptions
 
     assert type(config_of(None)) is CompressedTensorsConfig
     ours = config_of("4:6")
     assert type(ours) is SGLangConfig
     assert ours.marker.pattern == ss.Pattern(4, 6)
-    assert ours.options == ServerOptions("reference")
+    assert ours.options == SGLangOptions("reference")
     assert ours.most == 8192
 
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(("options", "error"), [({"graphs": "vllm"}, InputError), (None, None)])
 def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: type[Exception] | None) -> None:
+    from slidesparse.integrations.sglang.config import SGLangOptions
+
     with pytest.raises(CheckpointError, match="version of slidesparse_config"):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})
     if error is None:
-        assert config_of(options=options).options == ServerOptions()
+        assert config_of(options=options).options == SGLangOptions()
     else:
         with pytest.raises(error):
             config_of(options=options)

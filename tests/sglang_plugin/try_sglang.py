@@ -26,7 +26,7 @@ DEPENDENCIES = (
     *("openai", "orjson", "partial-json-parser", "prometheus-client", "psutil", "pybase64", "pyzmq", "requests"),
     *("sentencepiece", "setproctitle", "traitlets", "transformers", "uvloop"),
 )
-"""What SGLang imports on the way to its quantisation configs and linear layers."""
+"""What SGLang imports on the way to its quantisation configs, linear layers and mixtures."""
 
 OLDER = ("xgrammar",)
 """And what older releases do."""

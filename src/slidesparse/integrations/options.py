@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, get_type_hints
+from typing import Literal, TypeVar, get_type_hints
 
 import torch
 
@@ -16,6 +16,10 @@ from slidesparse.integrations import NAME
 from slidesparse.tuning.at_load import LoadTuner, Tune
 
 Options = TypeVar("Options", bound="ServerOptions")
+
+Experts = Literal["auto", "dense", "sparse"]
+"""``auto`` runs pruned experts of mixtures by grouped products where that was measured to pay
+(:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever it can, ``dense`` leaves them to the server."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ bit before, FP8 values may differ by a sixteenth after."""
 
 IMPORTANT = (64, 4096, 16, 1024, 1, 256, 16384)
 """What is measured before all other numbers of tokens, so that a start without time for all of them has decoding steps
-and prompts: vLLM's own kernel is compiled for each number anew."""
+and prompts: a server's own kernel is compiled for each number anew."""
 
 MOST_CHOICES = 32
 """Calls of one pass, at most."""
@@ -38,7 +38,7 @@ class ExpertMeasurement(Measurement):
     """The measurement of the experts of one layer: ``dense``, and ``GROUPED`` after it."""
 
     refusals = (Exception,)
-    """vLLM is called before it serves, and may refuse in any way."""
+    """A server's own is called before it serves, and may refuse in any way."""
 
     tolerance = TOLERANCE
 

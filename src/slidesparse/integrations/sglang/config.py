@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsLinearScheme,
+    CompressedTensorsMoEScheme,
     CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Fp8MoE,
     CompressedTensorsW8A8Int8,
 )
 from sglang.srt.runtime_context import get_server_args
@@ -17,14 +20,25 @@ from sglang.srt.runtime_context import get_server_args
 from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME
-from slidesparse.integrations.names import LEFT_ALONE, find_layer, rename_layers, require_marker, why_left, why_not_w8a8
-from slidesparse.integrations.options import ServerOptions
+from slidesparse.integrations.experts import why_asked, with_packing
+from slidesparse.integrations.names import (
+    LEFT_ALONE,
+    find_experts,
+    find_layer,
+    rename_layers,
+    require_marker,
+    why_left,
+    why_not_w8a8,
+)
+from slidesparse.integrations.options import Experts, ServerOptions
 from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.experts import Int8Experts, Packing
 from slidesparse.integrations.sglang.fuse import PROLOGUES, watch
 from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
+from slidesparse.tuning.at_load import LoadTuner
 
 OPTION = "--json-model-override-args"
 """The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
@@ -37,6 +51,17 @@ APART = ("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_att
 log = logging.getLogger(LOGGER)
 
 
+@dataclass(frozen=True)
+class SGLangOptions(ServerOptions):
+    """The options of one engine; ``experts``: how pruned experts of mixtures run.
+
+    Fusing is off: no GPU has run it yet.
+    """
+
+    fuse: bool = False
+    experts: Experts = "auto"
+
+
 class SGLangConfig(CompressedTensorsConfig):
     """The configuration of one model that carries our marker.
 
@@ -46,14 +71,17 @@ class SGLangConfig(CompressedTensorsConfig):
         most: Tokens of the largest batch.
         batch_invariant: A request must be computed alike in whatever batch it runs.
         fuses: Norms and activations are fused with the linears that read them.
+        tuner: Measures layers when they are loaded; None before the first one, or where the user wants none.
+        warmup: Runs a layer of each kind before CUDA graphs are captured; None before the first layer.
     """
 
     marker: Marker
-    options: ServerOptions
+    options: SGLangOptions
     most: int
     batch_invariant: bool = False
     fuses: bool = False
-    _shared: tuple[Chooser, WarmUp] | None = None
+    tuner: LoadTuner | None = None
+    warmup: WarmUp | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -71,7 +99,7 @@ class SGLangConfig(CompressedTensorsConfig):
         arguments = get_server_args()
         refuse_what_cannot_work(arguments)
         made: SGLangConfig = super().from_config(config)
-        made.marker, made.options = marker, ServerOptions.read(getattr(hf_config, NAME, None), OPTION)
+        made.marker, made.options = marker, SGLangOptions.read(getattr(hf_config, NAME, None), OPTION)
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         apart = [name for name in APART if getattr(arguments, name, None)]
@@ -97,15 +125,67 @@ class SGLangConfig(CompressedTensorsConfig):
         reason = why_left(layer_name) or why_not_w8a8(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8))
         if self.batch_invariant and isinstance(scheme, CompressedTensorsW8A8Fp8):
             reason = NOT_INVARIANT
-        named = find_layer(self.marker, layer_name, self.packed_modules_mapping) if reason is None else None
+        name = self._stored_name(layer_name)
+        named = find_layer(self.marker, name, self.packed_modules_mapping) if reason is None else None
         if named is None or named.pattern is None:
             log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        if self._shared is None:  # the first layer tells the type of activations
-            self._shared = self._prepare(layer.params_dtype)  # type: ignore[arg-type] # of every linear of SGLang's
-        return SGLangScheme(scheme, named, self.fuses, *self._shared)
+        warmup = self._prepare(layer)
+        chooser = Chooser(self.options.backend, self.options.fallback, self.tuner)
+        return SGLangScheme(scheme, named, self.fuses, chooser, warmup)
 
-    def _prepare(self, dtype: torch.dtype) -> tuple[Chooser, WarmUp]:
-        """Return what layers share: what chooses backends, and what runs a layer of each kind before CUDA graphs."""
-        tuner = self.options.tuner(self.most, dtype, log)
-        return Chooser(self.options.backend, self.options.fallback, tuner), WarmUp(self.most, dtype, log)
+    def get_moe_scheme(self, layer: torch.nn.Module, layer_name: str) -> CompressedTensorsMoEScheme | None:
+        """Return SGLang's scheme for the experts of a layer, or one that packs them where we can run them.
+
+        Raises:
+            UnsupportedError: Options with which SGLang cannot run INT8 experts, or those that are to be sparse.
+        """
+        try:
+            scheme = super().get_moe_scheme(layer, layer_name)
+        except NotImplementedError:
+            if not self._are_int8(layer, layer_name):
+                raise
+            scheme = Int8Experts(self)
+        if not isinstance(scheme, Int8Experts | CompressedTensorsW8A8Fp8MoE):
+            return scheme
+        arguments, changed = get_server_args(), {}
+        if getattr(arguments, "enable_eplb", False):
+            changed["--enable-eplb"] = "moves them between GPUs"
+        if getattr(arguments, "dwdp_size", 1) > 1:
+            changed["--dwdp-size"] = "hands them from GPU to GPU"
+        reason = why_asked(self.options.experts, changed, OPTION, "SGLang")
+        if self.batch_invariant and not isinstance(scheme, Int8Experts):
+            reason = NOT_INVARIANT
+        named = find_experts(self.marker, self._stored_name(layer_name)) if reason is None else None
+        if named is None:
+            log_once(f"slidesparse: experts left to SGLang: {reason or LEFT_ALONE}", log=log)
+            return scheme
+        self._prepare(layer)
+        packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, named, self)
+        return packing
+
+    def can_fuse_shared_expert(self) -> bool:
+        """Return whether SGLang may make a shared expert one of the others: only where they were pruned alike."""
+        marker = self.marker
+        apart = any("shared_expert" in name and name.endswith("_proj") for name in (*marker.ignore, *marker.layers))
+        return not apart and set(marker.experts.values()) == {marker.pattern}
+
+    def _stored_name(self, name: str) -> str:
+        """Return a layer's name as the marker has it: SGLang's Mixtral leaves the name of the model out."""
+        parent, marker = f"model.{name.rpartition('.')[0]}.", self.marker
+        names = (*marker.layers, *marker.ignore, *marker.experts)
+        return f"model.{name}" if any(known.startswith(parent) for known in names) else name
+
+    def _are_int8(self, layer: torch.nn.Module, layer_name: str) -> bool:
+        """Return whether a layer's experts are INT8, with one scale a channel and one a token, zero points nowhere."""
+        scheme = self.get_scheme_dict(layer, f"{layer_name}.0.gate_proj")
+        weights, inputs = scheme["weights"], scheme["input_activations"]
+        kinds = {(args.num_bits, args.type, args.symmetric) for args in (weights, inputs)}
+        return kinds == {(8, "int", True)} and (weights.strategy, inputs.strategy) == ("channel", "token")
+
+    def _prepare(self, layer: torch.nn.Module) -> WarmUp:
+        """Make what layers share, on the first one, which tells the type of activations; return what warms them up."""
+        if self.warmup is None:
+            dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
+            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
+        return self.warmup

@@ -71,9 +71,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         slide = copy.deepcopy(slide)
         give_blocks_back(slide.device)
         layer.add_module(SUBMODULE, slide)
-        got, remedy = f"{self.name}, whose dense weight is gone", "start SGLang again"
-        refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
-        setattr(layer, NEVER_UPDATED, str(refusal))
+        refuse_updates(layer, self.name)
         self.converted = True
         if slide.forms[0].tensors[0].is_cuda:
             self.warmup.layer(slide)
@@ -122,6 +120,13 @@ class SGLangScheme(CompressedTensorsLinearScheme):
                 remedy="serve on one GPU, or dense (SGLANG_PLUGINS=none)",
             )
         return int(rank)
+
+
+def refuse_updates(layer: torch.nn.Module, name: str) -> None:
+    """Let SGLang answer every update of the weights of a running engine that a packed layer cannot follow."""
+    got, remedy = f"{name}, whose dense weight is gone", "start SGLang again"
+    refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
+    setattr(layer, NEVER_UPDATED, str(refusal))
 
 
 def _place(layer: Any) -> tuple[int, int]:

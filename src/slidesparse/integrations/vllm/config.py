@@ -24,6 +24,7 @@ from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME, SPARSE_TENSOR_CORES
+from slidesparse.integrations.experts import with_packing
 from slidesparse.integrations.names import (
     LEFT_ALONE,
     NamedLayer,
@@ -37,7 +38,7 @@ from slidesparse.integrations.names import (
     why_not_w8a8,
 )
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
+from slidesparse.integrations.vllm.experts import METHODS, Packing, why_experts_left
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -135,7 +136,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         self, method: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
         """Return a method that packs experts, where the user wants that of experts which vLLM quantised for us."""
-        if not is_of_experts(method):
+        if type(method).__name__ not in METHODS:
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
@@ -146,7 +147,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
             model.status.outcomes[prefix] = Outcome(False, reason is not None, text, experts=True)
             return method
         model.status.expect_layer(prefix, layer)
-        return pack_experts_by(method, named, model)
+        packing: QuantizeMethodBase = with_packing(Packing, method, named, model)
+        return packing
 
     def _note_other_experts(self, prefix: str) -> None:
         """Note why pruned experts stay dense that vLLM loads in another form than we pack."""

@@ -10,11 +10,10 @@ from typing import Literal
 
 from slidesparse.errors import InputError
 from slidesparse.integrations import NAME
-from slidesparse.integrations.options import ServerOptions
+from slidesparse.integrations.options import Experts, ServerOptions
 from slidesparse.integrations.vllm.host_bound import HOST_US
 
 Graphs = Literal["auto", "vllm"]
-Experts = Literal["auto", "dense", "sparse"]
 
 OPTION = "--additional-config"
 """The option of vLLM's that holds ours, under our name."""
@@ -29,8 +28,7 @@ class Options(ServerOptions):
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
         graphs: ``auto`` captures larger CUDA graphs where the host would be the slower one
             (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` those that vLLM captures.
-        experts: ``auto`` runs pruned experts of mixtures by grouped products where that was measured to pay
-            (:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever it can, ``dense`` leaves them to vLLM.
+        experts: How pruned experts of mixtures run.
     """
 
     host_us: float = HOST_US
