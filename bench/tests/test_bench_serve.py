@@ -93,7 +93,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
     monkeypatch.setattr(serve, "ServedEngine", Pretender)
     monkeypatch.setattr(serve, "find_spec", lambda name: True)
-    monkeypatch.setattr(serve, "why_no_http", lambda: "nobody serves in a test")
+    monkeypatch.setattr(serve, "why_no_http", lambda server: "nobody serves in a test")
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
     monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     monkeypatch.setattr(environment, "require_gpu", lambda: None)
@@ -366,7 +366,7 @@ def test_over_http_and_in_process_are_not_mixed(
     path = tmp_path / "r.jsonl"
     assert run(PROFILE, path, tmp_path).added == 18
     assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    monkeypatch.setattr(serve, "why_no_http", lambda server: None)
     assert run(PROFILE, path, tmp_path).added == 18
     assert run(PROFILE, path, tmp_path).added == 0
     records = read(ServeRecord, [path])

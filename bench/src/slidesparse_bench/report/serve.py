@@ -27,6 +27,7 @@ from slidesparse_bench.served_records import (
     DECODE,
     MIXED_LOAD,
     STOCK,
+    VLLM,
     ServeRecord,
     Step,
     TimelineRecord,
@@ -36,16 +37,18 @@ PAGE = "serve.md"
 TIMELINE_TABLE = "serve_timeline"
 
 ABOUT = """\
-Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
-`stock` and `stock again` are one engine, vLLM without the plugin on unpruned weights, run first and last. Where they
-differ, the machine changed between them, and engines far apart in time must not be compared. `control` is the plugin
-with every layer dense and joined with the norm or activation before it: its gain over stock comes from fusion, and a
-pattern's gain over it from sparsity. Weights are random, of real shapes.
+Engines alone on the GPU, one after the other, the engine core in a process of its own as its server has it.
+`stock` and `stock again` are one engine, vLLM or SGLang without the plugin on unpruned weights, run first and last.
+Where they differ, the machine changed between them, and engines far apart in time must not be compared. `control` is
+the plugin with every layer dense and joined with the norm or activation before it: its gain over stock comes from
+fusion, and a pattern's gain over it from sparsity. Weights are random, of real shapes.
 
-Over HTTP, each engine is a `vllm serve`, asked by the client of vLLM's own benchmark; in process, the same engine is
-asked without a server. The two must not be compared with each other. `GPU busy` is the share of time in which any
-kernel ran, by samples of the driver: it says nothing of how much of the GPU a kernel took. `steady` is the same while
-requests waited for a place, from the first answer's end until the rest ran all at once."""
+Over HTTP, each engine is a server, asked by the client of that server's own benchmark; in process, the same engine is
+asked without a server. The two must not be compared with each other. SGLang tells nobody of its steps, so a step of
+decoding there is the time between a client's tokens. Drafts of EAGLE-3 have random weights, and the server is told how
+many of their tokens to accept. `GPU busy` is the share of time in which any kernel ran, by samples of the driver: it
+says nothing of how much of the GPU a kernel took. `steady` is the same while requests waited for a place, from the
+first answer's end until the rest ran all at once."""
 
 PROFILED = """\
 Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
@@ -96,9 +99,10 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
     from slidesparse_bench.report import serve_plots
 
     machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
+    of_vllm = [*(r.machine for r in records if r.server == VLLM), *(r.machine for r in profiled)]
     for name, what in ONE.items():
-        values = sorted({str(getattr(machine, name)) for machine in machines})
-        if len(values) != 1:
+        values = sorted({str(getattr(machine, name)) for machine in (of_vllm if name == VLLM else machines)})
+        if len(values) > 1 or not machines:
             raise InputError("records of a report", got=", ".join(values) or "none", needed=f"records of one {what}")
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]

@@ -30,9 +30,21 @@ class OverHttp:
 
     steps = None  # nobody sees an engine's steps from outside
 
+    PATH = "/v1/completions"
+
     def __init__(self, server: Server, session: Any) -> None:
         self._server, self._session = server, session
-        self._url = f"http://{HOST}:{server.port}/v1/completions"
+        self.url = f"http://{HOST}:{server.port}{self.PATH}"
+
+    @staticmethod
+    def command(options: ServeOptions, port: int) -> list[str]:
+        """What follows Python on the command line of a server."""
+        return [*CLI, *server_arguments(options, HOST, port, MODEL)]
+
+    @staticmethod
+    def open_session() -> Any:
+        """Prepare the client; see :func:`open_session`."""
+        return open_session()
 
     @classmethod
     async def start(cls, options: ServeOptions) -> OverHttp:
@@ -43,11 +55,10 @@ class OverHttp:
         """
         assert options.log is not None
         port = free_port()
-        command = [sys.executable, *CLI, *server_arguments(options, HOST, port, MODEL)]
-        server = Server(command, port, options.log)
+        server = Server([sys.executable, *cls.command(options, port)], port, options.log)
         try:
             server.wait_ready()
-            return cls(server, open_session())
+            return cls(server, cls.open_session())
         except BaseException:
             server.stop()
             raise
@@ -58,7 +69,7 @@ class OverHttp:
 
         asked = RequestFuncInput(
             prompt=list(request.prompt),  # token ids go through as they are
-            api_url=self._url,
+            api_url=self.url,
             prompt_len=len(request.prompt),
             output_len=request.output,
             model=MODEL,
@@ -66,7 +77,8 @@ class OverHttp:
             extra_body={"temperature": 0.0},
             request_id=name,
         )
-        return served(await async_request_openai_completions(asked, self._session), arrival)
+        output = await async_request_openai_completions(asked, self._session)
+        return served(output, output.output_tokens or 0, arrival)
 
     def require_alive(self) -> None:
         """Raise UnsupportedError if the server has ended."""
@@ -79,34 +91,41 @@ class OverHttp:
     async def close(self) -> None:
         """End client and server."""
         try:
-            await self._session.close()
+            if self._session is not None:
+                await self._session.close()
         finally:
             self._server.stop()
 
 
-def served(output: Any, arrival: float) -> Served:
-    """What vLLM's client says of a request, from the request's arrival on.
+def served(output: Any, tokens: int, arrival: float) -> Served:
+    """What a server's own client says of a request, from the request's arrival on.
 
     Args:
-        output: A ``RequestFuncOutput``.
+        output: A ``RequestFuncOutput``, of vLLM or of SGLang, which took it from vLLM.
+        tokens: Of the answer.
         arrival: When the request was due, on the clock of time.perf_counter.
     """
     if not output.success:
         lines = [line.strip() for line in str(output.error).splitlines() if line.strip()]
         return Served((), 0, lines[-1] if lines else "it was refused without a word")
     first = output.start_time - arrival + output.ttft
-    return Served(tuple(accumulate(output.itl, initial=first)), output.output_tokens or 0)
+    return Served(tuple(accumulate(output.itl, initial=first)), tokens)
 
 
 def open_session() -> Any:
     """A client's session, without a limit of its own and without proxies; asyncio must run."""
-    import resource
-
     import aiohttp
+
+    raise_file_limit()
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+
+
+def raise_file_limit() -> None:
+    """Let this process have a connection for each request."""
+    import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)

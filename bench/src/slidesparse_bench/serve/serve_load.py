@@ -54,6 +54,19 @@ FULL = (
     *(decode(sequences, context) for context in (80, 600) for sequences in (16, 64, 256)),
 )
 
+ANSWERS = tuple(
+    Workload(f"answers {sequences}", AT_ONCE, sequences, (128, 128), (256, 256), repeats=5) for sequences in (1, 8, 64)
+)
+"""What speculation is measured by: a step gives no set number of tokens there, so whole answers are timed."""
+
+NAMED = (
+    *FULL,
+    *(decode(sequences, context) for context in (80, 600) for sequences in (1, 4, 8)),
+    *(decode(sequences, 8192) for sequences in (1, 8, 64)),
+    *ANSWERS,
+)
+"""All that a user may ask for by name."""
+
 LONGEST = 8192 + 64
 """Tokens of a request, with its answer."""
 

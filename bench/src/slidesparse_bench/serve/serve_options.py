@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS, EngineOptions
 from slidesparse_bench.serve.serve_load import LONGEST
+from slidesparse_bench.served_records import VLLM
 
 SEQUENCES = 256
 """Requests that run at a time; more wait."""
@@ -30,6 +32,8 @@ class ServeOptions(EngineOptions):
         timeline_steps: How many steps of a profile.
         http: Ask a server of its own over HTTP.
         log: Where the engine's output goes: that server's, which always has one, or in process its own.
+        server: ``vllm`` or ``sglang``.
+        environment: More variables of the engine's environment.
     """
 
     gpus: tuple[str, ...] = ()
@@ -37,6 +41,8 @@ class ServeOptions(EngineOptions):
     timeline_steps: int = 0
     http: bool = False
     log: Path | None = None
+    server: str = VLLM
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def engine_settings(options: ServeOptions) -> dict[str, Any]:
@@ -61,13 +67,19 @@ def server_arguments(options: ServeOptions, host: str, port: int, name: str) -> 
     ['m', '--host', '127.0.0.1', '--port', '8000', '--served-model-name']
     """
     settings = engine_settings(options)
-    written = [settings.pop("model"), "--host", host, "--port", str(port), "--served-model-name", name]
+    given = [settings.pop("model"), "--host", host, "--port", str(port), "--served-model-name", name]
+    return given + written(settings)
+
+
+def written(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as options of a command line."""
+    options: list[str] = []
     for setting, value in settings.items():
         option = setting.replace("_", "-")
         if isinstance(value, bool):
-            written.append(f"--{option}" if value else f"--no-{option}")
+            options.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, dict):
-            written += [f"--{option}", json.dumps(value)] if value else []
+            options += [f"--{option}", json.dumps(value)] if value else []
         else:
-            written += [f"--{option}", str(value)]
-    return written
+            options += [f"--{option}", str(value)]
+    return options
