@@ -19,18 +19,19 @@ STEPS = 3
 """Tokens of a draft."""
 
 WORDS = 32000
-"""Tokens that a draft knows, or fewer where the model has fewer: the model's first ones."""
+"""Tokens that a draft knows, the model's first ones."""
 
 
-def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device) -> None:
+def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device, words: int = WORDS) -> None:
     """Write the draft of a model.
 
     Args:
         folder: To make.
         target: The model's config.json.
         device: Device on which the weights are drawn.
+        words: Tokens that it knows, fewer than the model does.
     """
-    hidden, inner, words = target["hidden_size"], target["intermediate_size"], min(WORDS, target["vocab_size"])
+    hidden, inner = target["hidden_size"], target["intermediate_size"]
     q, kv = (target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value"))
     sizes = {"self_attn.q_proj": (q, 2 * hidden), "self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
     sizes |= {f"self_attn.{name}_proj": (kv, 2 * hidden) for name in "kv"}

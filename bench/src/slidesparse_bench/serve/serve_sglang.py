@@ -107,7 +107,8 @@ class SGLangOverHttp(OverHttp):
     def command(options: ServeOptions, port: int) -> list[str]:
         """What follows Python on the command line of a server, which gets a tokenizer: see :func:`write_tokenizer`."""
         write_tokenizer(options.folder)
-        return ["-m", "sglang.launch_server", *server_arguments(options, HOST, port, MODEL)]
+        # Its own first request is a sentence, in which this tokenizer finds no word.
+        return ["-m", "sglang.launch_server", *server_arguments(options, HOST, port, MODEL), "--skip-server-warmup"]
 
     @staticmethod
     def open_session() -> Any:
