@@ -38,7 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ModuleType("vllm.benchmarks.lib.endpoint_request_func")
     client.__dict__.update(RequestFuncInput=SimpleNamespace, async_request_openai_completions=ask)
     monkeypatch.setitem(sys.modules, client.__name__, client)
-    monkeypatch.setattr(serve_http, "CLI", (str(SCRIPT),))
+    monkeypatch.setattr(serve_http.OverHttp, "cli", (str(SCRIPT),))
     monkeypatch.setattr(serve_http, "open_session", lambda: SimpleNamespace(close=lambda: asyncio.sleep(0)))
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
     monkeypatch.setattr(serve_server, "POLL_S", 0.02)

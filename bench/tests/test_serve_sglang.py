@@ -67,10 +67,13 @@ def test_a_workload_is_served_and_timed(driver: ServeDriver, tmp_path: Path) -> 
 
 
 def test_stock_runs_without_plugins_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (
-        "class Engine:\n    def __init__(self, **_):\n        raise ValueError(os.environ[{0!r}] + os.environ[{1!r}])\n"
-    )
-    (tmp_path / "sglang.py").write_text("import os\n" + said.format("SGLANG_PLUGINS", "FORCED"))
+    text = """
+import os
+class Engine:
+    def __init__(self, **_):
+        raise ValueError(os.environ["SGLANG_PLUGINS"] + os.environ["FORCED"])
+"""
+    (tmp_path / "sglang.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)  # for the far end
     options = ServeOptions(tmp_path, False, server="sglang", environment={"FORCED": "2.5"}, log=tmp_path / "log")
     engine = ServedEngine(options)

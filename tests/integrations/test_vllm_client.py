@@ -25,7 +25,7 @@ SHORT = Workload("short", AT_ONCE, 40, (3, 900), (2, 5), repeats=2)
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeDriver]:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(serve_http, "CLI", (str(SCRIPT),))
+    monkeypatch.setattr(serve_http.OverHttp, "cli", (str(SCRIPT),))
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
     log = tmp_path / "log"
     made = ServeDriver(ServeOptions(tmp_path / "model", False, http=True, log=log))

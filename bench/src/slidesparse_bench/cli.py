@@ -72,9 +72,7 @@ def add_bench(commands: Commands, text: str) -> None:
     )
     served.add_argument("--server", choices=("vllm", "sglang"), help="whose engines (default: vllm)")
     served.add_argument("--rivals", nargs="+", metavar="TYPE", help="also stock in fp8, w4a8, w4a16")
-    served.add_argument(
-        "--eagle", type=float, metavar="N", help="with EAGLE-3's drafts, of which a step is told to give N tokens"
-    )
+    served.add_argument("--eagle", type=float, metavar="N", help="EAGLE-3's drafts, forced to give N tokens a step")
     served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
 
 

@@ -30,7 +30,6 @@ STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
 """Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
 
 VLLM, SGLANG = "vllm", "sglang"
-"""Servers."""
 
 RIVALS = {"stock FP8": "fp8", "stock W4A8": "w4a8", "stock W4A16": "w4a16"}
 """Engines of what a user would take instead -> their weights: stock, dense, beside the others of a model and type."""
@@ -90,11 +89,7 @@ class Way:
     speculation: str | None = None
 
     def told(self) -> list[str]:
-        """What is special about it, for headings; nothing of vLLM in process.
-
-        >>> Way("sglang 0.5.17", True).told()
-        ['SGLang 0.5.17', 'over HTTP']
-        """
+        """What is special about it, for headings; nothing of vLLM in process."""
         server = "" if self.server == VLLM else self.server.replace(SGLANG, "SGLang")
         return [part for part in (server, "over HTTP" if self.http else "", self.speculation) if part]
 

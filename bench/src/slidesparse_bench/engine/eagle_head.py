@@ -54,10 +54,8 @@ def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device,
 def eagle_settings(server: str, draft: Path, accepted: float | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return arguments of an engine, and variables of its environment.
 
-    Args:
-        server: ``vllm``, from 0.33 on where ``accepted`` is given, or ``sglang``.
-        draft: Folder of the draft.
-        accepted: Tokens that a step of the model gives in the mean, its own among them; None: as they are accepted.
+    ``accepted`` is how many tokens a step gives in the mean, the model's own among them; vLLM takes it from 0.33 on.
+    None: as they are accepted.
     """
     if server == SGLANG:
         settings = {"algorithm": "EAGLE3", "num_steps": STEPS, "eagle_topk": 1, "num_draft_tokens": STEPS + 1}

@@ -64,7 +64,6 @@ from slidesparse_bench.served_records import (
 )
 
 NEEDS = {VLLM: ("vLLM", 'pip install "slidesparse[vllm]"'), SGLANG: ("SGLang", "pip install sglang")}
-"""Server -> its name, and how it is installed."""
 
 SAME = ("gpu", "driver", "torch", "vllm")
 """What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""
@@ -288,10 +287,10 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}
     if key.gpus > 1:
         arguments["tp_size" if run_.profile.server == SGLANG else "tensor_parallel_size"] = key.gpus
-    profile, environment_ = run_.profile, dict[str, str]()
+    profile, forced = run_.profile, dict[str, str]()
     if profile.eagle is not None:
-        more, environment_ = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)
-        arguments |= more
+        drafts, forced = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)
+        arguments |= drafts
     traces = None if profile.timeline is None else run_.scratch / f"traces-{len(run_.profiled)}"
     return ServeOptions(
         folder,
@@ -305,7 +304,7 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         http=run_.way.http,
         log=_log_of(run_.path, key),
         server=profile.server,
-        environment=environment_,
+        environment=forced,
     )
 
 

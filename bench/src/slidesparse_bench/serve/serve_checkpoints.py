@@ -111,7 +111,7 @@ def ready_draft(scratch: Path, key: EngineKey) -> Path:
     """The EAGLE-3 draft of an engine's model, written unless it is there."""
     folder = scratch / f"{key.model}-eagle3"
     if not folder.exists():
-        partial = folder.with_name(folder.name + ".partial")
+        partial = scratch / f"{folder.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         write_eagle_head(partial, model_config(key.model), torch.device("cuda", torch.cuda.current_device()))
         partial.rename(folder)

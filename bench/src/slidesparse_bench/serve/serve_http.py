@@ -29,22 +29,11 @@ class OverHttp:
     """
 
     steps = None  # nobody sees an engine's steps from outside
-
-    PATH = "/v1/completions"
+    cli, path = CLI, "/v1/completions"
 
     def __init__(self, server: Server, session: Any) -> None:
         self._server, self._session = server, session
-        self.url = f"http://{HOST}:{server.port}{self.PATH}"
-
-    @staticmethod
-    def command(options: ServeOptions, port: int) -> list[str]:
-        """What follows Python on the command line of a server."""
-        return [*CLI, *server_arguments(options, HOST, port, MODEL)]
-
-    @staticmethod
-    def open_session() -> Any:
-        """Prepare the client; see :func:`open_session`."""
-        return open_session()
+        self.url = f"http://{HOST}:{server.port}{self.path}"
 
     @classmethod
     async def start(cls, options: ServeOptions) -> OverHttp:
@@ -55,10 +44,11 @@ class OverHttp:
         """
         assert options.log is not None
         port = free_port()
-        server = Server([sys.executable, *cls.command(options, port)], port, options.log)
+        command = [sys.executable, *cls.cli, *server_arguments(options, HOST, port, MODEL)]
+        server = Server(command, port, options.log)
         try:
             server.wait_ready()
-            return cls(server, cls.open_session())
+            return cls(server, open_session())
         except BaseException:
             server.stop()
             raise
@@ -91,8 +81,7 @@ class OverHttp:
     async def close(self) -> None:
         """End client and server."""
         try:
-            if self._session is not None:
-                await self._session.close()
+            await self._session.close()
         finally:
             self._server.stop()
 
@@ -114,18 +103,13 @@ def served(output: Any, tokens: int, arrival: float) -> Served:
 
 def open_session() -> Any:
     """A client's session, without a limit of its own and without proxies; asyncio must run."""
-    import aiohttp
-
-    raise_file_limit()
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
-
-
-def raise_file_limit() -> None:
-    """Let this process have a connection for each request."""
     import resource
+
+    import aiohttp
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)

@@ -57,7 +57,7 @@ FULL = (
 ANSWERS = tuple(
     Workload(f"answers {sequences}", AT_ONCE, sequences, (128, 128), (256, 256), repeats=5) for sequences in (1, 8, 64)
 )
-"""What speculation is measured by: a step gives no set number of tokens there, so whole answers are timed."""
+"""For speculation, where a step gives no set number of tokens."""
 
 NAMED = (
     *FULL,

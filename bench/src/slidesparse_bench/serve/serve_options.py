@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS, EngineOptions
 from slidesparse_bench.serve.serve_load import LONGEST
-from slidesparse_bench.served_records import VLLM
+from slidesparse_bench.served_records import SGLANG, VLLM
 
 SEQUENCES = 256
 """Requests that run at a time; more wait."""
@@ -46,8 +45,18 @@ class ServeOptions(EngineOptions):
 
 
 def engine_settings(options: ServeOptions) -> dict[str, Any]:
-    """Arguments of the engine, by the names of vLLM's ``EngineArgs``."""
-    settings: dict[str, Any] = {
+    """Arguments of the engine, by the names of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``.
+
+    Memory is SGLang's own choice. It samples as vLLM does, since the other way needs a compiler at run time.
+    """
+    if options.server == SGLANG:
+        settings: dict[str, Any] = {"model_path": str(options.folder), "context_length": LONGEST}
+        settings |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), BATCHED_TOKENS)
+        settings |= {"max_running_requests": SEQUENCES, "disable_radix_cache": True, "random_seed": 0}
+        settings |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+        own = {"json_model_override_args": json.dumps(options.additional)} if options.additional else {}
+        return settings | own | options.arguments
+    settings = {
         "model": str(options.folder),
         "skip_tokenizer_init": True,  # random weights have none
         "max_model_len": LONGEST,
@@ -61,25 +70,22 @@ def engine_settings(options: ServeOptions) -> dict[str, Any]:
 
 
 def server_arguments(options: ServeOptions, host: str, port: int, name: str) -> list[str]:
-    """The same settings as a user writes them after ``vllm serve``, with a name for the model.
+    """The same settings as a user writes them after ``vllm serve``, or for SGLang's server, with a name for the model.
+
+    SGLang's server would ask itself a sentence, of which a random model's tokenizer knows no word.
 
     >>> server_arguments(ServeOptions(Path("m"), False, share=0.9), "127.0.0.1", 8000, "m")[:6]
     ['m', '--host', '127.0.0.1', '--port', '8000', '--served-model-name']
     """
     settings = engine_settings(options)
-    given = [settings.pop("model"), "--host", host, "--port", str(port), "--served-model-name", name]
-    return given + written(settings)
-
-
-def written(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as options of a command line."""
-    options: list[str] = []
+    model = [settings.pop("model")] if options.server == VLLM else ["--skip-server-warmup"]
+    written = [*model, "--host", host, "--port", str(port), "--served-model-name", name]
     for setting, value in settings.items():
         option = setting.replace("_", "-")
         if isinstance(value, bool):
-            options.append(f"--{option}" if value else f"--no-{option}")
+            written.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, dict):
-            options += [f"--{option}", json.dumps(value)] if value else []
+            written += [f"--{option}", json.dumps(value)] if value else []
         else:
-            options += [f"--{option}", str(value)]
-    return options
+            written += [f"--{option}", str(value)]
+    return written

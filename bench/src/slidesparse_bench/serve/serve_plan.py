@@ -201,12 +201,9 @@ def adapt(
     if eagle is not None and not 1 <= eagle <= STEPS + 1:
         raise InputError("--eagle", got=eagle, needed=f"1 to {STEPS + 1} tokens a step, with drafts of {STEPS}")
     usual = ServeProfile()
-    if server == SGLANG:
-        bf16 = "bf16" in (dtypes or usual.dtypes)
-        unknown = {"--timeline": timeline is not None, "--graphs": graphs is not None, "--dtype bf16": bf16}
-        if any(unknown.values()):
-            got = ", ".join(name for name, given in unknown.items() if given)
-            raise InputError("--server sglang", got=got, needed="none of it: only vLLM has that with the plugin")
+    if server == SGLANG and (timeline is not None or graphs is not None or "bf16" in (dtypes or ())):
+        of_vllm = "--timeline, --graphs or --dtype bf16"
+        raise InputError("--server sglang", got=of_vllm, needed="none of these, which need the plugin in vLLM")
     profile = ServeProfile(
         models=select(models, ARCHITECTURES, usual.models, "model"),
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
