@@ -117,25 +117,8 @@ class Server:
         return [self._served(case) for case in cases]
 
     def path(self, family: str, dtype: str, what: str) -> Path:
-        """Return a checkpoint, made on the first call.
-
-        ``first`` and ``second`` have other weights; ``six bits`` are the first ones rounded so; ``unmarked`` are the
-        first ones, which stock vLLM and the plugin serve dense; ``nudged`` have slightly other scales; ``unpruned``
-        breaks the pattern; ``adapter`` is one.
-        """
-        path = self.folder / f"{family}-{dtype}-{what}"
-        if path.exists():
-            return path
-        if what in ("first", "second", "six bits"):
-            folder = self.folder / f"{family}-{dtype}-{what}-made"
-            recipe: Recipe = "6bit" if what == "six bits" else "absmax"
-            write_pruned(folder, family, "6:8", dtype, int(what == "second"), recipe).rename(path)
-        elif what == "adapter":
-            write_adapter(path)
-        else:
-            path.mkdir()
-            changed(self.path(family, dtype, "first"), path, what)
-        return path
+        """Return a checkpoint, made on the first call."""
+        return checkpoint(self.folder, family, dtype, what)
 
     def _served(self, case: Case) -> Served:
         answers: list[Answers] = []
@@ -270,7 +253,29 @@ def count_experts(model: torch.nn.Module) -> int:
     return sum(getattr(method, "slide", None) is not None for method in dict.fromkeys(methods))
 
 
-# -- checkpoints that differ from the pruned one -------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, family: str, dtype: str, what: str, **shapes: int) -> Path:
+    """Return a checkpoint, made on the first call.
+
+    ``first`` and ``second`` have other weights; ``six bits`` are the first ones rounded so; ``unmarked`` are the first
+    ones, which stock servers and the plugin serve dense; ``nudged`` have slightly other scales; ``unpruned`` breaks the
+    pattern; ``adapter`` is one.
+    """
+    path = folder / f"{family}-{dtype}-{what}"
+    if path.exists():
+        return path
+    if what in ("first", "second", "six bits"):
+        recipe: Recipe = "6bit" if what == "six bits" else "absmax"
+        made = write_pruned(folder / f"{path.name}-made", family, "6:8", dtype, int(what == "second"), recipe, **shapes)
+        made.rename(path)
+    elif what == "adapter":
+        write_adapter(path)
+    else:
+        path.mkdir()
+        changed(checkpoint(folder, family, dtype, "first", **shapes), path, what)
+    return path
 
 
 def changed(source: Path, destination: Path, how: str) -> None:

@@ -14,7 +14,7 @@ from slidesparse_bench.engine.eagle_head import eagle_settings, write_eagle_head
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 
 CPU = torch.device("cpu")
-SMALL = model_config("Qwen2.5-7B", 1) | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}
+SMALL = model_config("Qwen2.5-7B", 4) | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -50,6 +50,7 @@ def test_a_draft_has_the_tensors_of_a_published_one(tmp_path: Path) -> None:
     assert tensors["t2d"].sum() == len(tensors["d2t"]) == 32
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert (config["architectures"], config["draft_vocab_size"]) == (["LlamaForCausalLMEagle3"], 32)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     forced, _ = eagle_settings("vllm", tmp_path, 2.5)
     assert forced["speculative_config"]["synthetic_acceptance_length"] == 2.5
     assert eagle_settings("sglang", tmp_path, None)[1] == {}  # as they are accepted

@@ -27,7 +27,7 @@ def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device,
 
     Args:
         folder: To make.
-        target: The model's config.json.
+        target: The model's config.json; it has at least four layers.
         device: Device on which the weights are drawn.
         words: Tokens that it knows, fewer than the model does.
     """
@@ -44,10 +44,13 @@ def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device,
     tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16, device=device) for name in norms}
     tensors["d2t"] = torch.zeros(words, dtype=torch.long)  # what is added to a draft's token for the model's
     tensors["t2d"] = torch.arange(target["vocab_size"]) < words
+    last = target["num_hidden_layers"] - 2
+    read = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, last // 2, last]}
     config = {name: value for name, value in target.items() if not name.endswith(("_config", "layer_types"))}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"eagle_config": read, "draft_vocab_size": words}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": words}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
 
 
