@@ -379,9 +379,11 @@ def test_over_http_and_in_process_are_not_mixed(
     assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
 
 
-def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path) -> None:
-    path, asked = tmp_path / "r.jsonl", {"quick": True, "dtypes": ["int8"], "patterns": ["6:8"], "gpus": 1}
+def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    path, asked = tmp_path / "r.jsonl", {"quick": True, "dtypes": ["int8"], "patterns": ["6:8"], "gpus": 2}
     assert run(adapt(**asked), path, tmp_path).added == 5 * 3
+    assert Pretender.started[0].arguments == {"tensor_parallel_size": 2}
     profile = adapt(**asked, server="sglang", eagle=2.5)
     assert run(profile, path, tmp_path).added == 4 * 3  # none with other graphs
     assert run(profile, path, tmp_path).added == 0
@@ -389,20 +391,10 @@ def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path) -> None:
     assert ways == {Way(), Way("sglang 0.5.17", False, "EAGLE-3 by 3 with 2.5 tokens a step")}
     assert [options.server for options in Pretender.started] == ["vllm"] * 5 + ["sglang"] * 4
     options = Pretender.started[-1]
-    assert options.arguments["speculative_algorithm"] == "EAGLE3"
+    assert (options.arguments["tp_size"], options.arguments["speculative_algorithm"]) == (2, "EAGLE3")
     assert options.environment["SGLANG_SIMULATE_ACC_LEN"] == "2.5"
     assert Path(options.arguments["speculative_draft_model_path"]).is_dir()
     assert [name for name, _ in Pretender.asked[-3:]] == ["answers 1", "answers 8", "answers 64"]
-
-
-def test_two_gpus_are_named_as_each_server_names_them(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for server, name in (("vllm", "tensor_parallel_size"), ("sglang", "tp_size")):
-        profile = adapt(quick=True, dtypes=["int8"], gpus=2, server=server, engines=["stock"])
-        run(profile, tmp_path / f"{server}.jsonl", tmp_path)
-        assert Pretender.started[-1].arguments == {name: 2}
 
 
 def test_rivals_are_stock_with_weights_of_their_own(

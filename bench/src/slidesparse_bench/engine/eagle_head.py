@@ -18,18 +18,15 @@ from slidesparse_bench.served_records import SGLANG
 STEPS = 3
 """Tokens of a draft."""
 
-WORDS = 32000
-"""Tokens that a draft knows, the model's first ones."""
 
-
-def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device, words: int = WORDS) -> None:
+def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device, words: int = 32000) -> None:
     """Write the draft of a model.
 
     Args:
         folder: To make.
         target: The model's config.json; it has at least four layers.
         device: Device on which the weights are drawn.
-        words: Tokens that it knows, fewer than the model does.
+        words: Tokens that it knows, the first of the model's and fewer than those.
     """
     hidden, inner = target["hidden_size"], target["intermediate_size"]
     q, kv = (target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value"))
@@ -66,6 +63,5 @@ def eagle_settings(server: str, draft: Path, accepted: float | None) -> tuple[di
         settings["draft_model_path"] = str(draft)
         return {f"speculative_{name}": value for name, value in settings.items()}, forced if accepted else {}
     config: dict[str, Any] = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": STEPS}
-    if accepted is not None:
-        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": accepted}
-    return {"speculative_config": config}, {}
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": accepted}
+    return {"speculative_config": config | (synthetic if accepted else {})}, {}

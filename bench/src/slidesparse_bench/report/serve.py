@@ -37,18 +37,20 @@ PAGE = "serve.md"
 TIMELINE_TABLE = "serve_timeline"
 
 ABOUT = """\
-Engines alone on the GPU, one after the other, the engine core in a process of its own as its server has it.
-`stock` and `stock again` are one engine, vLLM or SGLang without the plugin on unpruned weights, run first and last.
-Where they differ, the machine changed between them, and engines far apart in time must not be compared. `control` is
-the plugin with every layer dense and joined with the norm or activation before it: its gain over stock comes from
-fusion, and a pattern's gain over it from sparsity. Weights are random, of real shapes.
+Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
+`stock` and `stock again` are one engine, vLLM without the plugin on unpruned weights, run first and last. Where they
+differ, the machine changed between them, and engines far apart in time must not be compared. `control` is the plugin
+with every layer dense and joined with the norm or activation before it: its gain over stock comes from fusion, and a
+pattern's gain over it from sparsity. Weights are random, of real shapes.
 
-Over HTTP, each engine is a server, asked by the client of that server's own benchmark; in process, the same engine is
-asked without a server. The two must not be compared with each other. SGLang tells nobody of its steps, so a step of
-decoding there is the time between a client's tokens. Drafts of EAGLE-3 have random weights, and the server is told how
-many of their tokens to accept. `GPU busy` is the share of time in which any kernel ran, by samples of the driver: it
-says nothing of how much of the GPU a kernel took. `steady` is the same while requests waited for a place, from the
-first answer's end until the rest ran all at once."""
+Over HTTP, each engine is a `vllm serve`, asked by the client of vLLM's own benchmark; in process, the same engine is
+asked without a server. The two must not be compared with each other. `GPU busy` is the share of time in which any
+kernel ran, by samples of the driver: it says nothing of how much of the GPU a kernel took. `steady` is the same while
+requests waited for a place, from the first answer's end until the rest ran all at once."""
+
+OTHERS = """\
+SGLang tells nobody of its steps, so a step of decoding is the time between a client's tokens there. Drafts of EAGLE-3
+have random weights, and the server is told how many of their tokens to accept."""
 
 PROFILED = """\
 Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
@@ -110,6 +112,7 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 
     def parts(pictures: list[str]) -> list[str]:
         head = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT, *pictures]
+        head += [OTHERS] if any(r.server != VLLM or r.speculation for r in records) else []
         soaks = soak_lines(records)
         head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
         return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]

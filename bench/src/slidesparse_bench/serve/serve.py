@@ -31,7 +31,7 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse_bench import environment
 from slidesparse_bench.comparison import now
-from slidesparse_bench.engine.eagle_head import eagle_settings
+from slidesparse_bench.engine.eagle_head import STEPS, eagle_settings
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES
 from slidesparse_bench.records import Machine
 from slidesparse_bench.serve.serve_checkpoints import (
@@ -123,7 +123,8 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         machine = environment.machine()
         _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
         server = VLLM if profile.server == VLLM else f"{SGLANG} {version(SGLANG)}"
-        way = Way(server, _over_http(profile), profile.speculation)
+        speculation = None if profile.eagle is None else f"EAGLE-3 by {STEPS} with {profile.eagle:g} tokens a step"
+        way = Way(server, _over_http(profile), speculation)
         run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found, profiled)
         asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in keys if run_.missing(key)] for keys in asked]

@@ -121,11 +121,6 @@ class ServeProfile:
     rivals: tuple[str, ...] = ()
     eagle: float | None = None
 
-    @property
-    def speculation(self) -> str | None:
-        """How drafts are made and accepted, for records."""
-        return None if self.eagle is None else f"EAGLE-3 by {STEPS} with {self.eagle:g} tokens a step"
-
     def keys(self, model: str, dtype: str) -> list[EngineKey]:
         """The engines of a model and type, in the order in which they run."""
         layers = self.layers or ARCHITECTURES[model].layers
