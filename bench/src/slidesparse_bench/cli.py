@@ -204,7 +204,7 @@ def _bench_serve(options: argparse.Namespace) -> int:
         workloads=options.workloads,
         soak_s=options.soak,
         http=options.http or serve_plan.AUTO_HTTP,
-        server=options.server or serve_plan.VLLM,
+        server=options.server or "vllm",
         rivals=options.rivals,
         eagle=options.eagle,
         budget_s=options.budget_s,

@@ -35,10 +35,11 @@ def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device,
     sizes |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
     shapes: dict[str, tuple[int, ...]] = {f"midlayer.{name}": size for name, size in sizes.items()}
     shapes |= {"fc": (hidden, 3 * hidden), "lm_head": (words, hidden)}
-    drawn = {"generator": torch.Generator(device).manual_seed(4), "device": device, "dtype": torch.bfloat16}
+    dice, bf16 = torch.Generator(device).manual_seed(4), torch.bfloat16
+    drawn: dict[str, Any] = {"generator": dice, "device": device, "dtype": bf16}
     tensors = {f"{name}.weight": torch.randn(shape, **drawn) * shape[1] ** -0.5 for name, shape in shapes.items()}
     norms = ("norm", *(f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
-    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16, device=device) for name in norms}
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=bf16, device=device) for name in norms}
     tensors["d2t"] = torch.zeros(words, dtype=torch.long)  # what is added to a draft's token for the model's
     tensors["t2d"] = torch.arange(target["vocab_size"]) < words
     last = target["num_hidden_layers"] - 2

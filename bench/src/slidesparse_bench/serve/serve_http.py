@@ -29,7 +29,8 @@ class OverHttp:
     """
 
     steps = None  # nobody sees an engine's steps from outside
-    cli, path = CLI, "/v1/completions"
+    cli: tuple[str, ...] = CLI
+    path = "/v1/completions"
 
     def __init__(self, server: Server, session: Any) -> None:
         self._server, self._session = server, session

@@ -54,10 +54,9 @@ FULL = (
     *(decode(sequences, context) for context in (80, 600) for sequences in (16, 64, 256)),
 )
 
-ANSWERS = tuple(
+ANSWERS = tuple(  # for speculation, where a step gives no set number of tokens
     Workload(f"answers {sequences}", AT_ONCE, sequences, (128, 128), (256, 256), repeats=5) for sequences in (1, 8, 64)
 )
-"""For speculation, where a step gives no set number of tokens."""
 
 NAMED = (
     *FULL,

@@ -16,7 +16,6 @@ SWITCHES = ("disable_ignore_eos", "disable_stream", "return_logprob", "return_ro
 NUMBERS = {"temperature": 0.0, "top_p": 1.0, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": None}
 CLIENT = Namespace(**dict.fromkeys(SWITCHES, False), **NUMBERS)
 """What the client reads of its command line."""
-
 NO_TEXT = "SGLang's client saw no text, by which it counts tokens"
 
 
