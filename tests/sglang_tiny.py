@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from vllm_tiny import LIKELIEST, TOKENS, Answers, Case, Served, checkpoint, prom
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.weights.pattern import Pattern
-from slidesparse_bench.engine.eagle_head import write_eagle_head
 from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse_bench.engine.vllm_engine import Engine, answer_calls
 from slidesparse_bench.serve.serve_options import ServeOptions, engine_settings
@@ -34,9 +32,6 @@ ARGUMENTS = dict.fromkeys(("context_length", "chunked_prefill_size", "max_prefil
     "mem_fraction_static": 0.9,
     "disable_cuda_graph": True,
 }
-OTHERWISE = {"qwen2": {"intermediate_size": 1424}, "llama3": {"num_hidden_layers": 4}}
-"""A size that is no multiple of 32, and layers enough for a draft of EAGLE-3 to read from three."""
-
 DRAFT = "speculative_draft_model_path"
 
 
@@ -48,21 +43,23 @@ def make(folder: Path, case: Case) -> Path:
             pattern = Pattern.parse(case.model.removeprefix(REAL).strip())
             write_checkpoint(path, model_config(REAL, 4), torch.int8, pattern, torch.device("cuda"))
         return path
-    shapes = SHAPES | OTHERWISE.get(case.family, {})
-    path = checkpoint(folder, case.family, case.dtype, case.model, **shapes)
-    draft = case.arguments.get(DRAFT)
-    if draft == "eagle" and not (folder / draft).exists():
-        write_eagle_head(folder / draft, json.loads((path / "config.json").read_text()), torch.device("cpu"), 512)
-    elif draft is not None and not (folder / draft).exists():
-        checkpoint(folder, case.family, case.dtype, draft, **shapes).rename(folder / draft)
+    path, draft = named(folder, case, case.model), case.arguments.get(DRAFT)
+    if draft is not None:
+        named(folder, case, draft)
     return path
+
+
+def named(folder: Path, case: Case, what: str) -> Path:
+    """Return a checkpoint beside a case's, as ``vllm_tiny.checkpoint`` names them."""
+    shapes = SHAPES | ({"intermediate_size": 1424} if case.family == "qwen2" else {})  # no multiple of 32
+    return checkpoint(folder, case.family, case.dtype, what, **shapes)
 
 
 def served(folder: Path, name: str, case: Case, options: dict[str, Any]) -> Served:
     """Serve a case; its checkpoint is there, its log goes beside it, and its steps are methods of :class:`Small`."""
     arguments = ARGUMENTS | case.arguments
     if DRAFT in arguments:
-        arguments[DRAFT] = str(folder / arguments[DRAFT])
+        arguments[DRAFT] = str(named(folder, case, arguments[DRAFT]))
     log, additional = folder / f"{name}.log", {"slidesparse": options} if case.sparse else {}
     more: dict[str, Any] = {"environment": {"XDG_CACHE_HOME": str(folder / "cache")}, "log": log, "server": "sglang"}
     engine = Engine(ServeOptions(make(folder, case), case.sparse, additional, arguments, **more), serve)

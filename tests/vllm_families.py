@@ -92,9 +92,13 @@ MIXTURES = {
 }
 
 
+DEEP = {"deep llama3": FAMILIES["llama3"]._replace(changes={**FAMILIES["llama3"].changes, "num_hidden_layers": 4})}
+"""A draft of EAGLE-3 reads from three of its layers."""
+
+
 def write_model(folder: Path, name: str, seed: int = 0, **shapes: int) -> None:
     """Write a random model of a family or mixture in bfloat16, whose activations keep their size over layers."""
-    family = (FAMILIES | MIXTURES)[name]
+    family = (FAMILIES | MIXTURES | DEEP)[name]
     made = getattr(transformers, family.config)
     if name == VISION_MODEL:
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}

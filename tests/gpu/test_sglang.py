@@ -59,13 +59,14 @@ def near(name: str, options: dict[str, dict[str, Any]], **more: Any) -> Jobs:
 
 # Of INT8 experts stock SGLang has none for an NVIDIA GPU; its own kernel for them runs where the plugin runs none.
 EXPERTS = {who: HOPPER | {"experts": "sparse" if who == "sparse" else "dense"} for who in NEAR["mixture"]}
-JOBS: Jobs = {
-    **{name: job for family in FAMILIES for name, job in both(family, {}, family=family).items()},
-    **{k: job for name, more in FEATURES.items() for k, job in both(name, more, ("ask", "reload", "together")).items()},
-    **{k: job for name, more in DRAFTS.items() for k, job in both(name, more, ("tokens",)).items()},
-    **near("FP8", {"sparse": HOPPER}, dtype="fp8"),
-    **near("mixture", EXPERTS, family="two experts a token"),
-}
+GROUPS = (
+    *(both(family, {}, family=family) for family in FAMILIES),
+    *(both(name, more, ("ask", "reload", "together")) for name, more in FEATURES.items()),
+    *(both(name, more, ("tokens",), family="deep llama3") for name, more in DRAFTS.items()),
+    near("FP8", {"sparse": HOPPER}, dtype="fp8"),
+    near("mixture", EXPERTS, family="two experts a token"),
+)
+JOBS: Jobs = {name: job for group in GROUPS for name, job in group.items()}
 ALONE: Jobs = {name: (case, {}) for name, (case, _) in both("memory", {}, model=f"{REAL} 6:8").items()}
 """They measure time and memory, and would measure their neighbours."""
 
