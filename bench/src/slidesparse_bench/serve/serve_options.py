@@ -47,11 +47,10 @@ class ServeOptions(EngineOptions):
 def engine_settings(options: ServeOptions) -> dict[str, Any]:
     """Arguments of the engine, by the names of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``.
 
-    Memory is SGLang's own choice. It samples as vLLM does, since the other way needs a compiler at run time.
+    Memory, chunks of prompts and CUDA graphs are SGLang's own choice. Its other way to sample needs a compiler.
     """
     if options.server == SGLANG:
         settings: dict[str, Any] = {"model_path": str(options.folder), "context_length": LONGEST}
-        settings |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), BATCHED_TOKENS)
         settings |= {"max_running_requests": SEQUENCES, "disable_radix_cache": True, "random_seed": 0}
         settings |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
         own = {"json_model_override_args": json.dumps(options.additional)} if options.additional else {}
