@@ -162,8 +162,8 @@ def test_a_start_keeps_what_it_measured_and_packed_weights_take_no_more_memory(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_the_bits_of_stock_sglang(folder: Path, outcomes: dict[str, Served]) -> None:
-    # After the engines of one GPU: ranks want as much free memory as each other. Shards cut groups of 6.
+def test_two_gpus_give_the_bits_of_stock_sglang(folder: Path) -> None:
+    # Last, when no other engine runs: ranks want as much free memory as each other. Shards cut groups of 6.
     found = serve_all(folder, both("two GPUs", {"tp_size": 2}, model=f"{REAL} 4:6"), 1)
     stock, ours = pair(found, "two GPUs")
     assert_same(ours.answers[0], stock.answers[0])
