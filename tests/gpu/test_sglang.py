@@ -30,9 +30,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunked prefill, no overlap": {"chunked_prefill_size": 64, "disable_overlap_schedule": True},
     "deterministic inference": GRAPHS | {"enable_deterministic_inference": True},
 }
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, "speculative_ngram_max_bfs_breadth": 1}
 EAGLE = GRAPHS | eagle_settings("sglang", Path("eagle"), None)[0]
 DRAFTS = {
-    "n-grams": GRAPHS | {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+    "n-grams": GRAPHS | NGRAM,
     "a draft model": EAGLE | {"speculative_algorithm": "STANDALONE", DRAFT: "unmarked"},
     "EAGLE-3": EAGLE,
 }
