@@ -1,9 +1,10 @@
-"""Pretends to be ``vllm serve``: it takes the same arguments, says that it is well, and streams completions.
+"""Pretends to be ``vllm serve`` or SGLang's server: it takes the same arguments, says that it is well, and streams.
 
     python completions_server.py MODEL --port PORT ...
+    python completions_server.py --model-path MODEL --port PORT ...
 
 FAKE_SERVER in the environment lets it misbehave: "refuses" (dies at the start), "never well", "short" (a token less),
-"dies" (at the first request), "errors" (refuses every second request).
+"dies" (at the first request), "errors" (refuses every second request), "silent" (of SGLang's, sends no text).
 """
 
 from __future__ import annotations
@@ -38,18 +39,25 @@ class Handler(BaseHTTPRequestHandler):
         if MODE == "dies":
             print("RuntimeError: CUDA error: out of memory\nthe engine is gone", flush=True)
             os._exit(7)
-        fine = self.path == "/v1/completions" and all(isinstance(token, int) for token in asked["prompt"])
-        fine = fine and asked["model"] == "served" and asked["ignore_eos"] and asked["stream"]
+        of_sglang = self.path == "/generate"
+        prompt = asked["input_ids" if of_sglang else "prompt"]
+        fine = all(isinstance(token, int) for token in prompt) and asked["stream"]
+        if of_sglang:
+            asked |= {"model": "served", **asked["sampling_params"]}
+            asked["max_tokens"] = asked["max_new_tokens"]
+        fine = fine and asked["model"] == "served" and asked["ignore_eos"]
         if not fine or (MODE == "errors" and next(SEEN) % 2):
             self.send_error(400, "Bad Request")
             return
         self.send_response(200)
         self.end_headers()
         tokens = asked["max_tokens"] - (MODE == "short")
-        for _ in range(tokens):
+        for done in range(1, tokens + 1):
             time.sleep(GAP_S)
-            self.tell({"choices": [{"text": "", "index": 0}]})
-        self.tell({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": len(asked["prompt"])}})
+            of_one = {"text": "w7 " * done * (MODE != "silent"), "meta_info": {"completion_tokens": done}}
+            self.tell(of_one if of_sglang else {"choices": [{"text": "", "index": 0}]})
+        if not of_sglang:
+            self.tell({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": len(prompt)}})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def tell(self, data: dict[str, Any]) -> None:
@@ -66,7 +74,8 @@ class Server(ThreadingHTTPServer):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--model-path", dest="model")
     parser.add_argument("--port", type=int)
     options, _ = parser.parse_known_args()
     print("starting", options.model, flush=True)

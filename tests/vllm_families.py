@@ -92,15 +92,19 @@ MIXTURES = {
 }
 
 
-def write_model(folder: Path, name: str, seed: int = 0) -> None:
+DEEP = {"deep llama3": FAMILIES["llama3"]._replace(changes={**FAMILIES["llama3"].changes, "num_hidden_layers": 4})}
+"""A draft of EAGLE-3 reads from three of its layers."""
+
+
+def write_model(folder: Path, name: str, seed: int = 0, **shapes: int) -> None:
     """Write a random model of a family or mixture in bfloat16, whose activations keep their size over layers."""
-    family = (FAMILIES | MIXTURES)[name]
+    family = (FAMILIES | MIXTURES | DEEP)[name]
     made = getattr(transformers, family.config)
     if name == VISION_MODEL:
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
         config = made(text_config=SMALL | {"rope_parameters": rope}, vision_config=VISION, **MARKS)
     else:
-        config = made(**SMALL | dict(family.changes))
+        config = made(**SMALL | dict(family.changes) | shapes)
     torch.manual_seed(seed)
     model = getattr(transformers, family.model)(config).to(torch.bfloat16)
     with torch.no_grad():
@@ -122,14 +126,20 @@ def _talk_of_more_than_the_last_token(model: torch.nn.Module) -> None:
         if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
             parameter.fill_(400.0)
         elif name == "model.norm.weight":
-            parameter.fill_(-1 + SMALL["hidden_size"] ** -0.5)
+            parameter.fill_(-1 + parameter.numel() ** -0.5)
 
 
 def write_pruned(
-    folder: Path, name: str, pattern: str = "6:8", dtype: str = "int8", seed: int = 0, recipe: Recipe = "absmax"
+    folder: Path,
+    name: str,
+    pattern: str = "6:8",
+    dtype: str = "int8",
+    seed: int = 0,
+    recipe: Recipe = "absmax",
+    **shapes: int,
 ) -> Path:
     """Write a random model of a family and prune its language part into ``folder/pruned``."""
     source, pruned = folder / "source", folder / "pruned"
-    write_model(source, name, seed)
+    write_model(source, name, seed, **shapes)
     prune_checkpoint(source, pruned, PruneOptions(pattern, dtype, recipe=recipe), progress=False)
     return pruned

@@ -20,6 +20,7 @@ from vllm_families import SMALL, VISION_MODEL, write_pruned
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.offline.prune_options import Recipe
+from slidesparse_bench.engine.eagle_head import write_eagle_head
 from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
 
 PROMPTS, TOKENS, LIKELIEST = 4, 32, 20
@@ -48,7 +49,7 @@ class Case(NamedTuple):
         sparse: Serve with the plugin, every layer sparse; otherwise stock vLLM serves the same checkpoint dense.
         arguments: More arguments of ``vllm.LLM``; a ``Path`` in them is made, as :meth:`Server.path` says.
         steps: What is done, in order; each step gives answers. See :data:`STEPS`.
-        family: Of :data:`vllm_families.FAMILIES` or ``MIXTURES``.
+        family: Of :data:`vllm_families.FAMILIES`, ``MIXTURES`` or ``DEEP``.
         dtype: ``int8`` or ``fp8``.
         model: Which checkpoint, as :meth:`Server.path` says.
     """
@@ -117,25 +118,8 @@ class Server:
         return [self._served(case) for case in cases]
 
     def path(self, family: str, dtype: str, what: str) -> Path:
-        """Return a checkpoint, made on the first call.
-
-        ``first`` and ``second`` have other weights; ``six bits`` are the first ones rounded so; ``unmarked`` are the
-        first ones, which stock vLLM and the plugin serve dense; ``nudged`` have slightly other scales; ``unpruned``
-        breaks the pattern; ``adapter`` is one.
-        """
-        path = self.folder / f"{family}-{dtype}-{what}"
-        if path.exists():
-            return path
-        if what in ("first", "second", "six bits"):
-            folder = self.folder / f"{family}-{dtype}-{what}-made"
-            recipe: Recipe = "6bit" if what == "six bits" else "absmax"
-            write_pruned(folder, family, "6:8", dtype, int(what == "second"), recipe).rename(path)
-        elif what == "adapter":
-            write_adapter(path)
-        else:
-            path.mkdir()
-            changed(self.path(family, dtype, "first"), path, what)
-        return path
+        """Return a checkpoint, made on the first call."""
+        return checkpoint(self.folder, family, dtype, what)
 
     def _served(self, case: Case) -> Served:
         answers: list[Answers] = []
@@ -165,7 +149,7 @@ class Server:
     def _with_paths(self, case: Case) -> dict[str, Any]:
         arguments = dict(case.arguments)
         speculative = arguments.get("speculative_config")
-        if speculative is not None and speculative["method"] == "draft_model":
+        if speculative is not None and speculative["method"] in ("draft_model", "eagle3"):
             arguments["speculative_config"] = speculative | {
                 "model": str(self.path(case.family, case.dtype, speculative["model"]))
             }
@@ -270,7 +254,32 @@ def count_experts(model: torch.nn.Module) -> int:
     return sum(getattr(method, "slide", None) is not None for method in dict.fromkeys(methods))
 
 
-# -- checkpoints that differ from the pruned one -------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, family: str, dtype: str, what: str, **shapes: int) -> Path:
+    """Return a checkpoint, made on the first call.
+
+    ``first`` and ``second`` have other weights; ``six bits`` are the first ones rounded so; ``unmarked`` are the first
+    ones, which stock servers and the plugin serve dense; ``nudged`` have slightly other scales; ``unpruned`` breaks the
+    pattern; ``adapter`` is one, and ``eagle`` a draft of EAGLE-3.
+    """
+    path = folder / f"{family}-{dtype}-{what}"
+    if path.exists():
+        return path
+    if what in ("first", "second", "six bits"):
+        recipe: Recipe = "6bit" if what == "six bits" else "absmax"
+        made = write_pruned(folder / f"{path.name}-made", family, "6:8", dtype, int(what == "second"), recipe, **shapes)
+        made.rename(path)
+    elif what == "adapter":
+        write_adapter(path)
+    elif what == "eagle":
+        config = json.loads((checkpoint(folder, family, dtype, "first", **shapes) / "config.json").read_text())
+        write_eagle_head(path, config, torch.device("cpu"), 512)
+    else:
+        path.mkdir()
+        changed(checkpoint(folder, family, dtype, "first", **shapes), path, what)
+    return path
 
 
 def changed(source: Path, destination: Path, how: str) -> None:

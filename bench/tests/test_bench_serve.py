@@ -27,6 +27,7 @@ from slidesparse_bench.served_records import (
     ServeRecord,
     Step,
     TimelineRecord,
+    Way,
     Workload,
     read,
     to_line,
@@ -80,12 +81,13 @@ def write_nothing(
     dtype: torch.dtype,
     pattern: Any,
     device: object,
-    layers: Mapping[str, Any],
-    recipe: str,
-    lm_head: bool,
+    layers: Mapping[str, Any] | None = None,
+    recipe: str = "absmax",
+    lm_head: bool = False,
+    four_bits: str | None = None,
 ) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
+    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers or ())}))
 
 
 @pytest.fixture
@@ -93,8 +95,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
     monkeypatch.setattr(serve, "ServedEngine", Pretender)
     monkeypatch.setattr(serve, "find_spec", lambda name: True)
-    monkeypatch.setattr(serve, "why_no_http", lambda: "nobody serves in a test")
+    monkeypatch.setattr(serve, "why_no_http", lambda server: "nobody serves in a test")
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
+    monkeypatch.setattr(serve_checkpoints, "write_eagle_head", lambda folder, config, device: folder.mkdir())
+    monkeypatch.setattr(serve, "version", lambda name: "0.5.17")
     monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     monkeypatch.setattr(environment, "require_gpu", lambda: None)
     monkeypatch.setattr(environment, "machine", lambda: MACHINE)
@@ -366,13 +370,56 @@ def test_over_http_and_in_process_are_not_mixed(
     path = tmp_path / "r.jsonl"
     assert run(PROFILE, path, tmp_path).added == 18
     assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    monkeypatch.setattr(serve, "why_no_http", lambda server: None)
     assert run(PROFILE, path, tmp_path).added == 18
     assert run(PROFILE, path, tmp_path).added == 0
     records = read(ServeRecord, [path])
     assert [record.http for record in records] == [False] * 18 + [True] * 18
     assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
     assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
+
+
+def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    path, asked = tmp_path / "r.jsonl", {"quick": True, "dtypes": ["int8"], "patterns": ["6:8"], "gpus": 2}
+    assert run(adapt(**asked), path, tmp_path).added == 5 * 3
+    assert Pretender.started[0].arguments == {"tensor_parallel_size": 2}
+    profile = adapt(**asked, server="sglang", eagle=2.5)
+    assert run(profile, path, tmp_path).added == 4 * 3  # none with other graphs
+    assert run(profile, path, tmp_path).added == 0
+    ways = {record.way for record in read(ServeRecord, [path])}
+    assert ways == {Way(), Way("sglang 0.5.17", False, "EAGLE-3 by 3 with 2.5 tokens a step")}
+    assert [options.server for options in Pretender.started] == ["vllm"] * 5 + ["sglang"] * 4
+    options = Pretender.started[-1]
+    assert (options.arguments["tp_size"], options.arguments["speculative_algorithm"]) == (2, "EAGLE3")
+    assert options.environment["SGLANG_SIMULATE_ACC_LEN"] == "2.5"
+    assert Path(options.arguments["speculative_draft_model_path"]).is_dir()
+    assert [name for name, _ in Pretender.asked[-3:]] == ["answers 1", "answers 8", "answers 64"]
+
+
+def test_rivals_are_stock_with_weights_of_their_own(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[torch.dtype, str | None]] = []
+
+    def write(folder: Path, config: Any, dtype: torch.dtype, *given: Any, four_bits: str | None = None) -> None:
+        written.append((dtype, four_bits))
+        write_nothing(folder, config, dtype, given[0], given[1])
+
+    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
+    profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], rivals=["fp8", "w4a8", "w4a16"])
+    run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[3:6] == ["stock FP8", "stock W4A8", "stock W4A16"]
+    assert written[2:] == [(torch.float8_e4m3fn, None), (torch.bfloat16, "w4a8"), (torch.bfloat16, "w4a16")]
+    rivals = Pretender.started[3:6]
+    assert {(options.plugin, str(options.additional)) for options in rivals} == {(False, "{}")}
+    assert [options.folder.name for options in rivals] == [f"Qwen2.5-7B-28-{w}-dense" for w in ("fp8", "w4a8", "w4a16")]
+
+
+def test_loads_beyond_the_usual_ones_are_asked_for_by_name() -> None:
+    names = ["decode 1 at 80", "decode 8 at 600", "decode 64 at 8192", "answers 8"]
+    assert [workload.name for workload in adapt(workloads=names).workloads] == names
+    assert not {workload.name for workload in adapt().workloads} & set(names)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
@@ -425,6 +472,8 @@ def test_the_command_line_reaches_the_engines(
         *(["--engines", "9:9"], ["--gpus", "0"], ["--gpus", "2"], ["--graphs", "99999"], ["--timeline", "0"]),
         *(["--graphs", "2048", "--engines", "stock", "stock again"], ["--tokens", "5"], ["--workloads", "bursts"]),
         *(["--soak", "0"], ["--budget-s", "nan"], ["--layers", "0"], ["--backends", "cutlass"]),
+        *(["--server", "sglang", "--graphs", "512"], ["--server", "sglang", "--timeline", "9"], ["--eagle", "9"]),
+        *(["--server", "sglang", "--dtype", "bf16"], ["--rivals", "w4a4"]),
         *(["--timeline", "9", "--http", "on"], ["--timeline", "9", "--soak", "60"], ["--profile", "quick"]),
         *(["--scratch", "/dev/null/here"], ["--out", "/dev/null/here.jsonl"], ["--out", "/"]),
     ],

@@ -96,6 +96,21 @@ def test_tokens_a_joule_count_all_repeats() -> None:
     assert tokens_a_joule(replace(RECORDS[0], power=None)) is None
 
 
+def test_servers_and_drafts_have_tables_of_their_own(tmp_path: Path) -> None:
+    of_sglang = replace(MACHINE, vllm=None)
+    others = [replace(one, machine=of_sglang, server="sglang 0.5.17", speculation="EAGLE-3") for one in RECORDS]
+    assert [(group.name, group.slug) for group in groups([*RECORDS, *others])] == [
+        ("Qwen2.5-7B, INT8, 28 layers", "qwen2_5-7b_int8_28_1"),
+        ("Qwen2.5-7B, INT8, 28 layers, SGLang 0.5.17, EAGLE-3", "qwen2_5-7b_int8_28_1_sglang_0_5_17_eagle-3"),
+    ]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(f"{to_line(one)}\n" for one in others))
+    assert read(ServeRecord, [path]) == others
+    assert len(write_serve_report([*RECORDS, *others], [], tmp_path)) > len(write_serve_report(RECORDS, [], tmp_path))
+    with pytest.raises(InputError, match=r"got 0.22.1, 0.33.0; needed records of one release of vLLM"):
+        write_serve_report([*RECORDS, replace(RECORDS[0], machine=replace(MACHINE, vllm="0.33.0"))], [], tmp_path)
+
+
 def test_steps_are_counted_by_their_tokens() -> None:
     found = steps(RECORDS[0])  # the first has no time
     assert [(one.most, one.steps, one.median_ms) for one in found] == [

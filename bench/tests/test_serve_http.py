@@ -38,7 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ModuleType("vllm.benchmarks.lib.endpoint_request_func")
     client.__dict__.update(RequestFuncInput=SimpleNamespace, async_request_openai_completions=ask)
     monkeypatch.setitem(sys.modules, client.__name__, client)
-    monkeypatch.setattr(serve_http, "CLI", (str(SCRIPT),))
+    monkeypatch.setattr(serve_http.OverHttp, "cli", (str(SCRIPT),))
     monkeypatch.setattr(serve_http, "open_session", lambda: SimpleNamespace(close=lambda: asyncio.sleep(0)))
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
     monkeypatch.setattr(serve_server, "POLL_S", 0.02)
@@ -151,8 +151,8 @@ def test_servers_get_the_arguments_of_the_engine_in_process(tmp_path: Path) -> N
 
 def test_waits_count_from_the_arrival() -> None:
     output = Output(start_time=10.5, ttft=0.25, itl=[0.125, 0.125], output_tokens=3, success=True)
-    assert served(output, 10.0) == Served((0.75, 0.875, 1.0), 3)
-    assert served(Output(error=""), 0.0).error == "it was refused without a word"
+    assert served(output, 3, 10.0) == Served((0.75, 0.875, 1.0), 3)
+    assert served(Output(error=""), 0, 0.0).error == "it was refused without a word"
 
 
 def test_a_step_is_what_lies_between_tokens_while_all_decode() -> None:
@@ -165,12 +165,10 @@ def test_a_step_is_what_lies_between_tokens_while_all_decode() -> None:
 
 def test_why_there_is_no_http_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_server, "find_spec", lambda name: object())
-    monkeypatch.setattr(serve_server, "NEEDS", "json, no_such_package_of_a_server")
+    monkeypatch.setattr(serve_server, "NEEDS", {"vllm": "json, no_such_package_of_a_server", "sglang": "json"})
     why_no_http.cache_clear()
-    assert why_no_http() == "ModuleNotFoundError: No module named 'no_such_package_of_a_server'"
-    monkeypatch.setattr(serve_server, "NEEDS", "json")
-    why_no_http.cache_clear()
-    assert why_no_http() is None
+    assert why_no_http("vllm") == "ModuleNotFoundError: No module named 'no_such_package_of_a_server'"
+    assert why_no_http("sglang") is None
     why_no_http.cache_clear()
 
 

@@ -43,6 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "async scheduling": {"async_scheduling": True},
     "n-gram speculation": speculative(NGRAM, prompt_lookup_max=4, prompt_lookup_min=2),
     "a dense draft model": speculative("draft_model", model="unmarked"),
+    "EAGLE-3": speculative("eagle3", model="eagle"),
 }
 """Feature -> arguments of ``vllm.LLM``; everything eager, INT8, and one prompt at a time."""
 
@@ -80,6 +81,7 @@ GROUPS: list[dict[str, Case]] = [
     {"six bits, stock": Case(False, model="six bits")}
     | {f"six bits, {name}": Case(True, SIX_BITS | more, model="six bits") for name, more in MODES.items()}
     | {"six bits, reloaded": Case(True, SIX_BITS, ("ask", "reload"), model="six bits")},
+    both("EAGLE-3", FEATURES["EAGLE-3"], family="deep llama3"),
     both("LoRA", LORA, ADAPTED),
     both("compiled LoRA", LORA | COMPILED, ADAPTED),
 ]
@@ -121,7 +123,7 @@ def assert_same(ours: Answers, stock: Answers) -> None:
 
 
 def assert_sparse(facts: dict[str, Any]) -> None:
-    assert facts["sparse"] in (4 * SMALL["num_hidden_layers"], 7 * SMALL["num_hidden_layers"])  # fused, or each alone
+    assert facts["sparse"] in [n * SMALL["num_hidden_layers"] for n in (4, 7, 8)]  # fused, each alone, twice the layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,7 +161,7 @@ def assert_on(name: str, facts: dict[str, Any]) -> None:
     assert (facts["cached"] > 0) == (name == "prefix caching")
     assert (facts["batched"] < max(map(len, prompts()))) == (name == "chunked prefill")
     assert facts["async"] or name != "async scheduling"
-    if name in ("n-gram speculation", "a dense draft model"):
+    if name in ("n-gram speculation", "a dense draft model", "EAGLE-3"):
         assert facts["draft"] > 0
     if name == "a dense draft model":  # which n-grams of random text are right differs from release to release
         assert facts["draft"] >= facts["accepted"] > 0

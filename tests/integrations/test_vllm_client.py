@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slidesparse_bench.engine.eagle_head import eagle_settings
 from slidesparse_bench.serve import serve_engine, serve_http
 from slidesparse_bench.serve.serve_engine import ServeDriver
 from slidesparse_bench.serve.serve_load import decode
@@ -24,7 +25,7 @@ SHORT = Workload("short", AT_ONCE, 40, (3, 900), (2, 5), repeats=2)
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeDriver]:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(serve_http, "CLI", (str(SCRIPT),))
+    monkeypatch.setattr(serve_http.OverHttp, "cli", (str(SCRIPT),))
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
     log = tmp_path / "log"
     made = ServeDriver(ServeOptions(tmp_path / "model", False, http=True, log=log))
@@ -61,7 +62,7 @@ def test_vllms_engine_knows_the_servers_arguments(tmp_path: Path) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     settings = {"quantization": "slidesparse", "compilation_config": {"max_cudagraph_capture_size": 2048}}
-    settings["tensor_parallel_size"] = 2
+    settings |= {"tensor_parallel_size": 2, **eagle_settings("vllm", tmp_path, 2.5)[0]}
     options = ServeOptions(tmp_path, True, {"slidesparse": {"backend": "auto"}}, settings, share=0.9)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     written = server_arguments(options, "127.0.0.1", 8000, "served")[5:]  # the server's own come first
@@ -71,4 +72,5 @@ def test_vllms_engine_knows_the_servers_arguments(tmp_path: Path) -> None:
     assert parsed.additional_config == {"slidesparse": {"backend": "auto"}}
     assert parsed.max_num_seqs == 256
     assert parsed.tensor_parallel_size == 2
+    assert parsed.speculative_config["rejection_sample_method"] == "synthetic"
     assert parsed.compilation_config.max_cudagraph_capture_size == 2048

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from vllm_models import REFERENCE, configured, loaded_by
 
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse_bench.engine.eagle_head import write_eagle_head
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
-HIDDEN, KV, MIDDLE, WORDS, DRAFT_WORDS = 256, 128, 512, 512, 128
+HIDDEN, WORDS, DRAFT_WORDS = 256, 512, 128
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one layer whose output embedding is pruned too."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
         vocab_size=WORDS, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, **sizes
     )
@@ -36,20 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 draft with an output embedding of its own, for a part of the words."""
     folder = tmp_path_factory.mktemp("draft")
-    config = json.loads((model / "config.json").read_text())
-    for key in ("quantization_config", "slidesparse_config"):
-        del config[key]
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_WORDS}
-    (folder / "config.json").write_text(json.dumps(config))
-    matrices = {"self_attn.q_proj": (HIDDEN, 2 * HIDDEN), "self_attn.k_proj": (KV, 2 * HIDDEN)}
-    matrices |= {"self_attn.v_proj": (KV, 2 * HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
-    matrices |= {"mlp.gate_proj": (MIDDLE, HIDDEN), "mlp.up_proj": (MIDDLE, HIDDEN), "mlp.down_proj": (HIDDEN, MIDDLE)}
-    shapes: dict[str, tuple[int, ...]] = {f"midlayer.{name}": shape for name, shape in matrices.items()}
-    shapes |= {f"midlayer.{n}": (HIDDEN,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    shapes |= {"fc": (HIDDEN, 3 * HIDDEN), "norm": (HIDDEN,), "lm_head": (DRAFT_WORDS, HIDDEN)}
-    tensors = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors | {"d2t": torch.zeros(DRAFT_WORDS, dtype=torch.int64)}, folder / "model.safetensors")
-    return folder
+    write_eagle_head(folder / "head", json.loads((model / "config.json").read_text()), torch.device("cpu"), DRAFT_WORDS)
+    return folder / "head"
 
 
 @pytest.mark.usefixtures("no_dense_kernels")

@@ -70,6 +70,9 @@ def add_bench(commands: Commands, text: str) -> None:
     served.add_argument(
         "--http", choices=("auto", "on", "off"), help="ask over HTTP (default: auto, where vLLM's server is installed)"
     )
+    served.add_argument("--server", choices=("vllm", "sglang"), help="whose engines (default: vllm)")
+    served.add_argument("--rivals", nargs="+", metavar="TYPE", help="also stock in fp8, w4a8, w4a16")
+    served.add_argument("--eagle", type=float, metavar="N", help="EAGLE-3's drafts, forced to give N tokens a step")
     served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
 
 
@@ -148,7 +151,10 @@ def _require_own_options(options: argparse.Namespace) -> None:
         ("gemm",): ("grouped",),
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
-        ("serve",): ("quick", "engines", "plan", "gpus", "timeline", "workloads", "soak", "http"),
+        ("serve",): (
+            *("quick", "engines", "plan", "gpus", "timeline", "workloads", "soak", "http"),
+            *("server", "rivals", "eagle"),
+        ),
     }
     for benchmarks, names in owners.items():
         given = [name for name in names if getattr(options, name) not in (None, False)]
@@ -198,6 +204,9 @@ def _bench_serve(options: argparse.Namespace) -> int:
         workloads=options.workloads,
         soak_s=options.soak,
         http=options.http or serve_plan.AUTO_HTTP,
+        server=options.server or "vllm",
+        rivals=options.rivals,
+        eagle=options.eagle,
         budget_s=options.budget_s,
         plan=options.plan,
     )

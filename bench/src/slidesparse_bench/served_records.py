@@ -29,7 +29,12 @@ SERVE, TIMELINE = "serve", "serve timeline"
 STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
 """Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
 
-LATER = {"steady": None, "error": None, "http": False, "soak": None}
+VLLM, SGLANG = "vllm", "sglang"
+
+RIVALS = {"stock FP8": "fp8", "stock W4A8": "w4a8", "stock W4A16": "w4a16"}
+"""Engines of what a user would take instead -> their weights: stock, dense, beside the others of a model and type."""
+
+LATER = {"steady": None, "error": None, "http": False, "soak": None, "server": VLLM, "speculation": None}
 """Fields that records of this version may lack: they were added to it, and mean nothing where they are missing."""
 
 AT_ONCE, ARRIVALS, DECODE, SOAK = "at once", "arrivals", "decode", "soak"
@@ -48,7 +53,7 @@ class EngineKey:
         dtype: ``int8``, ``fp8`` or ``bf16``.
         layers: Decoder layers.
         gpus: How many, by tensor parallelism.
-        engine: ``stock``, ``stock again``, ``control``, a pattern, or a pattern and a backend.
+        engine: ``stock``, ``stock again``, ``control``, one of :data:`RIVALS`, a pattern, or a pattern and a backend.
         pattern: Of its checkpoint.
         backend: ``auto`` or a backend's name; empty for stock vLLM.
         graphs: Tokens of the largest CUDA graph; None: vLLM's own choice.
@@ -62,6 +67,31 @@ class EngineKey:
     pattern: str
     backend: str
     graphs: int | None
+
+    @property
+    def weights(self) -> str:
+        """The type of its weights, which is another one than of the engines that it is compared with in a rival."""
+        return RIVALS.get(self.engine, self.dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How engines were asked; those of two ways are not compared.
+
+    Attributes:
+        server: ``vllm``, whose release is the machine's, or ``sglang`` and its release.
+        http: Over HTTP, of a server by the client of that server's own benchmark; else in process.
+        speculation: How drafts were made and accepted; None: no speculation.
+    """
+
+    server: str = VLLM
+    http: bool = False
+    speculation: str | None = None
+
+    def told(self) -> list[str]:
+        """What is special about it, for headings; nothing of vLLM in process."""
+        server = "" if self.server == VLLM else self.server.replace(SGLANG, "SGLang")
+        return [part for part in (server, "over HTTP" if self.http else "", self.speculation) if part]
 
 
 @dataclass(frozen=True)
@@ -114,7 +144,7 @@ class ServeRecord:
         power: Of all its GPUs together, over all repeats.
         steady: The GPU while requests waited for a place; None of workloads in which none do, and in older records.
         error: What the first request that failed was told.
-        http: Whether it was asked over HTTP, of a ``vllm serve`` by vLLM's client, or in process.
+        http: Of its :class:`Way`, as ``server`` and ``speculation``.
         soak: The verdict on a load that lasts; None of the others.
         why_not: Why there are no times; None where there are. See :attr:`died`.
     """
@@ -140,8 +170,15 @@ class ServeRecord:
     http: bool = False
     soak: Soak | None = None
     why_not: str | None = None
+    server: str = VLLM
+    speculation: str | None = None
     benchmark: str = SERVE
     format: int = FORMAT
+
+    @property
+    def way(self) -> Way:
+        """How it was asked."""
+        return Way(self.server, self.http, self.speculation)
 
     @property
     def died(self) -> bool:
@@ -261,6 +298,7 @@ def _from_line(kind: type[R], line: str) -> R:
 
 def _check_served(record: ServeRecord) -> None:
     """Refuse numbers that nobody can have measured, and a record with neither times nor a reason."""
+    require_printable(record.way, "record")
     if bool(record.seconds) == (record.why_not is not None):
         raise InputError("a record needs either times or a reason for having none", got=record.why_not)
     require_numbers(record, "record", "seconds", positive=True)

@@ -22,6 +22,7 @@ from slidesparse.offline.known_models import MODELS
 from slidesparse.prune import prune_mask
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding, quantize_weight, rounding_of
+from slidesparse_bench.engine.four_bits import four_bit_config, four_bit_tensors
 
 HEAD = 128
 
@@ -57,6 +58,7 @@ class Architecture:
         mixture: The experts of each layer; None for a dense model.
         attention: Of a mixture, (out, in) of q, k and v together, and of the linear after attention.
         lm_head: The output embedding is stored as linears are. Otherwise it is in BF16.
+        linears: (out, in) as :data:`MODELS` has them, of a dense model that is not among those.
     """
 
     model_type: str
@@ -67,11 +69,12 @@ class Architecture:
     mixture: Mixture | None = None
     attention: tuple[tuple[int, int], ...] = ()
     lm_head: bool = False
+    linears: tuple[tuple[int, int], ...] = ()
 
     def sizes(self, model: str) -> tuple[tuple[int, int], ...]:
         """Return (out, in) of every linear of a layer that is read as one, experts one by one."""
         if self.mixture is None:
-            return MODELS[model.removesuffix(LM_HEAD)]
+            return self.linears or MODELS[model.removesuffix(LM_HEAD)]
         hidden, inner = self.attention[0][1], self.mixture.inner
         return (*self.attention, *((2 * inner, hidden), (hidden, inner)) * self.mixture.experts)
 
@@ -82,6 +85,9 @@ ARCHITECTURES = {
     "Llama-3-8B": Architecture("llama", 32, 32, 128256),
     "Qwen2.5-7B": Architecture("qwen2", 28, 28, 152064),
     "Qwen2.5-14B": Architecture("qwen2", 48, 40, 152064),
+    "Qwen2.5-32B": Architecture(
+        "qwen2", 64, 40, 152064, linears=((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648))
+    ),
     "BitNet-2B": Architecture("llama", 30, 20, 128256),  # its shapes; SiLU in place of its squared ReLU
     "Qwen3-30B-A3B": Architecture(
         "qwen3_moe", 48, 32, 151936, mixture=Mixture(128, 8, 768), attention=((5120, 2048), (2048, 4096))
@@ -152,8 +158,9 @@ def write_checkpoint(
     layers: Mapping[str, Pattern] | None = None,
     recipe: Rounding = "absmax",
     lm_head: bool = False,
+    four_bits: str | None = None,
 ) -> None:
-    """Write a checkpoint that vLLM loads, the same weights on every call.
+    """Write a checkpoint that servers load, the same weights on every call.
 
     Args:
         folder: To make.
@@ -164,10 +171,11 @@ def write_checkpoint(
         layers: Linear -> pattern, where it is not the common one.
         recipe: How weights are rounded.
         lm_head: Whether the output embedding is stored as linears are.
+        four_bits: ``w4a8`` or ``w4a16`` in place of the type; nothing is pruned then.
     """
     folder.mkdir(parents=True)
     exceptions = layers or {}
-    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, recipe)
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, recipe, four_bits)
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
@@ -182,7 +190,9 @@ def write_checkpoint(
     extra: dict[str, Any] = {}
     mixtures = [f"model.layers.{index}.mlp" for index in range(config["num_hidden_layers"]) if experts]
     alone = [*([] if lm_head else ["lm_head"]), *(f"{mixture}.gate" for mixture in mixtures)]
-    if dtype != torch.bfloat16:
+    if four_bits is not None:
+        extra["quantization_config"] = four_bit_config(four_bits, alone)
+    elif dtype != torch.bfloat16:
         extra["quantization_config"] = quantization_config(dtype, alone, "lm_head" if lm_head else None)
     if pattern != DENSE:
         leaves = ("gate_proj", "up_proj", "down_proj")
@@ -219,6 +229,7 @@ class _Writer:
     generator: torch.Generator
     exceptions: Mapping[str, Pattern]
     recipe: Rounding
+    four_bits: str | None
 
     def __post_init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -245,7 +256,9 @@ class _Writer:
             weight = weight * prune_mask(weight, pattern)
         tensors: dict[str, torch.Tensor] = {}
         for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
-            if self.dtype == torch.bfloat16:
+            if self.four_bits is not None:
+                tensors |= {f"{name}.{kind}": tensor for kind, tensor in four_bit_tensors(part).items()}
+            elif self.dtype == torch.bfloat16:
                 tensors[f"{name}.weight"] = part
             else:
                 values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, pattern))

@@ -27,6 +27,7 @@ from slidesparse_bench.served_records import (
     DECODE,
     MIXED_LOAD,
     STOCK,
+    VLLM,
     ServeRecord,
     Step,
     TimelineRecord,
@@ -46,6 +47,10 @@ Over HTTP, each engine is a `vllm serve`, asked by the client of vLLM's own benc
 asked without a server. The two must not be compared with each other. `GPU busy` is the share of time in which any
 kernel ran, by samples of the driver: it says nothing of how much of the GPU a kernel took. `steady` is the same while
 requests waited for a place, from the first answer's end until the rest ran all at once."""
+
+OTHERS = """\
+SGLang tells nobody of its steps, so a step of decoding is the time between a client's tokens there. Drafts of EAGLE-3
+have random weights, and the server is told how many of their tokens to accept."""
 
 PROFILED = """\
 Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
@@ -96,9 +101,10 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
     from slidesparse_bench.report import serve_plots
 
     machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
+    of_vllm = [*(r.machine for r in records if r.server == VLLM), *(r.machine for r in profiled)]
     for name, what in ONE.items():
-        values = sorted({str(getattr(machine, name)) for machine in machines})
-        if len(values) != 1:
+        values = sorted({str(getattr(machine, name)) for machine in (of_vllm if name == VLLM else machines)})
+        if len(values) > 1 or not machines:
             raise InputError("records of a report", got=", ".join(values) or "none", needed=f"records of one {what}")
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]
@@ -106,6 +112,7 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 
     def parts(pictures: list[str]) -> list[str]:
         head = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT, *pictures]
+        head += [OTHERS] if any(r.server != VLLM or r.speculation for r in records) else []
         soaks = soak_lines(records)
         head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
         return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]

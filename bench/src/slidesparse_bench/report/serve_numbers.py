@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from slidesparse_bench.report.numbers import ratio
 from slidesparse_bench.report.table import file_name
-from slidesparse_bench.served_records import CONTROL, STOCK, ServeRecord, TimelineRecord
+from slidesparse_bench.served_records import CONTROL, STOCK, ServeRecord, TimelineRecord, Way
 
 EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Most tokens of the steps of a bin."""
@@ -51,18 +51,19 @@ class Group:
 
 def groups(records: Iterable[ServeRecord]) -> list[Group]:
     """Records with times, by model, type and GPUs; of what was served twice the latest counts."""
-    found: dict[tuple[str, str, int, int, bool], dict[str, dict[str, ServeRecord]]] = {}
+    found: dict[tuple[str, str, int, int, Way], dict[str, dict[str, ServeRecord]]] = {}
     for record in records:
         if record.why_not is None and record.workload is not None:
             key = record.key
-            engines = found.setdefault((key.model, key.dtype, key.gpus, key.layers, record.http), {})
+            engines = found.setdefault((key.model, key.dtype, key.gpus, key.layers, record.way), {})
             served, name = engines.setdefault(_label(record), {}), record.workload.name
             served[name] = max(record, served.get(name, record), key=lambda one: one.started)
     made = []
-    for (model, dtype, gpus, layers, http), engines in found.items():
+    for (model, dtype, gpus, layers, way), engines in found.items():
         name = f"{model}, {dtype.upper()}, {layers} layers" + (f", {gpus} GPUs" if gpus > 1 else "")
-        name += ", over HTTP" if http else ""
-        slug = file_name(f"{model}_{dtype}_{layers}_{gpus}".replace(".", "_")) + ("_http" if http else "")
+        name = ", ".join([name, *way.told()])
+        slug = "_".join([f"{model}_{dtype}_{layers}_{gpus}", *(part.removeprefix("over ") for part in way.told())])
+        slug = file_name(slug.replace(".", "_").replace(" ", "_"))
         made.append(Group(name, slug, dict(sorted(engines.items(), key=lambda item: _order(item[0])))))
     return made
 

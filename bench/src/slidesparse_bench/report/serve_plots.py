@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from slidesparse_bench.report.plots import COLOURS, GREY, MARKERS
 from slidesparse_bench.report.serve_numbers import Group, tokens_a_second
-from slidesparse_bench.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK
+from slidesparse_bench.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, RIVALS, STOCK
 
 BLACK = "#000000"
 LABELS = {CONTROL: "control (dense, joined)"}
@@ -101,14 +101,14 @@ def _draw_waits(group: Group, path: Path) -> bool:
 def _draw_line(axes: Any, engine: str, points: list[tuple[float, float]]) -> None:
     style = {"color": _colour(engine), "label": LABELS.get(engine, engine), "marker": MARKERS.get(engine, "x")}
     if engine.startswith(STOCK):
-        more_graphs = engine not in (STOCK, AGAIN)
+        more_graphs = engine not in (STOCK, AGAIN)  # or other weights, in grey
         style |= {"marker": "^" if more_graphs else "s", "markerfacecolor": "white" if engine == AGAIN else BLACK}
     line = "none" if len(points) == 1 else "--" if engine == CONTROL else "-"
     axes.plot(*zip(*points, strict=True), linestyle=line, markersize=8, **style)
 
 
 def _colour(engine: str) -> str:
-    if engine.startswith(STOCK):
+    if engine.startswith(STOCK) and engine not in RIVALS:
         return BLACK
     return COLOURS.get(engine.partition(" ")[0].rstrip(","), GREY)
 

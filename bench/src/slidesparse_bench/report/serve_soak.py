@@ -21,7 +21,7 @@ def _line(record: ServeRecord, soak: Soak) -> str:
         f"between tokens {_by_thirds(soak.thirds, lambda waits: waits.between)} ms",
         *(f"{name} memory {_grown(growth)}" for name, growth in (("GPU", soak.gpu), ("host", soak.host))),
     ]
-    way = "over HTTP" if record.http else "in process"
+    way = ", ".join(record.way.told()) or "in process"
     said = "**failed**: " + "; ".join(soak.faults) if soak.faults else "**passed**"
     return f"- {key.model} {key.dtype} {key.engine}, {way}, {said}. {'; '.join(parts)}."
 

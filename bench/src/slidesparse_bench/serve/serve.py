@@ -1,9 +1,9 @@
-"""``bench serve``: what users of a loaded server feel, engine after engine, each alone as ``vllm serve`` has it.
+"""``bench serve``: what users of a loaded server feel, engine after engine, each alone as its server has it.
 
-For every model and type: stock dense vLLM, a control (the plugin with every layer dense and joined, so that what fusion
-gives and what sparsity gives are told apart), each pattern, stock with CUDA graphs as large as the plugin captures, and
-stock again. Each engine is a fresh process, whose engine core runs in one of its own, and serves the workloads of
-serve_load.py.
+For every model and type: stock dense vLLM or SGLang, a control (the plugin with every layer dense and joined, so that
+what fusion gives and what sparsity gives are told apart), each pattern, other stock engines if asked for, in vLLM stock
+with CUDA graphs as large as the plugin captures, and stock again. Each engine is a fresh process, whose engine core is
+in one of its own, and serves the workloads of serve_load.py.
 
 Records are appended as they come, and a run that finds its file goes on where the last one ended. An engine that dies
 is a record, and the others go on; a run that continues does not start it again.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,16 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse_bench import environment
 from slidesparse_bench.comparison import now
+from slidesparse_bench.engine.eagle_head import STEPS, eagle_settings
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES
 from slidesparse_bench.records import Machine
-from slidesparse_bench.serve.serve_checkpoints import ready_checkpoint, removable, require_space, scratch_folder
+from slidesparse_bench.serve.serve_checkpoints import (
+    ready_checkpoint,
+    ready_draft,
+    removable,
+    require_space,
+    scratch_folder,
+)
 from slidesparse_bench.serve.serve_engine import ServedEngine
 from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_measured import Measured
@@ -44,13 +52,18 @@ from slidesparse_bench.serve.serve_server import why_no_http
 from slidesparse_bench.served_records import (
     AT_ONCE,
     DECODE,
+    SGLANG,
     STOCK,
+    VLLM,
     EngineKey,
     ServeRecord,
     TimelineRecord,
+    Way,
     Workload,
     resume,
 )
+
+NEEDS = {VLLM: ("vLLM", 'pip install "slidesparse[vllm]"'), SGLANG: ("SGLang", "pip install sglang")}
 
 SAME = ("gpu", "driver", "torch", "vllm")
 """What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""
@@ -95,11 +108,12 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     Raises:
         InputError: The file holds something else, was measured elsewhere or is added to by another run, or requests
             are to arrive at a share of what no stock engine took.
-        UnsupportedError: No GPU, too few, one that others hold; no vLLM, no HTTP though it is asked for; a full disk.
+        UnsupportedError: No GPU, too few, one that others hold; no server, no HTTP though it is asked for; a full disk.
     """
     environment.require_gpu()  # first: who has no GPU shall not install vLLM for nothing
-    if find_spec("vllm") is None:
-        raise UnsupportedError("slidesparse bench serve needs vLLM", remedy='pip install "slidesparse[vllm]"')
+    if find_spec(profile.server) is None:
+        name, remedy = NEEDS[profile.server]
+        raise UnsupportedError(f"slidesparse bench serve needs {name}", remedy=remedy)
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
     timeline = profile.timeline is not None
@@ -108,8 +122,10 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         found = [] if timeline else resume(ServeRecord, path)
         machine = environment.machine()
         _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
-        http = _over_http(profile)
-        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), http, found, profiled)
+        server = VLLM if profile.server == VLLM else f"{SGLANG} {version(SGLANG)}"
+        speculation = None if profile.eagle is None else f"EAGLE-3 by {STEPS} with {profile.eagle:g} tokens a step"
+        way = Way(server, _over_http(profile), speculation)
+        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found, profiled)
         asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
         if any(ahead):
@@ -118,7 +134,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
             _require(run_, keys)
         _tell_ahead(run_, [key for keys in ahead for key in keys])
         waiting = [key for keys in asked for key in _serve_all(run_, keys)]
-    died = [r for r in run_.found if r.died and r.http == http and any(r.key in keys for keys in asked)]
+    died = [r for r in run_.found if r.died and r.way == way and any(r.key in keys for keys in asked)]
     return ServeSummary(
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
@@ -169,12 +185,12 @@ def _over_http(profile: ServeProfile) -> bool:
     """Whether engines are asked over HTTP: where that works, unless the user says otherwise."""
     if profile.http == OFF or profile.timeline is not None:
         return False
-    why_not = why_no_http()
+    why_not = why_no_http(profile.server)
     if why_not is None:
         return True
     if profile.http == ON:
         raise UnsupportedError(
-            "--http on", got=why_not, needed="vLLM's server and its client", remedy="install what is missing"
+            "--http on", got=why_not, needed="the server and its client", remedy="install what is missing"
         )
     _tell(f"in process, not over HTTP: {why_not}")
     return False
@@ -223,7 +239,7 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
     """Start an engine and let it serve what it has not served; a record says where it died."""
     workload: Workload | None = None
     options = _options(run_, key)
-    record = ServeRecord(key, None, run_.machine, now(), http=run_.http)
+    record = ServeRecord(key, None, run_.machine, now(), **vars(run_.way))
     began = time.monotonic()
     _tell(f"{_name(key)}: starting")
     engine = ServedEngine(options)
@@ -271,8 +287,11 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
     if key.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}
     if key.gpus > 1:
-        arguments["tensor_parallel_size"] = key.gpus
-    profile = run_.profile
+        arguments["tp_size" if run_.profile.server == SGLANG else "tensor_parallel_size"] = key.gpus
+    profile, forced = run_.profile, dict[str, str]()
+    if profile.eagle is not None:
+        drafts, forced = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)
+        arguments |= drafts
     traces = None if profile.timeline is None else run_.scratch / f"traces-{len(run_.profiled)}"
     return ServeOptions(
         folder,
@@ -283,8 +302,10 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         gpus=tuple(environment.uuids(key.gpus)),
         timeline=traces,
         timeline_steps=profile.timeline or 0,
-        http=run_.http,
+        http=run_.way.http,
         log=_log_of(run_.path, key),
+        server=profile.server,
+        environment=forced,
     )
 
 

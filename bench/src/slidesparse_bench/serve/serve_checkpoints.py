@@ -14,6 +14,8 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import parse_dtype
+from slidesparse_bench.engine.eagle_head import write_eagle_head
+from slidesparse_bench.engine.four_bits import ACTIVATIONS, GROUP
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse_bench.kernels.operands import recipe_for
 from slidesparse_bench.serve.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
@@ -50,8 +52,8 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern, and as many bits, share it."""
     pattern = key.pattern.replace(":", "of").replace(" ", "-")
-    recipe = recipe_for(key.backend, key.dtype)
-    return scratch / f"{key.model}-{key.layers}-{key.dtype}-{pattern}{'' if recipe == 'absmax' else f'-{recipe}'}"
+    recipe = recipe_for(key.backend, key.weights)
+    return scratch / f"{key.model}-{key.layers}-{key.weights}-{pattern}{'' if recipe == 'absmax' else f'-{recipe}'}"
 
 
 def checkpoint_bytes(key: EngineKey) -> int:
@@ -60,9 +62,10 @@ def checkpoint_bytes(key: EngineKey) -> int:
     sizes = kind.sizes(key.model)
     linears = key.layers * sum(out * columns for out, columns in sizes)
     (_, hidden), *_ = sizes
-    stored, float_bytes = parse_dtype(key.dtype).itemsize, torch.bfloat16.itemsize
+    four_bits, float_bytes = key.weights in ACTIVATIONS, torch.bfloat16.itemsize
+    stored = 0.5 + float_bytes / GROUP if four_bits else parse_dtype(key.weights).itemsize
     ends = kind.vocabulary * hidden * (float_bytes + (stored if kind.lm_head else float_bytes))
-    return linears * stored + ends
+    return round(linears * stored + ends)
 
 
 def require_space(scratch: Path, keys: Sequence[EngineKey], removable: Sequence[EngineKey]) -> None:
@@ -104,6 +107,17 @@ def ready_checkpoint(
     return folder
 
 
+def ready_draft(scratch: Path, key: EngineKey) -> Path:
+    """The EAGLE-3 draft of an engine's model, written unless it is there."""
+    folder = scratch / f"{key.model}-eagle3"
+    if not folder.exists():
+        partial = scratch / f"{folder.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_eagle_head(partial, model_config(key.model), torch.device("cuda", torch.cuda.current_device()))
+        partial.rename(folder)
+    return folder
+
+
 def removable(profile: ServeProfile, key: EngineKey) -> list[EngineKey]:
     """Engines of other models and types: a disk may hold the checkpoints of one."""
     return [
@@ -122,10 +136,13 @@ def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(key.model, key.layers)
     if plan is None:
-        common, layers, recipe = Pattern.parse(key.pattern), {}, recipe_for(key.backend, key.dtype)
+        common, layers, recipe = Pattern.parse(key.pattern), {}, recipe_for(key.backend, key.weights)
     else:
         common, layers, recipe = plan.common, plan.exceptions, plan.recipe
-    lm_head = ARCHITECTURES[key.model].lm_head
-    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers, recipe, lm_head)
+    if key.weights in ACTIVATIONS:
+        write_checkpoint(partial, config, torch.bfloat16, common, device, four_bits=key.weights)
+    else:
+        lm_head = ARCHITECTURES[key.model].lm_head
+        write_checkpoint(partial, config, parse_dtype(key.weights), common, device, layers, recipe, lm_head)
     torch.cuda.empty_cache()
     partial.rename(folder)

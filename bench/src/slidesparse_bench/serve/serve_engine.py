@@ -1,6 +1,7 @@
-"""A vLLM engine in a process of its own, which serves workloads and says what users felt.
+"""An engine of vLLM or SGLang in a process of its own, which serves workloads and says what users felt.
 
-It is asked over HTTP (serve_http.py) or in process (serve_inside.py); what is asked, and when, is the same.
+It is asked over HTTP (serve_http.py) or in process (serve_inside.py; SGLang either way by serve_sglang.py); what is
+asked, and when, is the same.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from slidesparse_bench.serve.serve_memory import MemoryLog, resident_bytes
 from slidesparse_bench.serve.serve_options import ServeOptions
 from slidesparse_bench.serve.serve_power import PowerMeter
 from slidesparse_bench.serve.serve_server import first_error
+from slidesparse_bench.serve.serve_sglang import SGLangInside, SGLangOverHttp
 from slidesparse_bench.serve.serve_soak import verdict
 from slidesparse_bench.serve.serve_steady import steady
-from slidesparse_bench.served_records import AT_ONCE, DECODE, SOAK, Step, Workload
+from slidesparse_bench.served_records import AT_ONCE, DECODE, SGLANG, SOAK, Step, Workload
 
 T = TypeVar("T")
 
@@ -101,8 +103,9 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
     os.setpgrp()  # the engine's processes end with this one, whatever happens to it
     os.environ.update(ENVIRONMENT | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    os.environ.update(options.environment)
     if not options.plugin:
-        os.environ["VLLM_PLUGINS"] = "none"
+        os.environ.update(VLLM_PLUGINS="none", SGLANG_PLUGINS="none")
     if options.timeline is not None:
         os.environ["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"
     log = None if options.http else options.log  # over HTTP the server has it, whose errors tell what it says
@@ -251,6 +254,8 @@ class ServeDriver:
 
 
 async def _start(options: ServeOptions) -> Front:
+    if options.server == SGLANG:
+        return await (SGLangOverHttp if options.http else SGLangInside).start(options)
     return await OverHttp.start(options) if options.http else await Inside.start(options)
 
 

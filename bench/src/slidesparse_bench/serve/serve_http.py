@@ -29,10 +29,12 @@ class OverHttp:
     """
 
     steps = None  # nobody sees an engine's steps from outside
+    cli: tuple[str, ...] = CLI
+    path = "/v1/completions"
 
     def __init__(self, server: Server, session: Any) -> None:
         self._server, self._session = server, session
-        self._url = f"http://{HOST}:{server.port}/v1/completions"
+        self.url = f"http://{HOST}:{server.port}{self.path}"
 
     @classmethod
     async def start(cls, options: ServeOptions) -> OverHttp:
@@ -43,7 +45,7 @@ class OverHttp:
         """
         assert options.log is not None
         port = free_port()
-        command = [sys.executable, *CLI, *server_arguments(options, HOST, port, MODEL)]
+        command = [sys.executable, *cls.cli, *server_arguments(options, HOST, port, MODEL)]
         server = Server(command, port, options.log)
         try:
             server.wait_ready()
@@ -58,7 +60,7 @@ class OverHttp:
 
         asked = RequestFuncInput(
             prompt=list(request.prompt),  # token ids go through as they are
-            api_url=self._url,
+            api_url=self.url,
             prompt_len=len(request.prompt),
             output_len=request.output,
             model=MODEL,
@@ -66,7 +68,8 @@ class OverHttp:
             extra_body={"temperature": 0.0},
             request_id=name,
         )
-        return served(await async_request_openai_completions(asked, self._session), arrival)
+        output = await async_request_openai_completions(asked, self._session)
+        return served(output, output.output_tokens or 0, arrival)
 
     def require_alive(self) -> None:
         """Raise UnsupportedError if the server has ended."""
@@ -84,18 +87,19 @@ class OverHttp:
             self._server.stop()
 
 
-def served(output: Any, arrival: float) -> Served:
-    """What vLLM's client says of a request, from the request's arrival on.
+def served(output: Any, tokens: int, arrival: float) -> Served:
+    """What a server's own client says of a request, from the request's arrival on.
 
     Args:
-        output: A ``RequestFuncOutput``.
+        output: A ``RequestFuncOutput``, of vLLM or of SGLang, which took it from vLLM.
+        tokens: Of the answer.
         arrival: When the request was due, on the clock of time.perf_counter.
     """
     if not output.success:
         lines = [line.strip() for line in str(output.error).splitlines() if line.strip()]
         return Served((), 0, lines[-1] if lines else "it was refused without a word")
     first = output.start_time - arrival + output.ttft
-    return Served(tuple(accumulate(output.itl, initial=first)), output.output_tokens or 0)
+    return Served(tuple(accumulate(output.itl, initial=first)), tokens)
 
 
 def open_session() -> Any:

@@ -23,11 +23,11 @@ class Inside:
     """An engine of this process.
 
     Args:
-        llm: vLLM's asynchronous engine.
-        steps: What it tells of its steps.
+        llm: vLLM's asynchronous engine, or SGLang's.
+        steps: What it tells of its steps; None where it tells nothing.
     """
 
-    def __init__(self, llm: Any, steps: StepLog) -> None:
+    def __init__(self, llm: Any, steps: StepLog | None) -> None:
         self.llm, self.steps = llm, steps
 
     @classmethod

@@ -54,6 +54,18 @@ FULL = (
     *(decode(sequences, context) for context in (80, 600) for sequences in (16, 64, 256)),
 )
 
+ANSWERS = tuple(  # for speculation, where a step gives no set number of tokens
+    Workload(f"answers {sequences}", AT_ONCE, sequences, (128, 128), (256, 256), repeats=5) for sequences in (1, 8, 64)
+)
+
+NAMED = (
+    *FULL,
+    *(decode(sequences, context) for context in (80, 600) for sequences in (1, 4, 8)),
+    *(decode(sequences, 8192) for sequences in (1, 8, 64)),
+    *ANSWERS,
+)
+"""All that a user may ask for by name."""
+
 LONGEST = 8192 + 64
 """Tokens of a request, with its answer."""
 

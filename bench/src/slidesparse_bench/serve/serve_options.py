@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS, EngineOptions
 from slidesparse_bench.serve.serve_load import LONGEST
+from slidesparse_bench.served_records import SGLANG, VLLM
 
 SEQUENCES = 256
 """Requests that run at a time; more wait."""
@@ -30,6 +31,8 @@ class ServeOptions(EngineOptions):
         timeline_steps: How many steps of a profile.
         http: Ask a server of its own over HTTP.
         log: Where the engine's output goes: that server's, which always has one, or in process its own.
+        server: ``vllm`` or ``sglang``.
+        environment: More variables of the engine's environment.
     """
 
     gpus: tuple[str, ...] = ()
@@ -37,11 +40,22 @@ class ServeOptions(EngineOptions):
     timeline_steps: int = 0
     http: bool = False
     log: Path | None = None
+    server: str = VLLM
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def engine_settings(options: ServeOptions) -> dict[str, Any]:
-    """Arguments of the engine, by the names of vLLM's ``EngineArgs``."""
-    settings: dict[str, Any] = {
+    """Arguments of the engine, by the names of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``.
+
+    Memory, chunks of prompts and CUDA graphs are SGLang's own choice. Its other way to sample needs a compiler.
+    """
+    if options.server == SGLANG:
+        settings: dict[str, Any] = {"model_path": str(options.folder), "context_length": LONGEST}
+        settings |= {"max_running_requests": SEQUENCES, "disable_radix_cache": True, "random_seed": 0}
+        settings |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+        own = {"json_model_override_args": json.dumps(options.additional)} if options.additional else {}
+        return settings | own | options.arguments
+    settings = {
         "model": str(options.folder),
         "skip_tokenizer_init": True,  # random weights have none
         "max_model_len": LONGEST,
@@ -55,13 +69,16 @@ def engine_settings(options: ServeOptions) -> dict[str, Any]:
 
 
 def server_arguments(options: ServeOptions, host: str, port: int, name: str) -> list[str]:
-    """The same settings as a user writes them after ``vllm serve``, with a name for the model.
+    """The same settings as a user writes them after ``vllm serve``, or for SGLang's server, with a name for the model.
+
+    SGLang's server would ask itself a sentence, of which a random model's tokenizer knows no word.
 
     >>> server_arguments(ServeOptions(Path("m"), False, share=0.9), "127.0.0.1", 8000, "m")[:6]
     ['m', '--host', '127.0.0.1', '--port', '8000', '--served-model-name']
     """
     settings = engine_settings(options)
-    written = [settings.pop("model"), "--host", host, "--port", str(port), "--served-model-name", name]
+    model = [settings.pop("model")] if options.server == VLLM else ["--skip-server-warmup"]
+    written = [*model, "--host", host, "--port", str(port), "--served-model-name", name]
     for setting, value in settings.items():
         option = setting.replace("_", "-")
         if isinstance(value, bool):

@@ -18,12 +18,13 @@ from slidesparse.offline.stored_plan import read_plan
 from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype
+from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
 from slidesparse_bench.kernels.linear import AUTO
 from slidesparse_bench.records import DENSE_VARIANT
-from slidesparse_bench.serve.serve_load import FULL, QUICK, soak
-from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
+from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
+from slidesparse_bench.served_records import AGAIN, CONTROL, RIVALS, SGLANG, STOCK, VLLM, EngineKey, Workload
 
 DTYPES = ("int8", "fp8", "bf16")
 
@@ -98,6 +99,9 @@ class ServeProfile:
         budget_s: No engine is started that would end later; None: no limit.
         http: One of :data:`HTTP`.
         plan: A file of ``slidesparse plan``, whose mixture of patterns gets an engine; None: no such engine.
+        server: ``vllm`` or ``sglang``.
+        rivals: Labels out of :data:`slidesparse_bench.served_records.RIVALS`.
+        eagle: Tokens that a step gives in the mean by EAGLE-3's drafts, whose acceptance is forced; None: no drafts.
     """
 
     models: tuple[str, ...] = ("Qwen2.5-7B",)
@@ -113,6 +117,9 @@ class ServeProfile:
     budget_s: float | None = None
     http: str = AUTO_HTTP
     plan: ServedPlan | None = None
+    server: str = VLLM
+    rivals: tuple[str, ...] = ()
+    eagle: float | None = None
 
     def keys(self, model: str, dtype: str) -> list[EngineKey]:
         """The engines of a model and type, in the order in which they run."""
@@ -131,8 +138,9 @@ class ServeProfile:
                 keys.append(key(label, pattern, backend, self.graphs))
         if self.plan is not None:
             keys.append(key(PLAN, self.plan.name, AUTO, self.graphs))
+        keys += [key(rival, DENSE_VARIANT, "", None) for rival in self.rivals if RIVALS[rival] != dtype]
         graphs = self.graphs or larger_graphs(model, self.gpus)
-        if graphs is not None:
+        if graphs is not None and self.server == VLLM:  # in SGLang the plugin leaves graphs alone
             keys.append(key(f"{STOCK}, graphs to {graphs}", DENSE_VARIANT, "", graphs))
         keys.append(key(AGAIN, DENSE_VARIANT, "", None))
         return [found for found in keys if self.engines is None or found.engine in self.engines]
@@ -165,6 +173,9 @@ def adapt(
     soak_s: float | None = None,
     http: str = AUTO_HTTP,
     plan: Path | None = None,
+    server: str = VLLM,
+    rivals: Sequence[str] | None = None,
+    eagle: float | None = None,
 ) -> ServeProfile:
     """A profile with a user's choices.
 
@@ -182,12 +193,17 @@ def adapt(
         raise InputError("--timeline", got=got, needed="neither: it profiles the mixed load, in process")
     if graphs is not None and graphs > BATCHED_TOKENS:
         raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
+    if eagle is not None and not 1 <= eagle <= STEPS + 1:
+        raise InputError("--eagle", got=eagle, needed=f"1 to {STEPS + 1} tokens a step, with drafts of {STEPS}")
     usual = ServeProfile()
+    if server == SGLANG and (timeline is not None or graphs is not None or "bf16" in (dtypes or ())):
+        of_vllm = "--timeline, --graphs or --dtype bf16"
+        raise InputError("--server sglang", got=of_vllm, needed="none of these, which need the plugin in vLLM")
     profile = ServeProfile(
         models=select(models, ARCHITECTURES, usual.models, "model"),
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
         patterns=select_patterns(patterns, usual.patterns),
-        workloads=_workloads(quick, workloads, soak_s),
+        workloads=_workloads(ANSWERS if eagle else QUICK if quick else FULL, workloads, soak_s),
         backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
         graphs=graphs,
         layers=layers,
@@ -196,6 +212,9 @@ def adapt(
         budget_s=budget_s,
         http=http,
         plan=served_plan(plan),
+        server=server,
+        rivals=select([f"{STOCK} {name.upper()}" for name in rivals or ()], tuple(RIVALS), (), "rival"),
+        eagle=eagle,
     )
     mixtures = [name for name in profile.models if ARCHITECTURES[name].mixture is not None]
     if mixtures and "bf16" in profile.dtypes:
@@ -229,8 +248,8 @@ def _require_names(plan: ServedPlan, model: str, layers: int | None) -> None:
         raise InputError("--plan", got=f"a plan that differs at {odd[0]}", needed=f"one of {model}, {count} layers")
 
 
-def _workloads(quick: bool, names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:
-    found = {workload.name: workload for workload in (QUICK if quick else FULL)}
-    chosen = select(names, tuple(found), tuple(found), "workload")
+def _workloads(usual: Sequence[Workload], names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:
+    found = {workload.name: workload for workload in NAMED}
+    chosen = select(names, tuple(found), tuple(workload.name for workload in usual), "workload")
     asked = tuple(found[name] for name in found if name in chosen)
     return asked if soak_s is None else (*asked, soak(soak_s))

@@ -11,7 +11,7 @@ from pathlib import Path
 from slidesparse_bench.records import DENSE_VARIANT, Machine, open_records
 from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_plan import ServeProfile
-from slidesparse_bench.served_records import SOAK, STOCK, EngineKey, ServeRecord, TimelineRecord, Workload, to_line
+from slidesparse_bench.served_records import SOAK, STOCK, EngineKey, ServeRecord, TimelineRecord, Way, Workload, to_line
 
 FIRST_GUESS_S = 150.0
 """What an engine takes without a soak, before one has."""
@@ -27,7 +27,7 @@ class ServeRun:
         scratch: Where checkpoints lie.
         machine: Where it runs.
         started: On the clock of time.monotonic.
-        http: Whether engines are asked over HTTP.
+        way: How engines are asked.
         found: The file's records.
         profiled: Those of a timeline.
         failed: Engines that died in this run, and why.
@@ -40,7 +40,7 @@ class ServeRun:
     scratch: Path
     machine: Machine
     started: float
-    http: bool
+    way: Way
     found: list[ServeRecord]
     profiled: list[TimelineRecord]
     failed: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class ServeRun:
 
     def missing(self, key: EngineKey) -> list[Workload]:
         """What an engine has still to serve: nothing once it died."""
-        mine = [record for record in self.found if record.key == key and record.http == self.http]
+        mine = [record for record in self.found if record.key == key and record.way == self.way]
         if any(record.died for record in mine) or any(step.key == key for step in self.profiled):
             return []
         done = [record.workload for record in mine]
@@ -78,7 +78,7 @@ class ServeRun:
     def of_stock(self, key: EngineKey) -> list[ServeRecord]:
         """What became of the stock engine of an engine's model and type."""
         stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
-        return [record for record in self.found if record.key == stock and record.http == self.http]
+        return [record for record in self.found if record.key == stock and record.way == self.way]
 
     def saturation(self, key: EngineKey) -> float | None:
         """Requests a second that stock took of the mixed load."""

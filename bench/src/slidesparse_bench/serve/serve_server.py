@@ -16,14 +16,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slidesparse.errors import UnsupportedError
+from slidesparse_bench.served_records import SGLANG, VLLM
 
 HOST = "127.0.0.1"
 
 CLI = ("-m", "vllm.entrypoints.cli.main", "serve")
 """What the ``vllm`` script of a wheel runs; the script itself need not be on the path."""
 
-NEEDS = "vllm.entrypoints.cli.serve, vllm.entrypoints.openai.api_server, vllm.benchmarks.lib.endpoint_request_func"
-"""What is imported to serve and to ask: where that works, all that they need is installed."""
+NEEDS = {
+    VLLM: "vllm.entrypoints.cli.serve, vllm.entrypoints.openai.api_server, vllm.benchmarks.lib.endpoint_request_func",
+    SGLANG: "sglang.srt.entrypoints.http_server, sglang.benchmark.serving",
+}
+"""Server -> what is imported to serve and to ask: where that works, all that they need is installed."""
 
 START_S = 540.0
 """A server that cannot be asked by then is given up."""
@@ -133,15 +137,15 @@ def _first_error(lines: Sequence[str]) -> str | None:
 
 
 @cache
-def why_no_http() -> str | None:
+def why_no_http(server: str) -> str | None:
     """Why nobody can serve and ask over HTTP here, in one line; None where that works.
 
     Python imports what both need, in a process of its own: which packages that takes differs from release to release.
     """
-    if find_spec("vllm") is None:
-        return "vLLM is not installed"
+    if find_spec(server) is None:
+        return f"{server} is not installed"
     tried = subprocess.run(
-        [sys.executable, "-c", f"import {NEEDS}"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [sys.executable, "-c", f"import {NEEDS[server]}"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
     if tried.returncode == 0:
         return None
