@@ -38,7 +38,11 @@ DRAFTS = {
     "EAGLE-3": EAGLE,
 }
 HOPPER = {"backend": "hopper"}
-NEAR = {"FP8": ("stock", "sparse", "nudged"), "mixture": ("dense", "sparse", "nudged")}
+NEAR = {
+    "FP8": ("stock", "sparse", "nudged"),
+    "fused norms": ("stock", "sparse", "nudged"),
+    "mixture": ("dense", "sparse", "nudged"),
+}
 """What is rounded otherwise -> what it is compared with, ours, and what slightly other scales change."""
 
 Jobs = dict[str, tuple[Case, dict[str, Any]]]
@@ -65,6 +69,7 @@ GROUPS = (
     *(both(name, more, ("ask", "reload", "together")) for name, more in FEATURES.items()),
     *(both(name, more, ("tokens",), family="deep llama3") for name, more in DRAFTS.items()),
     near("FP8", {"sparse": HOPPER}, dtype="fp8"),
+    near("fused norms", {"sparse": HOPPER | {"fuse": True}}),
     near("mixture", EXPERTS, family="two experts a token"),
 )
 JOBS: Jobs = {name: job for group in GROUPS for name, job in group.items()}

@@ -4,8 +4,8 @@ SGLang calls :func:`register` in every process that holds a model, through the e
 has no registry for a method like ours, so the entry of compressed-tensors in its table is replaced by a subclass, which
 gives the original for every checkpoint without our marker.
 
-**The engine was never run.** Tests build, load and multiply layers inside SGLang's own Python, without a GPU and
-without its compiled parts.
+**The tests on a GPU have not run yet** (tests/gpu/test_sglang.py). The others build, load and multiply layers inside
+SGLang's own Python, without its compiled parts.
 """
 
 from __future__ import annotations
