@@ -50,6 +50,9 @@ T = TypeVar("T")
 ANSWER_S = 600.0
 """A workload takes at most so long, and the seconds that it asks for."""
 
+ENDING_S = 2.0
+"""A process takes so long to end after its last words."""
+
 WARM_REQUESTS = 100
 """Of the mixed load, after a few bursts, before anything is timed."""
 
@@ -233,6 +236,8 @@ class ServeDriver:
         self._front.require_alive()
         errors = [answer.error for answer in answers if answer.error is not None]
         if len(errors) == len(asked):
+            time.sleep(ENDING_S)  # a server that dies closes its connections first
+            self._front.require_alive()
             raise UnsupportedError("the engine answered no request", got=errors[0])
         return answers
 
