@@ -130,7 +130,8 @@ def rounding_of(name: str) -> str:
 
 
 FIRST = 64
-"""Tokens of a text that its first one stands for: most of the others attend to it, and share its error."""
+"""Tokens that the first one of each window counts as: most of the others attend to it, and share its error. 16 and 64
+take alike from a published model's loss, and 1 and 0 ever less (docs/log/matching.md)."""
 
 
 def alike_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,7 @@ def collect_grams(
     samples: Iterable[Sample],
     alike: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
+    """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name; see :data:`FIRST`.
 
     With ``alike`` tokens count the same however large they are: the largest can be 300 thousand times the others.
 
@@ -164,12 +165,14 @@ def collect_grams(
 
     def collect(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].detach().to(torch.float32)
-            x = (alike_tokens(x) if alike else x).flatten(0, -2)
+            wide = args[0].detach().to(torch.float32)
+            x = (alike_tokens(wide) if alike else wide).flatten(0, -2)
             if name not in grams:
                 grams[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
                 grams[rounding_of(name)] = torch.zeros(1, 1, device=x.device)
             grams[name].addmm_(x.T, x)
+            if wide.dim() == 3 and not alike:
+                grams[name].addmm_(wide[:, 0].T, wide[:, 0], alpha=FIRST - 1)
             grams[rounding_of(name)] += (x - dequantize(*quantize_rows(x, torch.int8))).square().sum()
 
         return hook
