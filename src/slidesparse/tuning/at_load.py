@@ -25,14 +25,7 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
-from slidesparse.gemm.select import (
-    Fallback,
-    backends_to_compare,
-    can_be_timed,
-    find_measured,
-    installation,
-    wrong_form,
-)
+from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to

@@ -183,11 +183,7 @@ def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
 
 
 def quantize_weight(
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    name: str = "weight",
-    recipe: Rounding = "absmax",
+    weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight", recipe: Rounding = "absmax"
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 
