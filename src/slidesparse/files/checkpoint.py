@@ -26,7 +26,6 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 """Ends of the names of files that libraries read whole."""
 
-
 NEEDED = "a folder with config.json and weights in safetensors"
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")

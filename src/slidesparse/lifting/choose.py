@@ -22,7 +22,6 @@ from slidesparse.weights.slide import gather
 if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
-
 Lift: TypeAlias = "TorchLift | KernelLift"
 """A lift of M tokens."""
 

@@ -58,7 +58,6 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
 
-
 Quantiser = Literal["vllm", "sglang"]
 """The server whose quantiser activations follow."""
 
