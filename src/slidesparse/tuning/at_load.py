@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -127,7 +127,9 @@ class LoadTuner:
         start = self._clock()
         end = start + self.budget_s - self.spent_s
         try:
-            with _current(device), torch.no_grad(), ExitStack() as stack:
+            with torch.no_grad(), ExitStack() as stack:
+                if device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(device))
                 if self._is_alone(stack, device, end):
                     measure(end)
         except (RuntimeError, ValueError, SlideSparseError) as error:  # a broken device fails again where it runs
@@ -231,10 +233,6 @@ def describe(layer: LayerSpeed) -> str:
             ]
             lines.append(f"{name} over dense {', '.join(shares)} tokens" if shares else f"{name} cannot run")
     return "; ".join(lines)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def layer_name(problem: Problem) -> str:
