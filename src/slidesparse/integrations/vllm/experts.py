@@ -23,6 +23,7 @@ from slidesparse.integrations.experts import (
     why_asked,
     why_unfit,
 )
+from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -71,16 +72,13 @@ class Packing(PackingExperts):
         """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
-        config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
-        numbers, rank = (config.num_experts, config.experts_per_token), parallel.tp_rank if parallel.tp_size > 1 else 0
-        reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer) or why_tokens_stay(parallel)
-        found = reason or find_loaded(layer, self.slide_named, *numbers, rank=rank)
-        return agreed(found) if self._asked and parallel.dp_size > 1 else found
+        reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer)
+        found = reason or find_experts(layer, self.slide_named)
+        return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
         """Return how vLLM's own experts and packed ones are run and measured, or why they cannot be measured."""
-        parallel = layer.moe_config.moe_parallel_config
-        if parallel.dp_size > 1 or parallel.use_all2all_kernels:
+        if not is_alone(layer):
             return NOT_ALONE
         run, context = super().apply, given_back_workspace()  # type: ignore[misc]
         return lambda *given: run(layer, *given, None, None), partial(partial, _multiply, layer), context
@@ -140,6 +138,16 @@ def why_tokens_stay(parallel: Any) -> str | None:
     return None
 
 
+def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
+    """Return :func:`find_loaded` of a layer, or why the tokens of other GPUs do not reach its experts."""
+    config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    reason = why_tokens_stay(parallel)
+    if reason is not None:
+        return reason
+    rank = parallel.tp_rank if parallel.tp_size > 1 else 0
+    return find_loaded(layer, named, config.num_experts, config.experts_per_token, rank=rank)
+
+
 def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
     """Return what this process found, or why another one leaves its experts to vLLM: all of them call this together.
 
@@ -153,6 +161,12 @@ def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
     torch.distributed.all_gather_object(told, own, group.cpu_group)
     elsewhere = next((reason for reason in told if reason is not None), None)
     return found if own is not None or elsewhere is None else f"those of another GPU cannot be packed: {elsewhere}"
+
+
+def is_alone(layer: Any) -> bool:
+    """Return whether vLLM's own experts can run now, without the tokens of other engines."""
+    parallel = layer.moe_config.moe_parallel_config
+    return parallel.dp_size == 1 and not parallel.use_all2all_kernels
 
 
 def _multiply(
