@@ -18,8 +18,8 @@ _QUIET = ContextVar("other libraries are quiet", default=False)
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How transformers reads a folder: nothing is fetched, and no code that lies there runs."""
 
-HF, CUDA = 'pip install "slidesparse[hf]"', 'pip install "slidesparse[cuda]"'
-"""How to install what models and checkpoints need, and what our own kernels do."""
+HF = 'pip install "slidesparse[hf]"'
+"""How to install what models and checkpoints need."""
 
 
 def need(module: str, remedy: str = HF, *, what: str | None = None, needed: str | None = None) -> Any:

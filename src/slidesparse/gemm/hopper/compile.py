@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from slidesparse.base.cache_folder import cache_folder
-from slidesparse.base.other_libraries import CUDA, need
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper.tiles import Tile
@@ -140,7 +139,11 @@ def _write(path: Path, code: bytes) -> None:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    return need("cuda.bindings.nvrtc", CUDA, what="cuda-bindings is not installed")
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return nvrtc
 
 
 @lru_cache(maxsize=1)

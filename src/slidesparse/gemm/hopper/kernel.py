@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.other_libraries import CUDA, need
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper.compile import cubin
 from slidesparse.gemm.hopper.tiles import Tile
@@ -179,7 +178,11 @@ def driver_version() -> int:
 
 @lru_cache(maxsize=1)
 def _driver() -> Any:
-    return need("cuda.bindings.driver", CUDA, what="cuda-bindings is not installed")
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return driver
 
 
 def _check(status: Any, call: str) -> None:
