@@ -56,7 +56,6 @@ _MODULES = {
 }
 """Public name -> the module that defines it."""
 
-
 keep_old_names()
 
 

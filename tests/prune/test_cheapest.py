@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slidesparse.prune import Linears, Magnitude, prune_mask
-from slidesparse.prune.cheapest import two_cheapest
+from slidesparse.prune.mask import two_cheapest
 from slidesparse.weights.pattern import Pattern
 
 

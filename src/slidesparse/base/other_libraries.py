@@ -15,7 +15,6 @@ from slidesparse.errors import UnsupportedError
 
 _QUIET = ContextVar("other libraries are quiet", default=False)
 
-
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How transformers reads a folder: nothing is fetched, and no code that lies there runs."""
 

@@ -123,7 +123,6 @@ fp8_mm: Callable[..., torch.Tensor] = _at_first_call("fp8_mm", "torch._scaled_mm
 float8_e4m3fn with contiguous columns of w. Scales are float32, a row or one number each; with a scale a row, cuBLASLt
 writes bfloat16 alone. ``use_fast_accum`` sums in the Tensor Core's own accumulator. Call it as :data:`int8_mm`."""
 
-
 stand_in: Callable[..., Any] = _at_first_call(
     "stand_in", "torch.Tensor._make_wrapper_subclass", lambda kind, *of, **to: torch.empty(*of, **to).as_subclass(kind)
 )

@@ -143,7 +143,6 @@ def _need(module: str) -> Any:
 
 
 def _plotter() -> Any:
-    """Return the module that draws, which needs matplotlib."""
     _need("matplotlib")
     return importlib.import_module("slidesparse.demo.plot")
 

@@ -26,7 +26,6 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 """Ends of the names of files that libraries read whole."""
 
-
 NEEDED = "a folder with config.json and weights in safetensors"
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -159,7 +158,6 @@ def unmerged(what: str, found: str, needed: str = NEEDED) -> CheckpointError:
 
 
 def _no_folder(path: Path) -> CheckpointError:
-    """Return the error for a path that is no folder."""
     if not path.exists():
         return CheckpointError(f"no checkpoint folder at {path}", needed="a local folder")
     if path.suffix == ".gguf":
@@ -181,7 +179,6 @@ def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
 
 
 def _lacks_weights(folder: Path, what: str) -> CheckpointError:
-    """Return the error for a folder without safetensors."""
     pickled = any(file.suffix in PICKLES for file in folder.iterdir())
     return _lacks_file(folder, what, "convert the weights to safetensors first" if pickled else "fetch the weights")
 

@@ -80,7 +80,6 @@ def load(
 def _filled(
     checkpoint: Checkpoint, marker: Marker, device: torch.device, backend: str, fallback: Fallback, tune: Tune
 ) -> nn.Module:
-    """Return the model of a checkpoint, filled and on its device."""
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)

@@ -62,7 +62,6 @@ class ExpertLoader:
         return filled
 
     def _packed(self, experts: Experts) -> SlideExperts | str:
-        """Return the experts of a layer packed, or why they run dense."""
         dtype = quantisation_dtype(self.checkpoint.config)
         if dtype is None:
             return "their weights are of a float type"
@@ -98,7 +97,6 @@ class ExpertLoader:
         return {self.marker.experts.get(name, DENSE) for name in marked}
 
     def _kind(self, experts: Experts, dtype: torch.dtype, gate_up: Pattern, down: Pattern) -> ExpertKind:
-        """Return the kind by which measured experts of a layer are known."""
         _, out, columns = experts.weights["gate_up_proj"]
         numbers = experts.count, experts.count, experts_of_a_token(text_config(self.meta.model.config))
         return ExpertKind(dtype, gate_up, down, columns, out // 2, *numbers, self.device)

@@ -31,7 +31,6 @@ BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
 run it."""
 
-
 MOST_BUFFERS = 1 << 30
 """Bytes of tables and masks that a model may compute, though it has fewer bytes of weights."""
 

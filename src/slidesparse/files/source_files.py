@@ -115,8 +115,6 @@ def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") ->
 
 
 class _Survey:
-    """One look at a source: :func:`survey`."""
-
     def __init__(self, folder: Path, rewritten: Collection[str], links: Links) -> None:
         self.folder, self.rewritten, self.links = folder, rewritten, links
         self.top = os.path.realpath(folder)

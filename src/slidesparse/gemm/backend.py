@@ -33,7 +33,6 @@ from slidesparse.weights.pattern import Pattern
 if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
-
 Operand: TypeAlias = tuple[torch.Tensor, ...]
 """The tensors that a backend's kernel reads of a weight, in the backend's own layout; they can be buffers."""
 
@@ -89,7 +88,6 @@ def release(name: str, version: str) -> str:
 
 Products = tuple[torch.Tensor, "torch.Tensor | None"]
 """The product [M, out] in the type of the activations, and the new residual [M, K] or None."""
-
 
 Runner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", LinearTensors, float], Products]
 """Runs one linear for one number of tokens, and weights of one size and type: prologue, quantisation, lift, product.

@@ -66,7 +66,6 @@ TRADE = (
 )
 """How the two 8-bit types differ, for those who have to choose. The first part is of docs/measured.md."""
 
-
 OTHERS = r"(?! (?:D|Laptop|NVL)\b)"
 """What makes another card of a name."""
 

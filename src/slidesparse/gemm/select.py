@@ -133,7 +133,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         InputError: Unknown backend or fallback.
         UnsupportedError: The backend asked for cannot run the problem; the message says why.
     """
-    check_fallback(fallback, "unknown fallback")
+    check_fallback(fallback)
     if not isinstance(backend, str) or backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
@@ -162,21 +162,17 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
     """Return the backends between which only times can decide, dense first; none where :func:`choose` asks for none."""
-    check_fallback(fallback, "unknown fallback")
+    check_fallback(fallback)
     if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
         return []
     able = [name for name, why_not in _ask_accelerated(problem).items() if why_not is None]
     return ["dense", *able] if len(able) > (fallback == "none") else []
 
 
-def check_fallback(value: object, where: str) -> None:
-    """Refuse anything but the values of :data:`Fallback`.
-
-    Raises:
-        InputError: With the place where it was given.
-    """
+def check_fallback(value: object) -> None:
+    """Raise an InputError for anything but the values of :data:`Fallback`."""
     if not isinstance(value, str) or value not in FALLBACKS:
-        raise InputError(where, got=shown(value), needed="dense, fastest or none")
+        raise InputError("unknown fallback", got=shown(value), needed="dense, fastest or none")
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:

@@ -223,9 +223,7 @@ def parse_chain(text: str) -> tuple[LinearSpec, ...]:
     Raises:
         InputError: For any other text, or a chain that adds no residual: the operator must return a new one.
     """
-    linears: tuple[LinearSpec, ...] = decode(
-        tuple[LinearSpec, ...], parse_json(text, "spec of a chain"), "spec of a chain"
-    )
+    linears: tuple[LinearSpec, ...] = _from_text(tuple[LinearSpec, ...], text, "spec of a chain")
     if not any(linear.prologue in ADDING for linear in linears):
         raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one that adds a residual")
     return linears

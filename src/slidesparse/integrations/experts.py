@@ -233,8 +233,7 @@ class PackingExperts:
     @property
     def _asked(self) -> bool:
         """Whether the user wants experts sparse wherever possible."""
-        asked: Experts = self.slide_model.options.experts
-        return asked == "sparse"
+        return bool(self.slide_model.options.experts == "sparse")
 
     def _choose(self, kind: ExpertKind, apart: str | None) -> ExpertChoice:
         if self._asked or apart is not None:

@@ -23,15 +23,7 @@ from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import (
-    FLOATS,
-    QUANTISED,
-    Quantiser,
-    Rounding,
-    dequantize,
-    dtype_name,
-    parse_dtype,
-)
+from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
 from slidesparse.weights.support import following_groups, require_dense
 
 

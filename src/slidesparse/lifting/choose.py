@@ -22,7 +22,6 @@ from slidesparse.weights.slide import gather
 if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
-
 Lift: TypeAlias = "TorchLift | KernelLift"
 """A lift of M tokens."""
 
@@ -105,7 +104,6 @@ class TorchLift:
             raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {self.spec.read}]")
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
-        """Return row-major activations [M, K'] in the layout."""
         (tokens, k_packed), layout = lifted.shape, self.spec.layout
         if layout.slabs is not None:
             return layout.slabs.arrange(lifted).view(-1, k_packed)[:tokens]

@@ -17,15 +17,7 @@ from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
 from slidesparse.lifting.held import held_kernel
-from slidesparse.lifting.launch import (
-    EARLY_ARCH,
-    FEW_TOKENS,
-    FP8_ARCH,
-    Launch,
-    configure,
-    device_arch,
-    make_variant,
-)
+from slidesparse.lifting.launch import EARLY_ARCH, FEW_TOKENS, FP8_ARCH, Launch, configure, device_arch, make_variant
 from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS
 from slidesparse.lifting.variant import LiftVariant

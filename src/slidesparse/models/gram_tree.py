@@ -80,8 +80,7 @@ class GramTree:
 
     def total(self, name: str, columns: int, to: int, tensors: RankTensors) -> torch.Tensor | None:
         """Return the sum over all shares at one process, and None at the others; all of them call it together."""
-        transfer = _Transfer(self, name, columns, tensors)
-        return transfer.bring(0, SHARES, to)
+        return _Transfer(self, name, columns, tensors).bring(0, SHARES, to)
 
 
 @dataclass(frozen=True)

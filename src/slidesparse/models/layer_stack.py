@@ -161,12 +161,7 @@ def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable
 
 
 def _cannot_calibrate(model: nn.Module, got: str, needed: str, remedy: str | None = BY_MAGNITUDE) -> InputError:
-    return InputError(
-        f"cannot calibrate {type(model).__name__} layer by layer",
-        got=got,
-        needed=needed,
-        remedy=remedy,
-    )
+    return InputError(f"cannot calibrate {type(model).__name__} layer by layer", got=got, needed=needed, remedy=remedy)
 
 
 def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
@@ -199,8 +194,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
         found = _either_way(model, partial(_recorded, stack, layer_list, batch))
         if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
             raise InputError(
-                f"{type(model).__name__} does not run {layer_list.name} one after the other",
-                remedy=BY_MAGNITUDE,
+                f"{type(model).__name__} does not run {layer_list.name} one after the other", remedy=BY_MAGNITUDE
             )
         samples += found
     return samples

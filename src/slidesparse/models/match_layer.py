@@ -130,5 +130,4 @@ class _Training:
 
 
 def _share(step: int, steps: int) -> float:
-    """Return the rate of a step as a share of the largest."""
     return min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2

@@ -47,6 +47,5 @@ def _entries(shapes: Mapping[str, tuple[int, ...]], shared: Container[str | None
 
 
 def _experts_of(name: str) -> str | None:
-    """Return the module of a layer's experts in which a tensor is, or None."""
     found = re.match(r"(.+\.experts)\.", name)
     return None if found is None else found[1]

@@ -145,7 +145,6 @@ def _tensors(prepared: Prepared, names: Iterable[str], count: int | None = None)
 
 
 def _refusal(destination: Path, n_bytes: int) -> str | None:
-    """Return what the run would say of the space for some bytes."""
     try:
         require_space(destination, n_bytes)
     except CheckpointError as error:

@@ -37,7 +37,6 @@ FEW_TOKENS = 1000
 
 
 def _json_number(value: float) -> float | None:
-    """Return a number as JSON can have it: without NaN and Inf."""
     return value if math.isfinite(value) else None
 
 
@@ -152,7 +151,6 @@ def _perplexity(
     batch: int,
     progress: bool | None,
 ) -> Perplexity:
-    """Return the perplexity on a text, by the arguments of :func:`evaluate`."""
     window = min(positions(model.config), len(tokens)) if window is None else window
     if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]
@@ -166,7 +164,6 @@ def _perplexity(
 
 
 def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
-    """Return how the pruned experts of a checkpoint ran here; None for one without."""
     marker = Marker.from_config(checkpoint.config)
     if marker is None or not marker.experts:
         return None

@@ -13,15 +13,7 @@ from slidesparse.base.progress import table, wrapped
 from slidesparse.gemm import BACKENDS, Problem, cards, get_backend
 from slidesparse.weights.pattern import Pattern
 
-LIBRARIES = (
-    "slidesparse",
-    "torch",
-    "triton",
-    "nvidia-cusparselt-cu13",
-    "transformers",
-    "compressed-tensors",
-    "vllm",
-)
+LIBRARIES = ("slidesparse", "torch", "triton", "nvidia-cusparselt-cu13", "transformers", "compressed-tensors", "vllm")
 
 
 def collect() -> dict[str, Any]:

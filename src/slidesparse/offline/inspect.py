@@ -151,7 +151,6 @@ class Inspection:
 
 
 def _describe_six_bits(layers: list[Layer]) -> list[str]:
-    """Return a line about the layers that slide and whose values all have six bits, if there are any."""
     count = sum(layer.bits == 6 and layer.ideal_speedup > 1 for layer in layers)
     told = f"{counted(count, 'layer')} of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
     return [told] if count else []
@@ -171,7 +170,6 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
-    """Return the properties that layers which share a line have in common."""
     return kind_of(layer.name), str(layer.shape), layer.dtype, str(layer.marked), str(layer.problem is None)
 
 

@@ -218,7 +218,6 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
 
 
 def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> None:
-    """Write the index, the source's other files and the config."""
     if list(prepared.outputs) != [SINGLE_FILE]:
         write_index(work.output / INDEX_FILE, prepared.outputs, prepared.n_bytes)
     files.copy_to(work.output)

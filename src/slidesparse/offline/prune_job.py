@@ -154,7 +154,6 @@ class PruneJob:
             return []
 
     def _find_matching(self, options: PruneOptions) -> Matching | None:
-        """Return how layers are matched with the dense ones; None where they are not."""
         if not options.match:
             return None
         if any(pattern != DENSE for pattern in self.experts.patterns.values()):

@@ -129,7 +129,6 @@ def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: t
 
 
 def _gpus() -> list[tuple[str, tuple[int, int]]]:
-    """Return name and compute capability of this machine's GPUs."""
     count = torch.cuda.device_count() if why_no_cuda() is None else 0
     return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 

@@ -19,7 +19,7 @@ from slidesparse.ops.inference_only import NoBackward, inference_only
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
-def _refuse_gradients(ctx: Any, *gradients: Any) -> Any:
+def _refuse_gradients(*_: Any) -> Any:
     raise inference_only()
 
 
@@ -116,10 +116,6 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
         _LIBRARY.impl(name, _under_autograd(name, kernel, dispatch), "Autograd", with_keyset=True)
 
 
-def _refuse_gradient(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    raise inference_only()
-
-
 def _refuse_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return gradient.new_empty(shape, dtype=dtype)
 
@@ -127,6 +123,6 @@ def _refuse_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: t
 define(
     "refuse_gradient",
     "(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor",
-    _refuse_gradient,
+    _refuse_gradients,
     _refuse_gradient_fake,
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.weights.fp4 import check_even, uniform
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_weight, grouped, is_nonzero, require_dense
@@ -141,3 +140,16 @@ def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], patte
     follows = torch.zeros(n, dtype=torch.bool, device="cpu")
     follows[total.argsort(stable=True)[: pattern.following(n)]] = True
     return follows.to(groups[0].device)
+
+
+def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
+    """Return the two entries of least cost in every group, the later of equals: bool like ``groups`` [out, n, 2N].
+
+    Args:
+        groups: float32, without NaN and Inf.
+    """
+    flipped = groups.flip(-1)  # argmin returns the first of equals
+    first = flipped.argmin(-1, keepdim=True)
+    second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
+    drop = torch.zeros_like(flipped, dtype=torch.bool)
+    return drop.scatter_(-1, first, True).scatter_(-1, second, True).flip(-1)

@@ -17,9 +17,8 @@ import torch
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
 from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import cheapest_groups, positive_where
+from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
 from slidesparse.prune.solve_kept import better_rows, solve_kept
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import grouped, is_nonzero

@@ -151,8 +151,6 @@ def recover(
 
 
 class _Pair:
-    """The two checkpoints, which belong together."""
-
     def __init__(self, pruned: Path, dense: Path, options: RecoverOptions) -> None:
         self.pruned, self.dense = Checkpoint(pruned), Checkpoint(dense)
         self.marker = Marker.from_config(self.pruned.config)
@@ -184,7 +182,6 @@ class _Pair:
         return meta
 
     def _require_alike(self) -> None:
-        """Refuse a pruned and a dense model of other shapes or vocabularies."""
         student, teacher = (one.model.state_dict(keep_vars=True) for one in (self.student, self.teacher))
         vocabularies = [vocabulary_of(one.model.config) for one in (self.student, self.teacher)]
         apart = f"{self.pruned.path} and {self.dense.path} do not belong together"

@@ -77,7 +77,6 @@ class Training:
             LOG.warning(words, progress.left_out, progress.step)
 
     def _step(self, step: int, rate: float) -> tuple[float, bool]:
-        """Make a step; return its mean loss, and whether that was a number."""
         ranks, options = self.ranks, self.options
         own = self.windows.step(step, options.windows)[ranks.rank :: ranks.world].to(self.device)
         parts = own.split(self.fit.micro)

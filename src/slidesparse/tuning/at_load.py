@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,14 +25,7 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
-from slidesparse.gemm.select import (
-    Fallback,
-    backends_to_compare,
-    can_be_timed,
-    find_measured,
-    installation,
-    wrong_form,
-)
+from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
@@ -45,6 +38,9 @@ Tune = Literal["auto", "off"]
 
 Keep = Callable[[LayerSpeed | None, frozenset[str]], Path | None]
 """(times, or None where there are none; backends that were wrong) -> the file, or None where it cannot be written."""
+
+Make = Callable[[torch.dtype, Stopwatch], LayerMeasurement | ExpertMeasurement]
+"""(type of activations, what times) -> the measurement of a kind of layer."""
 
 BUDGET_S = 12.0
 """Seconds by which measuring, and waiting for another process that measures, may make one start longer."""
@@ -131,7 +127,9 @@ class LoadTuner:
         start = self._clock()
         end = start + self.budget_s - self.spent_s
         try:
-            with _current(device), torch.no_grad(), ExitStack() as stack:
+            with torch.no_grad(), ExitStack() as stack:
+                if device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(device))
                 if self._is_alone(stack, device, end):
                     measure(end)
         except (RuntimeError, ValueError, SlideSparseError) as error:  # a broken device fails again where it runs
@@ -153,35 +151,30 @@ class LoadTuner:
     def _measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback, end: float) -> None:
         backends = backends_to_compare(problem, "auto", fallback)
         tokens = self._lacking(problem, backends)
-        if not backends or not tokens:
-            return  # the process that was waited for has measured it
-        name, start = layer_name(problem), self._clock()
-        self.log.info(
-            "slidesparse: measuring %s on this GPU: %s at %d to %d tokens", name, ", ".join(backends), *_ends(tokens)
-        )
-        measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
-        found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
-        self._keep(name, found, self._clock() - start, partial(_keep_layer, problem))
-        self._tell_left(tokens, found.layer, end)
+        if backends and tokens:  # else the process that was waited for has measured it
+            make, known = partial(LayerMeasurement, packed, backends), self._known(problem, backends)
+            keep = partial(_keep_layer, problem)
+            self._take(layer_name(problem), ", ".join(backends), make, tokens, known, keep, end)
 
     def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
-        known, tokens = measured_here(kind), self._lacking_experts(kind)
-        if not tokens:
-            return  # the process that was waited for has measured it
-        start = self._clock()
-        line = "slidesparse: measuring %s on this GPU: packed and as they are, at %d to %d tokens"
-        self.log.info(line, kind, *_ends(tokens))
-        measurement = ExpertMeasurement(kind, forms, self.source, self._stopwatch())
-        found = measurement.measure(tokens, known, lambda: self._clock() >= end)
-        self._keep(str(kind), found, self._clock() - start, partial(keep_expert_times, kind))
-        self._tell_left(tokens, found.layer, end)
+        if tokens := self._lacking_experts(kind):  # else the process that was waited for has measured it
+            make, keep = partial(ExpertMeasurement, kind, forms), partial(keep_expert_times, kind)
+            self._take(str(kind), "packed and as they are,", make, tokens, measured_here(kind), keep, end)
 
-    def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Keep) -> None:
-        layer = usable_times(found, name, self.log)
+    def _take(
+        self, name: str, forms: str, make: Make, tokens: list[int], known: Sequence[int], keep: Keep, end: float
+    ) -> None:
+        """Measure a kind of layer at some numbers of tokens, and keep what can be used; say where the budget ended."""
+        start, line = self._clock(), "slidesparse: measuring %s on this GPU: %s at %d to %d tokens"
+        self.log.info(line, name, forms, tokens[0], tokens[-1])
+        found = make(self.source, self._stopwatch()).measure(tokens, known, lambda: self._clock() >= end)
+        seconds, layer = self._clock() - start, usable_times(found, name, self.log)
         path = keep(layer, found.wrong) if layer is not None or found.wrong else None
         if layer is not None:
             line = "slidesparse: measured %s in %.1f s (%s): %s"
             self.log.info(line, name, seconds, path or "not kept", describe(layer))
+        if self._clock() >= end and (found.layer is None or lacking(tokens, found.layer.tokens)):
+            self._tell_spent()
 
     def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
         measured = find_measured(problem, backends)
@@ -192,11 +185,6 @@ class LoadTuner:
 
     def _lacking_experts(self, kind: ExpertKind) -> list[int]:
         return [] if was_wrong(kind) else lacking(self.expert_sizes, measured_here(kind))
-
-    def _tell_left(self, tokens: list[int], layer: LayerSpeed | None, end: float) -> None:
-        """Say that measuring ends, where it ended before a kind's last number of tokens."""
-        if self._clock() >= end and (layer is None or lacking(tokens, layer.tokens)):
-            self._tell_spent()
 
     def _tell_spent(self) -> None:
         if not self._told:
@@ -245,14 +233,6 @@ def describe(layer: LayerSpeed) -> str:
             ]
             lines.append(f"{name} over dense {', '.join(shares)} tokens" if shares else f"{name} cannot run")
     return "; ".join(lines)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _ends(tokens: list[int]) -> tuple[int, int]:
-    return tokens[0], tokens[-1]
 
 
 def layer_name(problem: Problem) -> str:

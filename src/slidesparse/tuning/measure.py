@@ -78,7 +78,6 @@ AT_START = Effort(SHORT_S, LONG_S, 1, saves=True, n_bytes=TRANSIENT_BYTES)
 THOROUGH = Effort(LONG_S, LONG_S, 3, saves=False, n_bytes=1 << 62)
 """That of ``slidesparse tune``, for which nobody waits."""
 
-
 SEED = 7_654_321
 """Of the activations. No weight may be drawn with it: where rows of the activations equal rows of the weight, products
 have one sign, and FP8 Tensor Cores lose a few percent of such a sum, so that a right kernel would look wrong."""

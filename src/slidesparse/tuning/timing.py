@@ -109,7 +109,6 @@ def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1)
 
 
 def _stretch(one: Pass, times: int) -> list[float]:
-    """Queue a pass ``times`` times; return the times of its calls."""
     pending = [one.launch() for _ in range(times)]
     return [read() for read in pending]
 

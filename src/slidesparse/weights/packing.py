@@ -10,14 +10,7 @@ from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
 from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.quant import (
-    QUANTISED,
-    Rounding,
-    check_rounding,
-    loadable,
-    quantize_weight,
-    rounding_of,
-)
+from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, loadable, quantize_weight, rounding_of
 from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
 
 

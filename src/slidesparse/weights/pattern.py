@@ -192,12 +192,8 @@ class Pattern:
         """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
         try:
             return -(-(k_offset + columns) // self.group)
-        except (
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:  # not asked before: a size that torch traces is a number too
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            # Not asked before: a size that torch traces is a number too.
             raise InputError(
                 "columns and k_offset", got=f"{shown(columns)} and {shown(k_offset)}", needed="whole numbers"
             ) from error

@@ -58,7 +58,6 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
 
-
 Quantiser = Literal["vllm", "sglang"]
 """The server whose quantiser activations follow."""
 
@@ -183,11 +182,7 @@ def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
 
 
 def quantize_weight(
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    name: str = "weight",
-    recipe: Rounding = "absmax",
+    weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight", recipe: Rounding = "absmax"
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 

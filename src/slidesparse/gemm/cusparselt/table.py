@@ -33,7 +33,6 @@ VERSION = 1
 ROWS_REACH = 2.0
 """A record is used for row counts within this factor of its own: beyond it another tile is usually the fastest."""
 
-
 LOCK_S = 60.0
 """Seconds to wait for a process that writes records; it holds the lock for some milliseconds."""
 

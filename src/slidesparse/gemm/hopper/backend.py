@@ -13,16 +13,7 @@ import torch
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.backend import (
-    Backend,
-    ChainRunner,
-    LiftThenMultiply,
-    OneByOne,
-    Operand,
-    Problem,
-    Runner,
-    gpu_of,
-)
+from slidesparse.gemm.backend import Backend, ChainRunner, LiftThenMultiply, OneByOne, Operand, Problem, Runner, gpu_of
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.hopper.choose_tiles import Band

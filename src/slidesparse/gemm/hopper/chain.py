@@ -124,7 +124,6 @@ class HopperChain:
         return y, residual_out
 
     def _takes(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Whether the first launches can read these activations and this residual."""
         lift, stride, at = self._lift, 0, None
         if not lift.is_here() or not lift.is_rows(x):
             return False

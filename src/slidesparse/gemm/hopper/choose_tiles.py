@@ -213,7 +213,6 @@ def _fewest_cycles(
 GROUPED_TILES = tuple(tile for tile in TILES if tile.split == 1)
 """The tiles of grouped products: a cluster would need all of its blocks to have work, or none."""
 
-
 ROW_STEP = 0.25
 """Clock cycles of the whole GPU in which a slab of one row, 128 lifted bytes and what they are made of, is read and
 written before the product. An estimate from bytes, some 600 at 4 TB/s; it was not fitted to times."""

@@ -32,12 +32,7 @@ MAINLOOPS = {
 }
 """Whether weights have counts, and the bits of a kept value -> the source to compile."""
 
-TYPES = {
-    torch.int8: "S8",
-    torch.float8_e4m3fn: "E4M3",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+TYPES = {torch.int8: "S8", torch.float8_e4m3fn: "E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 

@@ -36,16 +36,12 @@ class HopperExperts(GroupedProduct):
 
         Values are stored in six bits if those of every expert fit.
         """
-        first, value_bits = experts[0], self.value_bits_of(experts)
+        first, value_bits = experts[0], common_bits(experts)
         order = ColumnOrder.of(first, self.layout.multiple_of(first.dtype), self.layout.bundle(first))
         steps = torch.stack([sparse_steps(packed, order.bundle, value_bits) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
         return GroupedOperand(steps, SparseForm.of_order(order, first.dtype.itemsize, value_bits))
-
-    def value_bits_of(self, experts: Sequence[PackedWeight]) -> int:
-        """Return the bits of a kept value in memory."""
-        return common_bits(experts)
 
     def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""

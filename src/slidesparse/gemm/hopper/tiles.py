@@ -22,7 +22,6 @@ GROUP = 16
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup turns into rows at a time."""
 
-
 _Count = TypeVar("_Count", int, torch.Tensor)
 
 

@@ -123,7 +123,6 @@ def inputs_kept(layer: Any) -> Iterator[None]:
 def _run(
     layer: Any, multiply: Callable[[Any, Any], Any], x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply tokens as SGLang's dispatcher hands them over."""
     given = layer.dispatcher.dispatch(hidden_states=x, topk_output=StandardTopKOutput(weights, chosen, None))
     y: torch.Tensor = multiply(layer, given).hidden_states
     return y

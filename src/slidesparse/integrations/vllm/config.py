@@ -157,7 +157,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
 
     def _note_float_head(self, layer: torch.nn.Module, prefix: str) -> None:
-        """Note why a pruned output embedding stays dense that is not quantised."""
         if self.marker is not None and isinstance(layer, ParallelLMHead) and find_layer(self.marker, prefix, {}):
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, FLOAT_HEAD)
 

@@ -139,11 +139,7 @@ def why_tokens_stay(parallel: Any) -> str | None:
 
 
 def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
-    """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
-
-    ``layer`` has ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales. One that does
-    not satisfy the pattern which the checkpoint names is a PatternViolation.
-    """
+    """Return :func:`find_loaded` of a layer, or why the tokens of other GPUs do not reach its experts."""
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)
     if reason is not None:

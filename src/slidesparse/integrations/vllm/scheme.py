@@ -167,7 +167,6 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
 
 
 def _why_kept(layer: Any, model: ModelState) -> str | None:
-    """Return why a loaded layer keeps its weight, in words; None where it need not."""
     if reads_weight_itself(layer):
         return READ_ELSEWHERE
     if not isinstance(layer, LinearBase) and (model.adapters or model.heads_compared):  # an output embedding

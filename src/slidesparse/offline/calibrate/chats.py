@@ -123,7 +123,6 @@ def _hold_date_and_chance() -> None:
 
 
 def _text(chat: Chat, tokenizer: Any, to_answer: bool) -> str | dict[str, str | int]:
-    """Return the text of a chat, or what is wrong with it."""
     try:
         with other_library():
             text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=to_answer))

@@ -28,7 +28,6 @@ KEPT = "smoothing.safetensors"
 TOKENS = 256
 """Tokens by which factors are compared."""
 
-
 ROWS = " rows"
 """What a weight's name ends in among the factors where its rows are multiplied, not its columns."""
 

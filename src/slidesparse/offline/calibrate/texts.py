@@ -225,7 +225,6 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
 
 
 def _document(where: str, document: Any) -> Document:
-    """Return what an object holds: its text, or its messages."""
     if isinstance(document, dict):
         text, messages = document.get("text"), document.get("messages")
         if isinstance(text, str):

@@ -301,9 +301,7 @@ def _solve_in_units(damages: Sequence[Sequence[float]], limits: Sequence[_Limit]
     )
     if solution.status != 0:  # an answer that is not proved to be the best does not count
         raise UnsupportedError(
-            "the solver did not find the best plan",
-            got=solution.message,
-            remedy="offer fewer patterns (--patterns)",
+            "the solver did not find the best plan", got=solution.message, remedy="offer fewer patterns (--patterns)"
         )
     return [int(solution.x[begin:end].argmax()) for begin, end in itertools.pairwise(starts)]
 

@@ -61,17 +61,10 @@ class PlannedSets:
         """Return the sets with the patterns that each may get, dense among them."""
         made = []
         for names in self.sets:
+            shapes, reached = tuple(map(self.shapes.__getitem__, names)), self.reached.get(names[0], Fraction(1))
             allowed = self.allowed(names, patterns)
             choices = (PatternChoice(p, 0.0 if damages is None else damages[names[0], str(p)]) for p in allowed)
-            made.append(
-                PlanSet(
-                    tuple(names),
-                    tuple(self.shapes[name] for name in names),
-                    (PatternChoice(DENSE, 0.0), *choices),
-                    self.reached.get(names[0], Fraction(1)),
-                    self.bits,
-                )
-            )
+            made.append(PlanSet(tuple(names), shapes, (PatternChoice(DENSE, 0.0), *choices), reached, self.bits))
         return made
 
 

@@ -180,7 +180,6 @@ def _damage(
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
-    """Return the damage of some pruned weights."""
     _exchange(weights, pruned)
     try:
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)

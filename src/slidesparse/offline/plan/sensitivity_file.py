@@ -100,7 +100,6 @@ def _compared(about: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading and writing, and hold its lock."""
     other = "remove it, or choose another --out"
     try:
         # Not waiting for anybody at the other end of a pipe, and not writing under a link.
