@@ -27,6 +27,7 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
+from slidesparse.models.grams import FIRST
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
@@ -218,7 +219,9 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             )
             other(ids)
             handle.remove()
-            x = read[0].flatten(0, 1)
+            counts = torch.ones(*read[0].shape[:2], 1)
+            counts[:, 0] = FIRST
+            x = (read[0] * counts.sqrt()).flatten(0, 1)
             weights = {name: other.get_submodule(name).weight.detach().clone() for name in one.names}
             for name, weight in (
                 get_pruner("wanda").prune(Linears(weights, Pattern.parse(one.pattern), x.T @ x)).items()
