@@ -194,6 +194,13 @@ BY_AUTO = {CONTROL: CONTROL, PLAN: NAME_6OF8, **dict(SPARSER)}
 EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
 OURS = (CONTROL, *UNIFORM)
 PUBLISHED = RESULTS / "accuracy/published/qwen2.5-coder-0.5b.jsonl"
+SMALLER = RESULTS / "accuracy/published/smollm2-135m.jsonl"
+
+RIVALS = {
+    "int4 nearest": "INT4, groups of 128, to nearest",
+    "int4 gptq": "INT4, groups of 128, GPTQ",
+    "int4 gptq, asymmetric": "INT4, groups of 128 with zero points, GPTQ",
+}
 RECOVERED = "recover 8M"
 """What ends the tag of a model that was trained on, by 8 million tokens."""
 
@@ -565,9 +572,9 @@ def forms_of_experts() -> str:
     return markdown(header, rows)
 
 
-def published_records() -> dict[str, dict[str, Any]]:
+def published_records(path: Path = PUBLISHED) -> dict[str, dict[str, Any]]:
     """Tag -> record of a judged model; the last of a tag counts."""
-    return {one["tag"]: one for one in map(json.loads, PUBLISHED.read_text().splitlines())}
+    return {one["tag"]: one for one in map(json.loads, path.read_text().splitlines())}
 
 
 def rise(one: dict[str, Any], dense: dict[str, Any]) -> str:
@@ -578,16 +585,24 @@ def rise(one: dict[str, Any], dense: dict[str, Any]) -> str:
 
 def published_rounding() -> str:
     """What rounding adds to a pattern, of checkpoints as they are served."""
-    lines = (PUBLISHED.parent / "smollm2-135m.jsonl").read_text().splitlines()
-    found = {one["tag"]: one for one in map(json.loads, lines)}
+    found = published_records(SMALLER)
     pruned = found["6:8 sparsegpt bf16"]
     rows = [
         [f"{one}, BF16", rise(found[f"{one} sparsegpt bf16"], found["dense"]), "-"] for one in ("2:4", "4:6", "6:8")
     ]
-    for name, tag in (("INT8", "int8"), ("six bits, to nearest", "6bit, rounded to nearest"), ("six bits", "6bit")):
+    for name, tag in (("INT8", "int8"), ("six bits", "6bit")):
         one = found[f"6:8 sparsegpt {tag}"]
         rows.append([f"6:8, {name}", rise(one, found["dense"]), rise(one, pruned)])
     return markdown(("SparseGPT", "perplexity of code over dense", "over the same in BF16"), rows)
+
+
+def published_rivals() -> str:
+    """What else makes a published model smaller or faster, beside patterns; all in one shot, on one text."""
+    found = published_records(SMALLER)
+    rows = {f"{one}, SparseGPT": found[f"{one} sparsegpt bf16"] for one in ("14:16", "6:8", "4:6", "2:4")}
+    rows |= {RIVALS.get(tag, tag): one for tag, one in found.items() if tag in RIVALS or tag.startswith("fewer")}
+    ordered = sorted(rows.items(), key=lambda row: sum(row[1]["code"]["loss"]))
+    return markdown(("", "perplexity of code"), [[name, rise(one, found["dense"])] for name, one in ordered])
 
 
 def published_loss() -> str:
@@ -884,6 +899,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
+    "published-rivals": published_rivals,
     "published-rounding": published_rounding,
     "recipe": recipe,
     "decoding": decoding,

@@ -27,7 +27,7 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
-from slidesparse.models.grams import FIRST
+from slidesparse.models.grams import FIRST_SHARE
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
@@ -220,7 +220,7 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             other(ids)
             handle.remove()
             counts = torch.ones(*read[0].shape[:2], 1)
-            counts[:, 0] = FIRST
+            counts[:, 0] = 16 // FIRST_SHARE
             x = (read[0] * counts.sqrt()).flatten(0, 1)
             weights = {name: other.get_submodule(name).weight.detach().clone() for name in one.names}
             for name, weight in (

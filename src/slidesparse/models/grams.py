@@ -130,8 +130,12 @@ def rounding_of(name: str) -> str:
 
 
 FIRST = 64
-"""Tokens that the first one of each window counts as: most of the others attend to it, and share its error. 16 and 64
-take alike from a published model's loss, and 1 and 0 ever less (docs/log/matching.md)."""
+"""Tokens of a text that its first one stands for, where tokens count alike: most of the others attend to it, and share
+its error."""
+
+FIRST_SHARE = 8
+"""Where tokens count by their size, the first one counts as this part of its window, for the same reason: an eighth.
+On a published model that takes an eighth off what SparseGPT loses (docs/log/kept-weights.md)."""
 
 
 def alike_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +154,7 @@ def collect_grams(
     samples: Iterable[Sample],
     alike: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name; see :data:`FIRST`.
+    """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name; see :data:`FIRST_SHARE`.
 
     With ``alike`` tokens count the same however large they are: the largest can be 300 thousand times the others.
 
@@ -172,7 +176,8 @@ def collect_grams(
                 grams[rounding_of(name)] = torch.zeros(1, 1, device=x.device)
             grams[name].addmm_(x.T, x)
             if wide.dim() == 3 and not alike:
-                grams[name].addmm_(wide[:, 0].T, wide[:, 0], alpha=FIRST - 1)
+                more = max(wide.shape[1] // FIRST_SHARE, 1) - 1
+                grams[name].addmm_(wide[:, 0].T, wide[:, 0], alpha=more)
             grams[rounding_of(name)] += (x - dequantize(*quantize_rows(x, torch.int8))).square().sum()
 
         return hook
