@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import SMALL, edited_config, make_source, reverse_letters
+from oracles import calibration_gram
 from safetensors.torch import load_file, save_file
 
 import slidesparse.offline.plan.plan as planning
@@ -27,7 +28,6 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm import get_backend
-from slidesparse.models.grams import FIRST_SHARE
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
@@ -219,13 +219,9 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             )
             other(ids)
             handle.remove()
-            counts = torch.ones(*read[0].shape[:2], 1)
-            counts[:, 0] = 16 // FIRST_SHARE
-            x = (read[0] * counts.sqrt()).flatten(0, 1)
+            gram = calibration_gram(read[0])
             weights = {name: other.get_submodule(name).weight.detach().clone() for name in one.names}
-            for name, weight in (
-                get_pruner("wanda").prune(Linears(weights, Pattern.parse(one.pattern), x.T @ x)).items()
-            ):
+            for name, weight in get_pruner("wanda").prune(Linears(weights, Pattern.parse(one.pattern), gram)).items():
                 other.get_submodule(name).weight.data.copy_(weight)
             log_q = other(held_out).logits.double().log_softmax(-1)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())

@@ -27,6 +27,7 @@ from checkpoints import (
     reverse_letters,
     write_text,
 )
+from oracles import calibration_gram
 from small_models import build, make
 from torch import nn
 
@@ -66,9 +67,7 @@ def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method:
         here = {name: linear for name, linear in linears.items() if name.startswith(f"model.layers.{i}.")}
         read: dict[str, list[torch.Tensor]] = {name: [] for name in here}
         handles = [
-            linear.register_forward_pre_hook(
-                lambda _, args, read=read, name=name: read[name].append(args[0].flatten(0, 1))
-            )
+            linear.register_forward_pre_hook(lambda _, args, read=read, name=name: read[name].append(args[0]))
             for name, linear in here.items()
         ]
         with torch.no_grad():
@@ -76,9 +75,9 @@ def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method:
         for handle in handles:
             handle.remove()
         for names in input_sets(model, here, lambda: model(windows[:1])):
-            x = torch.cat(read[names[0]])
+            gram = calibration_gram(torch.cat(read[names[0]]))
             weights = {name: here[name].weight.detach().clone() for name in names}
-            pruned |= get_pruner(method).prune(Linears(weights, pattern, x.T @ x))
+            pruned |= get_pruner(method).prune(Linears(weights, pattern, gram))
         for name, linear in here.items():
             linear.weight.data.copy_(pruned[name])
     return pruned
