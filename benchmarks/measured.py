@@ -198,7 +198,6 @@ SMALLER = RESULTS / "accuracy/published/smollm2-135m.jsonl"
 
 RIVALS = {
     "int4 nearest": "INT4, groups of 128, to nearest",
-    "int4 gptq": "INT4, groups of 128, GPTQ",
     "int4 gptq, asymmetric": "INT4, groups of 128 with zero points, GPTQ",
 }
 RECOVERED = "recover 8M"
