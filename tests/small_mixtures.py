@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
 from small_models import EXPERTS, INDICES, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 from torch import nn
 
 from slidesparse.models.packed_mixture import PackedMixture
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
 """Why these are refused in 8 bits: vLLM, or some release, reads only one tensor of all experts, without scales."""
@@ -250,3 +256,22 @@ MIXTURES: dict[str, A] = {
 def packed_mixtures(model: nn.Module) -> list[PackedMixture]:
     """The packed experts of a loaded model, layer by layer."""
     return [module for module in model.modules() if isinstance(module, PackedMixture)]
+
+
+@torch.no_grad()
+def spread_experts(model: nn.Module) -> None:
+    """Give the weights of experts a size at which rounding shows."""
+    for parameter in model.parameters():
+        if parameter.dim() == 3:
+            parameter.normal_(std=0.1)
+
+
+def pruned_mixture(folder: Path, name: str, settings: dict[str, Any], dtype: str, ignore: tuple[str, ...] = ()) -> Path:
+    """A class of transformers with such settings at 6:8."""
+    known = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = known(known.config_class(**settings)).to(torch.bfloat16)
+    spread_experts(model)
+    model.save_pretrained(folder / "dense")
+    prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", dtype, ignore=ignore))
+    return folder / "sparse"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from expert_weights import packed_experts, routed
-from small_mixtures import MIXTURES, packed_mixtures
+from small_mixtures import MIXTURES, packed_mixtures, spread_experts
 from small_models import make
 
 import slidesparse
@@ -161,10 +161,7 @@ def test_many_launches_repeat() -> None:
 def test_a_loaded_mixture_runs_packed_experts(tmp_path: Path, dtype: str) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
     model = make(tmp_path / "m", MIXTURES["qwen3-moe"], **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 3:
-                parameter.normal_(std=0.1)
+    spread_experts(model)
     model.save_pretrained(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
     ours = slidesparse.load(tmp_path / "s", device="cuda", tune="off")

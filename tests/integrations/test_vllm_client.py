@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served_client import SCRIPT, SHORT, assert_every_token_came, driven
 
 from slidesparse_bench.engine.eagle_head import eagle_settings
 from slidesparse_bench.serve import serve_engine, serve_http
 from slidesparse_bench.serve.serve_engine import ServeDriver
 from slidesparse_bench.serve.serve_load import decode
 from slidesparse_bench.serve.serve_options import ServeOptions, server_arguments
-from slidesparse_bench.served_records import AT_ONCE, Workload
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
-
-SCRIPT = Path(__file__).parents[1] / "completions_server.py"
-SHORT = Workload("short", AT_ONCE, 40, (3, 900), (2, 5), repeats=2)
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeDriver]:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(serve_http.OverHttp, "cli", (str(SCRIPT),))
+    monkeypatch.setattr(serve_http.OverHttp, "cli", (SCRIPT,))
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
-    log = tmp_path / "log"
-    made = ServeDriver(ServeOptions(tmp_path / "model", False, http=True, log=log))
-    yield made
-    made.close()
-    os.kill(int(log.read_text().rsplit("child ", 1)[1].split()[0]), signal.SIGKILL)
+    with driven(ServeOptions(tmp_path / "model", False, http=True, log=tmp_path / "log")) as made:
+        yield made
 
 
 def test_vllms_client_gets_every_token(driver: ServeDriver) -> None:
     found = driver.measure(SHORT, None)
-    assert (found.lost, found.error) == (0, None)
-    assert found.first is not None
-    assert found.between is not None
-    assert 1 < found.first.p50_ms <= found.first.p99_ms < 5000
+    assert_every_token_came(found)
     assert 0 < found.between.p50_ms <= found.between.p99_ms < 1000  # a busy machine reads tokens in bunches
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from small_mixtures import pruned_mixture
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -47,16 +46,7 @@ ROUTERS = {
 
 
 def pruned(path: Path, name: str, dtype: str, ignore: tuple[str, ...] = ()) -> Path:
-    known = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = known(known.config_class(**SMALL, **MODELS[name])).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 3:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(path / "dense")
-    prune_checkpoint(path / "dense", path / "sparse", PruneOptions("6:8", dtype, ignore=ignore))
-    return path / "sparse"
+    return pruned_mixture(path, name, SMALL | MODELS[name], dtype, ignore)
 
 
 CASES = [

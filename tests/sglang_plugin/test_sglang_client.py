@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from served_client import SCRIPT, SHORT, assert_every_token_came, driven
 
 from slidesparse.errors import UnsupportedError
 from slidesparse_bench.engine.eagle_head import eagle_settings
@@ -21,12 +20,8 @@ from slidesparse_bench.serve.serve_engine import ServeDriver
 from slidesparse_bench.serve.serve_load import decode
 from slidesparse_bench.serve.serve_options import ServeOptions, engine_settings, server_arguments
 from slidesparse_bench.serve.serve_sglang import NO_TEXT, SGLangOverHttp, write_tokenizer
-from slidesparse_bench.served_records import AT_ONCE, Workload
 
 pytestmark = pytest.mark.usefixtures("sglang_on_cpu")
-
-SCRIPT = str(Path(__file__).parents[1] / "completions_server.py")
-SHORT = Workload("short", AT_ONCE, 40, (3, 900), (2, 5), repeats=2)
 
 
 @pytest.fixture
@@ -37,19 +32,13 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeDri
     monkeypatch.setattr(serve_engine, "PowerMeter", lambda uuids: None)
     monkeypatch.setattr(SGLangOverHttp, "cli", (SCRIPT,))
     (tmp_path / "config.json").write_text(json.dumps(model_config("Llama-3-8B", 1)))
-    log = tmp_path / "log"
-    made = ServeDriver(ServeOptions(tmp_path, False, http=True, log=log, server="sglang"))
-    yield made
-    made.close()
-    os.kill(int(log.read_text().rsplit("child ", 1)[1].split()[0]), signal.SIGKILL)
+    with driven(ServeOptions(tmp_path, False, http=True, log=tmp_path / "log", server="sglang")) as made:
+        yield made
 
 
 def test_sglangs_client_gets_every_token(driver: ServeDriver) -> None:
     found = driver.measure(SHORT, None)
-    assert (found.lost, found.error) == (0, None)
-    assert found.first is not None
-    assert found.between is not None
-    assert 1 < found.first.p50_ms <= found.first.p99_ms < 5000
+    assert_every_token_came(found)
     assert 0 < found.between.p50_ms < 1000
     assert all(0.001 < seconds < 1 for seconds in driver.measure(decode(8, 80), None).seconds)
 

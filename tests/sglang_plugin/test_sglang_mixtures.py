@@ -31,6 +31,7 @@ from sglang_mixtures import (
     tokens,
     weights_of,
 )
+from small_mixtures import pruned_mixture
 from test_sglang_plugin import built as built_linear
 from test_sglang_plugin import config_of
 from test_sglang_plugin import pruned as pruned_linear
@@ -40,7 +41,6 @@ from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.integrations import NAME as OURS
 from slidesparse.integrations.sglang import METHOD
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -74,16 +74,7 @@ def without_amx(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pruned(path: Path, name: str, dtype: str) -> Path:
-    known = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = known(known.config_class(**SMALL, **MODELS[name][2])).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 3:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(path / "dense")
-    prune_checkpoint(path / "dense", path / "sparse", PruneOptions("6:8", dtype))
-    return path / "sparse"
+    return pruned_mixture(path, name, SMALL | MODELS[name][2], dtype)
 
 
 def served(path: Path, name: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
