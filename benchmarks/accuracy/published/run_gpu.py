@@ -1,4 +1,4 @@
-"""Prune, train on and judge one model in all ways, each job on one of a host's GPUs, until a deadline.
+"""Prune, train on and judge one model in all ways, each job on one of the visible GPUs, until a deadline.
 
     python run_gpu.py --dense DENSE --work FOLDER --out RECORDS.jsonl --chats CHATS.jsonl --text CODE.txt
         [--patterns 14:16 6:8 4:6 2:4] [--tokens 5M 20M] [--minutes 25] [--only 'match|recover'] [--dry-run]
@@ -144,13 +144,14 @@ class Queue:
         self.done, self.options = done, options
         self.known = {job.tag for job in jobs} | done
         self.failed: set[str] = set()
-        self.running: dict[int, tuple[Job, Path, int]] = {}
+        self.running: dict[str, tuple[Job, Path, int]] = {}
         self.start = time.time()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = visible.split(",") if visible else [str(gpu) for gpu in range(max(torch.cuda.device_count(), 1))]
 
     def run(self) -> None:
-        gpus = max(torch.cuda.device_count(), 1)
         while (self.waiting or self.running) and time.time() - self.start < 60 * self.options.minutes:
-            for gpu in range(gpus):
+            for gpu in self.gpus:
                 if gpu not in self.running and (job := next(self.ready(), None)):
                     self.waiting.remove(job)
                     self.begin(gpu, job)
@@ -172,12 +173,12 @@ class Queue:
             if all(tag in self.done for tag in job.after):
                 yield job
 
-    def begin(self, gpu: int, job: Job) -> None:
+    def begin(self, gpu: str, job: Job) -> None:
         log = self.options.work / f"{re.sub(r'[^a-zA-Z0-9]+', '-', job.tag)}.log"
         *made, judged = map(shlex.join, job.commands)
         line = " && ".join([*(f"{{ test -d {shlex.quote(job.path)} || {one}; }}" for one in made), judged])
-        threads = str(max((os.cpu_count() or 8) // max(torch.cuda.device_count(), 1), 1))
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        threads = str(max(len(os.sched_getaffinity(0)) // len(self.gpus), 1))
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as out:
             job.process = subprocess.Popen(
                 ["bash", "-c", line], stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -185,7 +186,7 @@ class Queue:
         self.running[gpu] = job, log, 0
         self.say(f"GPU {gpu}: {job.tag}")
 
-    def look(self, gpu: int) -> None:
+    def look(self, gpu: str) -> None:
         """Print what a job found since the last look, and how it ended."""
         job, log, seen = self.running[gpu]
         ended = job.process is None or job.process.poll() is not None
