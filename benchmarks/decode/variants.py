@@ -38,19 +38,17 @@ EVEN_UNSPLIT = {name: one(t.tokens, t.stages // 2 * 2, t.blocks) for name, t in 
 # -- 1: bytes in flight ------------------------------------------------------------------------------------------------
 
 PLACE = "// A place in the ring:"
-COPY_WEIGHTS, COPY_X = "copy(ring.stage(place) + X_BYTES, weights_at(p.sparse", "copy(ring.stage(place), p.x"
-STEP_BYTES, COPIED = "TILE_BLOCKS * SPARSE_BYTES", "TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));\n"
+COPY_X = "copy(ring.stage(place), p.x"
+STEP_BYTES, COPIED = "TILE_BLOCKS * SPARSE_BYTES", "TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place), p.tokens);\n"
 
-HINTS: tuple[Edit, ...] = (
-    ("ring.cuh", PLACE, """// As copy, with a cache policy; the numbers are CUTLASS's (cute/arch/copy_sm90_desc.hpp).
-constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
-__device__ __forceinline__ void copy_hinted(u64 policy, u32 to, const u8* from, u32 bytes, u32 bar) {
+NO_HINT: Edit = ("ring.cuh", "bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }", "bytes [%0], [%1], %2, [%3]; }")
+KEPT_X: tuple[Edit, ...] = (
+    ("ring.cuh", PLACE, """__device__ __forceinline__ void copy_kept(u32 to, const u8* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+                 " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(0x14F0000000000000) : "memory");
 }
 """ + PLACE),
-    ("metadata.cuh", COPY_WEIGHTS, COPY_WEIGHTS.replace("copy(", "copy_hinted(EVICT_FIRST, ")),
-    ("producer.cuh", COPY_X, COPY_X.replace("copy(", "copy_hinted(EVICT_LAST, ")),
+    ("producer.cuh", COPY_X, COPY_X.replace("copy(", "copy_kept(")),
 )  # fmt: skip
 PREFETCH: Edit = ("ring.cuh", PLACE, """__device__ __forceinline__ void prefetch(const u8* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -68,7 +66,7 @@ def ahead(steps: int) -> tuple[Edit, ...]:
 
 
 TWO_PRODUCERS: tuple[Edit, ...] = (
-    ("geometry.cuh", "SPLIT > 1 ? 40 : 24;", "SPLIT > 1 ? 40 : 40;"),
+    ("geometry.cuh", "? 40 : 24;", "? 40 : 40;"),
     ("sparse_gemm.cuh", "        if (leader) {\n", "        if (leader || threadIdx.x % 128 == 32) {\n"),
     ("sparse_gemm.cuh", "            await_activations(p);\n", "            if (!leader) await_activations(p);\n"),
     ("sparse_gemm.cuh", "load_rest();", "load_rest(leader);"),
@@ -109,8 +107,8 @@ PAIRS: tuple[Edit, ...] = (
         """            for (int i = 0; OPERANDS & ACTIVATIONS && i < (joined ? 1 : n); i++)
                 copy(ring.stage(place) + i * X_BYTES, p.x + ((i64)(step + i) * source.rows + source.token) * SLAB,
                      joined ? 2 * X_BYTES : source.x_bytes, ring.full_of(place));"""),
-    ("metadata.cuh", "copy(ring.stage(place) + X_BYTES,", "copy(ring.stage(place) + 2 * X_BYTES,"),
-    ("metadata.cuh", COPIED, "n * SPARSE_BYTES, ring.full_of(place));\n"),
+    ("metadata.cuh", "copy_weights(ring.stage(place) + X_BYTES,", "copy_weights(ring.stage(place) + 2 * X_BYTES,"),
+    ("metadata.cuh", COPIED, "n * SPARSE_BYTES, ring.full_of(place), p.tokens);\n"),
 )  # fmt: skip
 
 # -- 2: equal shares ---------------------------------------------------------------------------------------------------
@@ -167,8 +165,8 @@ NEXT: tuple[Edit, ...] = (
 
 V = Variant
 VARIANTS = (
-    V("hints", "weights leave L2 first, activations last", -1,
-        "every tile reads X, 864 times, and a miss stalls its block 1 us", edits=HINTS),
+    V("no hint", "L2 keeps weights as long as activations", 3, "what the hint gained as a variant", edits=(NO_HINT,)),
+    V("kept X", "L2 keeps activations longest", 0, "every tile reads them, so they stay as it is", edits=KEPT_X),
     V("4 ahead", "each step also brings one 4 steps past the ring into L2", -2,
         "16 KB more in flight a block, where the ring has 36", edits=ahead(13)),
     V("16 ahead", "the same, 16 steps", 1, "64 KB a block are 25 MB, half of L2: as in experiment 25", edits=ahead(25)),
@@ -217,5 +215,4 @@ VARIANTS = (
         "8 MB are 2 us of 17; of three of four products half are hidden", stage=3, edits=NEXT),
     V("start, next", "start and next at once", -7, "what comes early must be asked for early",
         stage=3, edits=(START, LIFT, *NEXT)),
-    V("all", "start, next and hints", -8, "the sum, less what they share", stage=3, edits=(START, LIFT, *NEXT, *HINTS)),
 )  # fmt: skip

@@ -50,8 +50,9 @@ Jobs = dict[str, tuple[Case, dict[str, Any]]]
 
 
 def both(name: str, arguments: dict[str, Any], steps: tuple[str, ...] = ("ask",), **more: Any) -> Jobs:
-    """The same case for stock SGLang and for ours."""
-    return {f"{name}, {who}": (Case(who == "sparse", arguments, steps, **more), HOPPER) for who in ("stock", "sparse")}
+    """The same case for stock SGLang and for ours; loading INT8 weights again ends stock SGLang."""
+    asked = {"stock": tuple(step for step in steps if step != "reload"), "sparse": steps}
+    return {f"{name}, {who}": (Case(who == "sparse", arguments, some, **more), HOPPER) for who, some in asked.items()}
 
 
 def near(name: str, options: dict[str, dict[str, Any]], **more: Any) -> Jobs:
@@ -104,7 +105,7 @@ def pair(outcomes: dict[str, Served], name: str) -> tuple[Served, Served]:
 
 def assert_same(ours: Answers, stock: Answers) -> None:
     assert [len(tokens) for tokens in ours.tokens] == [TOKENS] * len(prompts())
-    assert len({token for tokens in stock.tokens for token in tokens}) > TOKENS  # not one word over and over
+    assert len({token for tokens in stock.tokens for token in tokens}) > 4  # not one word over and over
     assert ours.tokens == stock.tokens
     assert ours.likeliest == stock.likeliest
 
@@ -129,7 +130,7 @@ def test_weights_are_not_loaded_again_and_the_engine_goes_on(outcomes: dict[str,
 
 def test_deterministic_answers_do_not_depend_on_the_batch(outcomes: dict[str, Served]) -> None:
     for found in pair(outcomes, "deterministic inference"):
-        assert found.answers[2] == found.answers[0].tokens
+        assert found.answers[-1] == found.answers[0].tokens
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -112,7 +112,7 @@ TILES = {
     Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(678, 3729),
     Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(571, 2619),
     Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(395, 1760),
-    Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(416, 778),
+    Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(380, 900),
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(313, 581),
     Tile(tokens=64, warpgroups=1, row_blocks=1, stages=8, blocks=2): Cost(209, 420),
     Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(187, 1516),

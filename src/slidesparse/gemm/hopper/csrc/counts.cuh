@@ -66,7 +66,7 @@ struct StepsWithCounts {
             }
             if (OPERANDS & ACTIVATIONS) source.copy_x(place, p.dense_slabs + step);
             if (OPERANDS & WEIGHTS)
-                copy(ring.stage(place) + X_BYTES, values, TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
+                copy_weights(ring.stage(place) + X_BYTES, values, TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place), p.tokens);
             words = bundle.next(p.windows);
             values += W_TILE * (SPARSE_BYTES + (words ? COUNT_BYTES : 0));
         }

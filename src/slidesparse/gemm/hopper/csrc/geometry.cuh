@@ -43,7 +43,7 @@ constexpr int EXCHANGE_BYTES = (SPLIT - 1) * SUM_BYTES;
 constexpr bool SUMS_IN_RING = SPLIT > 1 && TILE_BLOCKS == W_TILE;  // shared memory does not hold both
 constexpr int APART_BYTES = SUMS_IN_RING ? 0 : EXCHANGE_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = COUNT_BITS > 0 && SPLIT > 1 ? 40 : 24;  // with 24 that one spills
+constexpr int PRODUCER_REGISTERS = SPLIT > 1 && (COUNT_BITS > 0 || ROW_BLOCKS == 1) ? 40 : 24;  // with 24 some of those spill
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
 constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;

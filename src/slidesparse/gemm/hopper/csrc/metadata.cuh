@@ -24,8 +24,8 @@ struct StepsWithMetadata {
             }
             if (OPERANDS & ACTIVATIONS) source.copy_x(place, p.dense_slabs + step);
             if (OPERANDS & WEIGHTS)
-                copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, source.block, p.sparse_slabs, step, SPARSE_BYTES),
-                     TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
+                copy_weights(ring.stage(place) + X_BYTES, weights_at(p.sparse, source.block, p.sparse_slabs, step, SPARSE_BYTES),
+                     TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place), p.tokens);
         }
     }
 };

@@ -97,8 +97,8 @@ struct Producer {
             }
             if (OPERANDS & ACTIVATIONS && first_half) source.copy_x(place, step / 2);
             if (OPERANDS & WEIGHTS)
-                copy(ring.stage(place) + X_BYTES, weights_at(p.dense, source.block, 2 * p.dense_slabs, step, VALUE_BYTES),
-                     TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+                copy_weights(ring.stage(place) + X_BYTES, weights_at(p.dense, source.block, 2 * p.dense_slabs, step, VALUE_BYTES),
+                     TILE_BLOCKS * VALUE_BYTES, ring.full_of(place), p.tokens);
         }
         const int sparse_end = range.sparse + to - dense_steps();
         sparse.template load<OPERANDS>(source, place, range.sparse + max(from - dense_steps(), 0), sparse_end);

@@ -38,6 +38,17 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32 bar)
                  "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
+// As copy, of what L2 need not keep if it is read once: by one tile of tokens. The policies are CUTLASS's numbers for evict
+// first and normal (cute/arch/copy_sm90_desc.hpp).
+__device__ __forceinline__ void copy_weights(u32 to, const u8* from, u32 bytes, u32 bar, int tokens) {
+    asm volatile(
+        "{ .reg .pred once; .reg .b64 policy;\n"
+        "setp.le.s32 once, %4, %5;\n"
+        "selp.b64 policy, 0x12F0000000000000, 0x1000000000000000, once;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "r"(tokens), "n"(TOKENS) : "memory");
+}
+
 // A place in the ring: a stage, and the parity of its current use.
 struct Place {
     u32 stage = 0, phase = 0;
