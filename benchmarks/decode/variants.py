@@ -45,7 +45,8 @@ NO_HINT: Edit = ("ring.cuh", "bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;
 KEPT_X: tuple[Edit, ...] = (
     ("ring.cuh", PLACE, """__device__ __forceinline__ void copy_kept(u32 to, const u8* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(0x14F0000000000000) : "memory");
+                 " [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(0x14F0000000000000) : "memory");
 }
 """ + PLACE),
     ("producer.cuh", COPY_X, COPY_X.replace("copy(", "copy_kept(")),

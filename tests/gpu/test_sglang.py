@@ -74,7 +74,7 @@ GROUPS = (
     near("mixture", EXPERTS, family="two experts a token"),
 )
 JOBS: Jobs = {name: job for group in GROUPS for name, job in group.items()}
-ALONE: Jobs = {name: (case, {}) for name, (case, _) in both("memory", {}, model=f"{REAL} 6:8").items()}
+ALONE: Jobs = {name: (case, {}) for name, (case, _) in both("memory", {}, model=f"{REAL} 2:4").items()}
 """They measure time and memory, and would measure their neighbours."""
 
 
@@ -156,7 +156,7 @@ def test_what_is_rounded_otherwise_is_as_near_as_slightly_other_scales(outcomes:
     assert difference(dense.answers[0], ours.answers[0]) <= limit + (2 * 2.0**-6 if name == "mixture" else 0)
 
 
-def test_a_start_keeps_what_it_measured_and_packed_weights_take_no_more_memory(
+def test_a_start_keeps_what_it_measured_and_packed_weights_take_less_memory(
     outcomes: dict[str, Served], folder: Path
 ) -> None:
     stock, ours = outcomes["memory, stock"], outcomes["memory, sparse"]
@@ -164,7 +164,8 @@ def test_a_start_keeps_what_it_measured_and_packed_weights_take_no_more_memory(
     assert ours.facts["measured"]
     assert len(ours.facts["sparse"]) > 0
     assert any((folder / "cache" / "slidesparse").iterdir())
-    assert ours.facts["weights_gb"] <= stock.facts["weights_gb"]
+    # At 2:4 four layers save 0.33 GiB. At 6:8 they save 0.05, less than what else a load took on an H200.
+    assert ours.facts["weights_gb"] < stock.facts["weights_gb"]
     assert ours.answers == stock.answers
 
 
