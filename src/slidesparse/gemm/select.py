@@ -82,12 +82,14 @@ class Choice:
         measured: The times that decided, of the layer nearest in size; None where something else did.
         able: The first accelerated backend that can run it, and gave no wrong result here; None where there is none, or
             none was asked.
+        here: The M's of these times that were measured here; the others are a prior's.
     """
 
     routes: tuple[Route, ...]
     reason: str
     measured: LayerSpeed | None = field(default=None, compare=False, repr=False)
     able: str | None = field(default=None, compare=False, repr=False)
+    here: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -102,11 +104,14 @@ class Choice:
         """Return the routes in words: ``dense up to 4095 tokens, cusparselt beyond``."""
         return describe_routes(self.routes)
 
-    def times(self, out: int, columns: int) -> dict[int, tuple[float, float]]:
-        """Return M -> microseconds of a layer of some size on its routes, and dense, where both are known."""
+    def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
+        """Return M -> microseconds of a layer of some size on its routes, and dense; whether they were measured here.
+
+        M's at which one of the two has no time are left out.
+        """
         layer = None if self.measured is None else self.measured.of_size(out, columns)
         pairs = {m: (layer.at(self.at(m), m), layer.at("dense", m)) for m in layer.tokens} if layer else {}
-        return {m: (ours, dense) for m, (ours, dense) in pairs.items() if ours and dense}
+        return {m: (ours, dense, m in self.here) for m, (ours, dense) in pairs.items() if ours and dense}
 
 
 def get_backend(name: str) -> Backend:
@@ -153,7 +158,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         quickest = routes_of(measured.layer)
         routes = quickest if fallback == "fastest" else lean_routes_of(measured.layer)
         reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
-        return Choice(routes, reason, measured.layer, able[0])
+        return Choice(routes, reason, measured.layer, able[0], measured.here)
     name = fastest(measured.layer)
     if name is not None:
         return _only(name, measured.describe(), able[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -21,6 +22,7 @@ from slidesparse.base.log import log_once
 from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME
 from slidesparse.integrations.experts import why_asked, with_packing
+from slidesparse.integrations.gain import LoadedLinear, describe_gain
 from slidesparse.integrations.names import (
     LEFT_ALONE,
     find_experts,
@@ -73,6 +75,7 @@ class SGLangConfig(CompressedTensorsConfig):
         fuses: Norms and activations are fused with the linears that read them.
         tuner: Measures layers when they are loaded; None before the first one, or where the user wants none.
         warmup: Runs a layer of each kind before CUDA graphs are captured; None before the first layer.
+        expected: The linears that were built and are not loaded yet; ``linears``: those that are.
     """
 
     marker: Marker
@@ -82,6 +85,8 @@ class SGLangConfig(CompressedTensorsConfig):
     fuses: bool = False
     tuner: LoadTuner | None = None
     warmup: WarmUp | None = None
+    expected: WeakSet[torch.nn.Module]
+    linears: list[LoadedLinear]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
@@ -100,6 +105,7 @@ class SGLangConfig(CompressedTensorsConfig):
         refuse_what_cannot_work(arguments)
         made: SGLangConfig = super().from_config(config)
         made.marker, made.options = marker, SGLangOptions.read(getattr(hf_config, NAME, None), OPTION)
+        made.expected, made.linears = WeakSet(), []
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         apart = [name for name in APART if getattr(arguments, name, None)]
@@ -130,9 +136,22 @@ class SGLangConfig(CompressedTensorsConfig):
         if named is None or named.pattern is None:
             log_once(f"slidesparse: left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
-        warmup = self._prepare(layer)
-        chooser = Chooser(self.options.backend, self.options.fallback, self.tuner)
-        return SGLangScheme(scheme, named, self.fuses, chooser, warmup)
+        self._prepare(layer)
+        self.expected.add(layer)
+        return SGLangScheme(scheme, named, self)
+
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses the backends of every linear."""
+        return Chooser(self.options.backend, self.options.fallback, self.tuner)
+
+    def note_linear(self, layer: torch.nn.Module, linear: LoadedLinear) -> None:
+        """Note a linear that is loaded, unless it is loaded again; after the last one, log what is gained."""
+        if layer in self.expected:
+            self.expected.remove(layer)
+            self.linears.append(linear)
+            for line in describe_gain(self.linears) if not self.expected else []:
+                log.info(line)
 
     def get_moe_scheme(self, layer: torch.nn.Module, layer_name: str) -> CompressedTensorsMoEScheme | None:
         """Return SGLang's scheme for the experts of a layer, or one that packs them where we can run them.
@@ -183,9 +202,8 @@ class SGLangConfig(CompressedTensorsConfig):
         kinds = {(args.num_bits, args.type, args.symmetric) for args in (weights, inputs)}
         return kinds == {(8, "int", True)} and (weights.strategy, inputs.strategy) == ("channel", "token")
 
-    def _prepare(self, layer: torch.nn.Module) -> WarmUp:
-        """Make what layers share, on the first one, which tells the type of activations; return what warms them up."""
+    def _prepare(self, layer: torch.nn.Module) -> None:
+        """Make what layers share, on the first one, which tells the type of activations."""
         if self.warmup is None:
             dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
             self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
-        return self.warmup

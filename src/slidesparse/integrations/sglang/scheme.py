@@ -13,11 +13,11 @@ from slidesparse.base.device import give_blocks_back
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import SPARSE_TENSOR_CORES
+from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.sglang import LOGGER, fuse
-from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Chooser, RunsSparse, settle
+from slidesparse.layer.settle import RunsSparse, settle
 from slidesparse.models.layer_kinds import kind_of
 
 SUBMODULE = "slide"
@@ -31,12 +31,13 @@ log = logging.getLogger(LOGGER)
 
 
 class SGLangScheme(CompressedTensorsLinearScheme):
-    """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run."""
+    """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run.
 
-    def __init__(
-        self, inner: CompressedTensorsLinearScheme, named: NamedLayer, fuses: bool, chooser: Chooser, warmup: WarmUp
-    ) -> None:
-        self.inner, self.fuses, self.chooser, self.warmup = inner, fuses, chooser, warmup
+    ``model`` is the configuration of its model, with what layers share.
+    """
+
+    def __init__(self, inner: CompressedTensorsLinearScheme, named: NamedLayer, model: Any) -> None:
+        self.inner, self.model, self.fuses = inner, model, model.fuses
         self.name, self.pattern = named.name, named.pattern
         self.in_features = 0
         self.converted = False
@@ -74,18 +75,20 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         refuse_updates(layer, self.name)
         self.converted = True
         if slide.forms[0].tensors[0].is_cuda:
-            self.warmup.layer(slide)
+            self.model.warmup.layer(slide)
 
     def pack_layer(self, layer: Any) -> SlideLinear | None:
         """Return the SlideLinear of a loaded layer, which stays as it is; None where it is to run dense."""
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
-        settled = settle(weight, scale, self.pattern, self.chooser, start=start, name=self.name)
+        settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
         slide = None
         if isinstance(settled, RunsSparse):
             slide = SlideLinear(settled.packed, choice=settled.choice, quantiser="sglang")
         how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
+        times = {} if settled.choice is None else settled.choice.times(*weight.shape)
+        self.model.note_linear(layer, LoadedLinear(tuple(weight.shape), times))
         return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,7 +106,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if isinstance(x, fuse.Unread) and (product := x.product_of(layer, bias)) is not None:
             return product
         if self.fuses and not torch.compiler.is_compiling():
-            fuse.see(layer, self.name, x, bias, self.warmup)
+            fuse.see(layer, self.name, x, bias, self.model.warmup)
         y = layer.slide(x, bias)
         return y
 

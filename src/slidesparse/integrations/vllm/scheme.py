@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 
 from slidesparse.base.device import give_blocks_back
 from slidesparse.integrations import SPARSE_TENSOR_CORES
+from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -189,12 +190,13 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     pattern = model.pattern_of(named, weight, start)
     settled = settle(weight, scale, pattern, model.chooser, start=start, name=named.name)
     give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
+    times = {} if settled.choice is None else settled.choice.times(*weight.shape)
+    linear = LoadedLinear(tuple(weight.shape), times)
     if isinstance(settled, RunsSparse):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
-        times = settled.choice.times(*weight.shape)
-        return slide, Outcome(True, True, settled.reason, eligible=True, times=times, **sizes)
-    outcome = Outcome(False, settled.pattern is not None, settled.reason)
+        return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, **sizes)
+    outcome = Outcome(False, settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
     # Graphs do not hold an output embedding, and adapters read what a linear reads: nothing is joined with either.

@@ -11,12 +11,13 @@ import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.integrations import NAME
+from slidesparse.integrations.gain import LoadedLinear, describe_gain
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed%s"
@@ -42,7 +43,7 @@ class Outcome:
         eligible: It has groups that could run sparse, and the user did not ask for dense.
         experts: It is the experts of a mixture, for which users have another option.
         kept_bytes: Bytes of its weight as kept, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
-        times: :meth:`slidesparse.gemm.select.Choice.times` of a sparse linear.
+        linear: The times of a linear whose backends were chosen, sparse or dense.
         sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
     """
 
@@ -53,7 +54,7 @@ class Outcome:
     experts: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
-    times: Mapping[int, tuple[float, float]] = field(default_factory=dict, compare=False)
+    linear: LoadedLinear | None = field(default=None, compare=False)
     sparse_by: str | None = field(default=None, compare=False)
 
 
@@ -107,13 +108,14 @@ class ModelStatus:
         )
 
     def describe(self) -> list[str]:
-        """Return a line of totals, and one line for every kind of layer and outcome."""
+        """Return a line of totals, one of what is gained, and one line for every kind of layer and outcome."""
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
             kinds.setdefault((kind_of(name), outcome), []).append(name)
         total = Counter(outcome.sparse for outcome in self.outcomes.values())
         head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse{self._memory()}"
-        return [head, *self._gain()] + [
+        linears = [outcome.linear for outcome in self.outcomes.values() if outcome.linear is not None]
+        return [head, *describe_gain(linears)] + [
             f"slidesparse: {kind if len(names) > 1 else names[0]}: {'sparse' if outcome.sparse else 'dense'},"
             f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
             for (kind, outcome), names in kinds.items()
@@ -124,15 +126,6 @@ class ModelStatus:
         packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
         kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
-
-    def _gain(self) -> list[str]:
-        """Return a line with the time of all sparse linears over dense's, at the numbers of tokens that all know."""
-        times = [outcome.times for outcome in self.outcomes.values() if outcome.sparse and not outcome.experts]
-        shares = [
-            f"{sum(one[m][0] for one in times) / sum(one[m][1] for one in times):.2f} at {m}"
-            for m in sorted(set.intersection(*map(set, times)) if times else ())
-        ]
-        return [f"slidesparse: time of the sparse linears over dense: {', '.join(shares)} tokens"] if shares else []
 
 
 def _is_to_come(layer: object) -> bool:

@@ -1,0 +1,39 @@
+"""Say in one line what all linears of a model gain, by the times that chose their backends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from slidesparse.gemm.speed import MEASURED_HERE
+
+TOLD = (16, 64, 256, 1024, 4096, 16384)
+"""The numbers of tokens that the line names, from a decoding step to long prompts, where every linear has a time."""
+
+
+class LoadedLinear(NamedTuple):
+    """A loaded linear's [out, in], and :meth:`slidesparse.gemm.select.Choice.times`; empty where no times chose."""
+
+    shape: tuple[int, ...]
+    times: Mapping[int, tuple[float, float, bool]]
+
+
+def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
+    """Return a line with the time of all linears over that of dense ones; none without times.
+
+    Beside others that have times, one without runs dense: dense's times of its shape count, where another one has them.
+    """
+    dense = {one.shape: {m: (us, us, here) for m, (_, us, here) in one.times.items()} for one in linears if one.times}
+    known = [times for one in linears if (times := one.times or dense.get(one.shape))]
+    tokens = [m for m in TOLD if known and all(m in times for times in known)]
+    if not tokens:
+        return []
+    shares = [sum(times[m][0] for times in known) / sum(times[m][1] for times in known) for m in tokens]
+    first, *more = zip(shares, tokens, strict=True)
+    told = "{:.2f} of dense's time for {} tokens".format(*first), *("{:.2f} for {}".format(*one) for one in more)
+    here = {times[m][2] for times in known for m in tokens}
+    measured = f"times {MEASURED_HERE}"
+    origin = f"{measured} and a prior" if len(here) > 1 else measured if True in here else "a prior"
+    whole = len(known) == len(linears)
+    who = "the linears" if whole else f"{len(known)} of {len(linears)} linears"
+    return [f"slidesparse: by {origin} {who} take {', '.join(told)}{'' if whole else '; the others have no times'}"]
