@@ -15,6 +15,7 @@ from slidesparse.base import log
 from slidesparse.gemm import BACKENDS, select, speed_files
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
+from slidesparse.tuning import at_load
 
 Us = Callable[[str, int], float]
 """(backend, tokens) -> microseconds of a call."""
@@ -123,3 +124,16 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     for backend in (Reference, Dense, Quick):
         monkeypatch.setitem(BACKENDS, backend.name, backend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 9))
+
+
+def pretend_start(monkeypatch: pytest.MonkeyPatch, cache: Path) -> FakeStopwatch:
+    """Let a server's starts measure on :func:`pretend_gpu`, where dense takes twice as long as the packed form."""
+    pretend_gpu(monkeypatch, cache)
+    made = FakeStopwatch(lambda backend, _: 2e3 if backend == "dense" else 1e3, FakeClock())
+    real = at_load.LoadTuner.__init__
+
+    def with_fakes(self: at_load.LoadTuner, *given: Any) -> None:
+        real(self, *given, stopwatch=lambda: made, clock=made.clock, sleep=made.clock.sleep)
+
+    monkeypatch.setattr(at_load.LoadTuner, "__init__", with_fakes)
+    return made

@@ -159,7 +159,7 @@ def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.M
     assert choice.backends == ("dense", "fast", "slow")
     assert [choice.at(m) for m in (0, 69, 70, 1154, 1155, 10**6)] == ["dense"] * 2 + ["fast"] * 2 + ["slow"] * 2
     assert choice.describe() == "dense up to 69 tokens, fast up to 1154, slow beyond"
-    assert choice.times(16, 64) == {16: (2.0, 2.0), 256: (1.8, 2.0), 4096: (0.8, 2.0)}
+    assert choice.times(16, 64) == {16: (2.0, 2.0, True), 256: (1.8, 2.0, True), 4096: (0.8, 2.0, True)}
     assert choice.reason == (
         "fast takes 0.50 to 1.20 of dense's time, slow takes 0.40 to 1.30 of dense's time; measured here"
     )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
@@ -233,6 +234,19 @@ def test_layers_are_measured_before_they_choose(checkpoints: Any, monkeypatch: p
     assert len(measured) == 4
     loaded(model, {"slidesparse": {"backend": "reference", "tune": "off"}})
     assert len(measured) == 4
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_start_says_what_is_gained_by_its_times(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend_start(monkeypatch, tmp_path)
+    path = marked(checkpoints("6:8"), tmp_path / "planned", "6:8", {"self_attn.o_proj": "dense"})
+    loaded(configured(path, enforce_eager=True), {})
+    (at,) = [i for i, line in enumerate(caplog.messages) if line.startswith("slidesparse: 3 of 4 layers run sparse")]
+    told = "slidesparse: by times measured here 3 of 4 linears take 0.50 of dense's time for 16 tokens, 0.50 for 64"
+    assert caplog.messages[at + 1].startswith(told)
+    assert caplog.messages[at + 1].endswith("; the others have no times")
 
 
 def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ def test_a_new_driver_or_kernel_makes_old_times_a_prior(what: str, monkeypatch: 
         told = "quick takes 0.50 of dense's time; prior: measured at 24x64 with Quick 1.0; this is Quick 2.0"
     choice = choose(PROBLEM)
     assert (choice.backends, choice.reason) == (("quick",), told)
+    assert choice.times(OUT, K)[64] == (1e3, 2e3, False)
     assert loaded(tuner(dense_us=8e2))
     choice = choose(PROBLEM)
     assert (choice.backends, choice.reason) == (("dense",), "quick takes 1.25 of dense's time; measured here")
