@@ -119,7 +119,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Let the CPU pass for a GPU with one accelerated backend, :class:`Quick`, and no times yet."""
     pretend_hopper(monkeypatch, cache, select)
     log.log_once.cache_clear()
-    for name in list(BACKENDS):
+    for name in [*reversed(BACKENDS)]:  # so that they return in their order
         monkeypatch.delitem(BACKENDS, name)
     for backend in (Reference, Dense, Quick):
         monkeypatch.setitem(BACKENDS, backend.name, backend)

@@ -65,6 +65,8 @@ def test_a_gain_by_a_prior_is_called_one() -> None:
     shares = "the linears take 0.50 of dense's time for 16 tokens"
     assert gained(prior, prior) == [f"slidesparse: by a prior {shares}"]
     assert gained(here, prior) == [f"slidesparse: by times measured here and a prior {shares}"]
+    longer = linear(32, {16: (1.0, 2.0, True), 4096: (1.0, 1.0, False)})
+    assert gained(longer, here) == gained(longer) == [f"slidesparse: by times measured here {shares}"]
 
 
 def test_linears_without_times_are_dense_ones() -> None:

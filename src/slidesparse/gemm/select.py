@@ -105,10 +105,7 @@ class Choice:
         return describe_routes(self.routes)
 
     def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
-        """Return M -> microseconds of a layer of some size on its routes, and dense; whether they were measured here.
-
-        M's at which one of the two has no time are left out.
-        """
+        """Return M -> microseconds of a layer of some size, and of dense, where both are known; if measured here."""
         layer = None if self.measured is None else self.measured.of_size(out, columns)
         pairs = {m: (layer.at(self.at(m), m), layer.at("dense", m)) for m in layer.tokens} if layer else {}
         return {m: (ours, dense, m in self.here) for m, (ours, dense) in pairs.items() if ours and dense}

@@ -26,14 +26,16 @@ def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
     dense = {one.shape: {m: (us, us, here) for m, (_, us, here) in one.times.items()} for one in linears if one.times}
     known = [times for one in linears if (times := one.times or dense.get(one.shape))]
     tokens = [m for m in TOLD if known and all(m in times for times in known)]
+    # Measuring ends at a server's largest batch, and the prior that goes on from there says nothing about this server.
+    tokens = [m for m in tokens if all(times[m][2] for times in known)] or tokens
     if not tokens:
         return []
     shares = [sum(times[m][0] for times in known) / sum(times[m][1] for times in known) for m in tokens]
     first, *more = zip(shares, tokens, strict=True)
     told = "{:.2f} of dense's time for {} tokens".format(*first), *("{:.2f} for {}".format(*one) for one in more)
+    who, end = "the linears", ""
+    if len(known) < len(linears):
+        who, end = f"{len(known)} of {len(linears)} linears", "; the others have no times"
     here = {times[m][2] for times in known for m in tokens}
-    measured = f"times {MEASURED_HERE}"
-    origin = f"{measured} and a prior" if len(here) > 1 else measured if True in here else "a prior"
-    whole = len(known) == len(linears)
-    who = "the linears" if whole else f"{len(known)} of {len(linears)} linears"
-    return [f"slidesparse: by {origin} {who} take {', '.join(told)}{'' if whole else '; the others have no times'}"]
+    origin = f"times {MEASURED_HERE}{' and a prior' if False in here else ''}" if True in here else "a prior"
+    return [f"slidesparse: by {origin} {who} take {', '.join(told)}{end}"]
