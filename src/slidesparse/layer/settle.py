@@ -72,7 +72,7 @@ class Chooser:
 
     Attributes:
         backend: ``auto`` or a backend's name.
-        fallback: See :mod:`slidesparse.gemm.select`; :data:`SIXTEEN_BITS` run ``dense`` as ``fastest``, with room.
+        fallback: See :mod:`slidesparse.gemm.select`. With room, ``dense`` is ``fastest`` for :data:`SIXTEEN_BITS`.
         tuner: Measures a layer first where this machine has no times of its kind; None: a prior decides.
     """
 
