@@ -58,11 +58,9 @@ def joined(names: str) -> Variant:
     parts = [KNOWN[name] for name in names.split(" + ")]
     last = next((one for one in reversed(parts) if one.tiles), parts[-1])
     edits = tuple(dict.fromkeys(edit for one in parts for edit in one.edits))
-    headers = tuple(dict.fromkeys(header for one in parts for header in one.headers))
-    flags = {flag: any(getattr(one, flag) for one in parts) for flag in ("contiguous", "shares", "only_six_bits")}
+    flags = {flag: any(getattr(one, flag) for one in parts) for flag in ("starts_early", "only_six_bits")}
     flags["only_these"] = any(one.only_these and bool(one.edits) for one in parts)  # else other tiles stay as they are
-    flags |= {"stage": max(one.stage for one in parts), "predicted": sum(one.predicted for one in parts)}
-    return replace(last, name=names, edits=edits, headers=headers, **flags)
+    return replace(last, name=names, edits=edits, predicted=sum(one.predicted for one in parts), **flags)
 
 
 def slabs_of(pattern: str, columns: int) -> int:
@@ -92,20 +90,12 @@ def compile_all(variants: Sequence[Variant], forms: Sequence[tuple[str, int]], t
         return {name: wrong for name, wrong in pool.map(compiled, sorted(jobs, key=str)) if wrong}
 
 
-def copy_rate() -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target, stopwatch = torch.empty_like(source), CudaStopwatch()
-    one = stopwatch.prepare([lambda: target.copy_(source)] * 8, True, lambda _: None)
-    return 2 * source.nbytes / min(one.launch()() for _ in range(10)) * 1e6
-
-
 class Session:
     """The variants that are still in, the record, and the clock."""
 
     def __init__(self, file: Path, end: float, variants: Sequence[Variant]) -> None:
         self.file, self.end, self.variants = file.open("w"), end, list(variants)
-        self.stopwatch, self.ratios, self.rate = CudaStopwatch(), [], copy_rate()
+        self.stopwatch, self.ratios = CudaStopwatch(), []
 
     def say(self, row: dict[str, Any], line: str = "") -> None:
         """Write a row of the record, and print it or the line."""
@@ -146,7 +136,7 @@ class Session:
         copies = max(3, copies_needed(n_bytes, self.stopwatch.l2_bytes, self.stopwatch.free_bytes() // 4))
         one = Product(Weight(out, columns, pattern, bits, tokens, copies))
         expected, wrong, passes = one.calls(PRODUCT)[0]().clone(), [], {}
-        singles = [each for each in self.variants if each.stage < 3 and one.weight.takes(each)]
+        singles = [each for each in self.variants if not each.starts_early and one.weight.takes(each)]
         for variant in (PRODUCT, *singles):
             given: list[torch.Tensor] = []
             passes[variant.name] = self.stopwatch.prepare(one.calls(variant), True, given.append)
@@ -182,8 +172,7 @@ class Session:
         us = {name: round(statistics.median(one) / each, 2) for name, one in zip(passes, samples, strict=True)}
         head, own = " ".join(map(str, row.values())), us[PRODUCT.name]
         ratios = {name: time_us / own for name, time_us in us.items()}
-        per_us = row.get("bytes", 0) / own
-        rate = f" {per_us / 1e6:.2f} TB/s, {per_us * 1e6 / self.rate:.0%} of a copy" if per_us else ""
+        rate = f" {row['bytes'] / own / 1e6:.2f} TB/s" if "bytes" in row else ""
         found = ", ".join(f"{name} {ratio:.3f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
         eager = [name for name, one in passes.items() if one.method != "graph"]
         row |= {"eager": eager} if eager else {}
@@ -208,7 +197,7 @@ def main() -> None:
     print(f"compiled; {end - time.monotonic():.0f} s are left", flush=True)
     session, machine = Session(options.file, end, chosen), environment.machine()
     head = {"what": __doc__.splitlines()[0], "gpu": machine.gpu, "commit": machine.commit, "date": str(date.today())}
-    session.say(head | {"copy_TB_s": session.rate / 1e12, "predicted": {one.name: one.predicted for one in chosen}})
+    session.say(head | {"predicted": {one.name: one.predicted for one in chosen}})
     for name, why in failed.items():
         session.leave(KNOWN[name], why)
     few, (large, *small) = [count for count in tokens if count <= 64], SIZES

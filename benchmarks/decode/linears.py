@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 
 import torch
 from decoding_linears import BLOCKS, CHECKS, MODEL
 
-from decode.patching import PRODUCT, Variant, applied, row_block_by_row_block
+from decode.patching import PRODUCT, Variant, applied
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import Band, choose_bands
@@ -30,9 +30,6 @@ BF16, INT8 = torch.bfloat16, torch.int8
 PLAIN, CHAINED = ("none",) * 4, ("none", "add_rms_norm", "silu_mul", "add_rms_norm")
 """Prologues of o, gate_up, down and qkv: as decoding_linears has them, and as a server does."""
 
-BROUGHT = 8 << 20
-"""Bytes of the next weight that a variant brings into L2."""
-
 
 class Weight:
     """A weight of Gaussian numbers, and copies of it; it is multiplied by so many tokens."""
@@ -46,11 +43,6 @@ class Weight:
         operand = self.backend.prepare(self.packed)
         self.copies = [operand] + [copy.deepcopy(operand) for _ in range(copies - 1)]
 
-    @cached_property
-    def rearranged(self) -> list[HopperOperand]:
-        """The copies, row block by row block."""
-        return [row_block_by_row_block(one) for one in self.copies]
-
     @property
     def bands(self) -> tuple[Band, ...]:
         """The launches that the product chooses."""
@@ -61,10 +53,6 @@ class Weight:
     def takes(self, variant: Variant) -> bool:
         """Whether the variant has a kernel for each tile of them."""
         return all(variant.takes(band.tile, self.bits) for band in self.bands)
-
-    def read_by(self, variant: Variant) -> list[HopperOperand]:
-        """The copies, as the variant reads them."""
-        return self.rearranged if variant.contiguous else self.copies
 
 
 class Product:
@@ -89,7 +77,7 @@ class Product:
         sizes = self.x.shape, INT8, weight.backend.form_of(sparse), dense.shape, sparse.shape, weight.out, BF16
         with applied(variant):
             launch = find_launch(*sizes, weight.device.index)
-        return [partial(self._run, launch, own) for own in weight.read_by(variant)]
+        return [partial(self._run, launch, own) for own in weight.copies]
 
     def _run(self, launch: GemmLaunch, own: HopperOperand) -> torch.Tensor:
         addresses = own.dense.data_ptr(), own.sparse.data_ptr(), self.weight.packed.scale.data_ptr(), None, 0
@@ -108,15 +96,6 @@ class Row:
         self.inputs = [numbers(self.hidden if chained else sum(self.columns), seed=seed) for seed in (1, 2)]
         self.x, self.residual = self.inputs[0].clone(), numbers(self.hidden, seed=3)
         self.gain = torch.ones(self.hidden, dtype=BF16, device="cuda")
-        self.told = [self._told(after) for after in (*self.weights[1:], self.weights[0])]
-
-    @staticmethod
-    def _told(after: Weight) -> list[torch.Tensor]:
-        """What a launch is told of the next weight: address, bytes of a row tile, row tiles, bytes to bring of each."""
-        tiles, slabs, *step = after.copies[0].sparse.shape
-        n_bytes = step[0] * step[1]
-        sizes = slabs * n_bytes, tiles, min(slabs, max(1, BROUGHT // (tiles * n_bytes))) * n_bytes
-        return [torch.tensor([one.sparse.data_ptr(), *sizes], device="cuda") for one in after.copies]
 
     def call(self, variant: Variant) -> Callable[[], list[torch.Tensor]]:
         """All linears in a row; it returns their products. Where the variant has no kernel, the product's runs."""
@@ -124,7 +103,7 @@ class Row:
         for block, at in product(range(BLOCKS), range(4)):
             own = variant if self.weights[at].takes(variant) else PRODUCT
             with applied(own):  # so each has a launch of its own
-                linears.append(self._linear(own, at, block))
+                linears.append(self._linear(at, block))
         run = partial(self._run, linears)
         for _ in range(2):  # the first one compiles the lifts
             run()
@@ -132,7 +111,7 @@ class Row:
             raise SystemExit("a linear runs by parts, so not by this variant")
         return run
 
-    def _linear(self, variant: Variant, at: int, block: int) -> tuple[HopperLinear, LinearTensors]:
+    def _linear(self, at: int, block: int) -> tuple[HopperLinear, LinearTensors]:
         from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
         weight, prologue = self.weights[at], self.prologues[at]
@@ -140,9 +119,7 @@ class Row:
         spec = LiftSpec(prologue, BF16, INT8, layout.order(weight.packed).numbers, layout)
         lift = KernelLift(spec, weight.tokens, weight.device)
         linear = HopperLinear(lift, LiftThenMultiply(weight.backend, lift, weight.out), weight.bits)
-        for band in linear._gemm.bands:
-            band.sizes.used = self.told[at][(block + at // 3) % BLOCKS].data_ptr()
-        own, gain = weight.read_by(variant)[block], self.gain if "norm" in prologue else None
+        own, gain = weight.copies[block], self.gain if "norm" in prologue else None
         return linear, LinearTensors(layout.column_map(weight.packed), None, own, weight.packed.scale, None, gain)
 
     def _run(self, linears: list[tuple[HopperLinear, LinearTensors]]) -> list[torch.Tensor]:

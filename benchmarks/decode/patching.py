@@ -17,22 +17,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.compile import sources
-from slidesparse.gemm.hopper.kernel import Arguments, Kernel
+from slidesparse.gemm.hopper.kernel import Kernel
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import HopperOperand
 
-FOLDER = Path(__file__).parent
 LIFTS = ("lift_math", "held", "walking")
 """Modules of the lift, each before those that import it."""
-
-SUMS = 1 << 24
-"""Numbers of the workspace for equal shares: 256 tokens of 65536 channels."""
 
 Edit = tuple[str, str, str]
 """A file, a text that stands in it once, and what replaces it."""
@@ -46,14 +39,11 @@ class Variant:
     idea: str
     predicted: float  # change of time in per cent; `variants` says of what
     count: str  # where the prediction comes from
-    stage: int = 1  # 1 bytes in flight, 2 equal shares of steps, 3 starting early, which needs launches in a row
+    starts_early: bool = False  # which only launches in a row show
     edits: tuple[Edit, ...] = ()
-    headers: tuple[str, ...] = ()  # files of this folder that the sources include
     tiles: Mapping[str, Tile] = field(default_factory=dict, hash=False)  # in place of those that the product chooses
     only_these: bool = False  # there are no kernels for other tiles
     only_six_bits: bool = False  # nor for weights of eight bits, whose stages do not fit
-    contiguous: bool = False  # it reads weights that row_block_by_row_block() made
-    shares: bool = False  # it is launched with equal shares of steps
 
     def tile(self, chosen: Tile) -> Tile:
         """Return the tile that runs in place of the product's choice."""
@@ -64,7 +54,7 @@ class Variant:
         return (str(chosen) in self.tiles or not self.only_these) and (value_bits == 6 or not self.only_six_bits)
 
 
-PRODUCT = Variant("product", "the kernel as it is", 0, "", stage=0)
+PRODUCT = Variant("product", "the kernel as it is", 0, "")
 
 
 class Misfit(AssertionError):
@@ -81,17 +71,15 @@ def changed(edits: tuple[Edit, ...], file: str, text: str) -> str:
 
 
 def changed_sources(variant: Variant, count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
-    """As :func:`slidesparse.gemm.hopper.compile.sources`, with the variant's edits and headers."""
-    files = {name: changed(variant.edits, name, text) for name, text in sources(count_bits, value_bits).items()}
-    return files | {name: (FOLDER / name).read_text(encoding="utf-8") for name in variant.headers}
+    """As :func:`slidesparse.gemm.hopper.compile.sources`, with the variant's edits."""
+    return {name: changed(variant.edits, name, text) for name, text in sources(count_bits, value_bits).items()}
 
 
 @cache
 def load(variant: Variant, chosen: Tile, *types: object) -> Kernel:
     """As :func:`slidesparse.gemm.hopper.kernel.load_kernel`; the variant must be applied."""
     uncached: Callable[..., Kernel] = hopper_kernel.load_kernel.__wrapped__
-    made, kind = uncached(variant.tile(chosen), *types), EqualSharesKernel if variant.shares else Kernel
-    return kind(made.function, made.context, made.tile, made.shared_bytes, made.multiprocessors)
+    return uncached(variant.tile(chosen), *types)
 
 
 @contextmanager
@@ -126,27 +114,3 @@ def changed_lifts(edits: tuple[Edit, ...]) -> dict[str, Any]:
         spec.loader.exec_module(module)
         found |= {kernel: value for kernel, value in vars(module).items() if kernel == f"{name}_kernel"}
     return found
-
-
-class EqualSharesKernel(Kernel):
-    """Launches as many blocks as run at one time, with a workspace of sums in place of what experts need."""
-
-    def grid(self, tiles: int) -> int:
-        return self.multiprocessors * self.tile.blocks
-
-    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
-        arguments.experts, arguments.used = (one.data_ptr() for one in workspace(torch.cuda.current_device()))
-        steps = self.tile.count(arguments.tokens, arguments.channels) * arguments.sparse_slabs
-        super().launch(arguments, min(grid, steps), stream)  # a block without a step would be waited for
-
-
-@cache
-def workspace(device: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros that every launch leaves behind: the sums, and how many blocks have added theirs."""
-    return torch.zeros(SUMS, dtype=torch.int32, device=device), torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
-def row_block_by_row_block(operand: HopperOperand) -> HopperOperand:
-    """Return a weight whose row blocks are streams of their own, [row tiles, 4, slabs, bytes], in the same shape."""
-    sparse = operand.sparse
-    return operand._replace(sparse=sparse.transpose(1, 2).contiguous().view(sparse.shape))

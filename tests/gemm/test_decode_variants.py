@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import hopper_ptx
 import pytest
 import torch
-from hopper_ptx import EmulatedKernel, run_product
+from hopper_ptx import run_product
 from test_hopper_compile import BLOCK_BYTES, MULTIPROCESSOR_BYTES
 from test_hopper_emulated import expected, problem
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.compile import compile_sources, options
-from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import HopperOperand
-from slidesparse.weights.packed import PackedWeight
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode.patching import Misfit, Variant, changed_lifts, changed_sources, row_block_by_row_block
+from decode.patching import Misfit, Variant, changed_lifts, changed_sources
 from decode.variants import LIFT, VARIANTS
 
 FEW = [tile for tile in TILES if str(tile) in {"16x64b3", "16x64/3b3", "64x64b2"}]
@@ -50,39 +46,13 @@ def test_every_variant_fits_the_source_and_compiles_well(variant: Variant, tile:
     assert own.blocks * (own.shared_bytes(1, 0, bits) + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
 
 
-class Shares(EmulatedKernel):
-    """With blocks that run at one time, as those of a cluster do, and a workspace, which a launch leaves as it was."""
-
-    def grid(self, tiles: int) -> int:
-        return 3
-
-    def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
-        sums = [torch.zeros(1 << 16, dtype=torch.int32) for _ in range(2)]
-        arguments.experts, arguments.used = map(self.memory.add, sums)
-        self.tile = replace(self.tile, split=grid)
-        super().launch(arguments, grid, stream)
-        assert not torch.cat(sums).any()
-
-
-class RearrangedSixBits(HopperSixBits):
-    def prepare(self, packed: PackedWeight) -> HopperOperand:
-        return row_block_by_row_block(super().prepare(packed))
-
-
-class Rearranged(Hopper):
-    def prepare(self, packed: PackedWeight) -> HopperOperand:
-        return row_block_by_row_block(super().prepare(packed))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "tile", "bits"), EMULATED)
 def test_every_variant_multiplies_exactly(
     variant: Variant, tile: Tile, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eight, six = (Rearranged, RearrangedSixBits) if variant.contiguous else (Hopper, HopperSixBits)
-    backend = six if bits == 6 else eight
+    backend = HopperSixBits if bits == 6 else Hopper
     monkeypatch.setattr(hopper_ptx, "sources", lambda *form: changed_sources(variant, *form))
-    monkeypatch.setattr(hopper_ptx, "EmulatedKernel", Shares if variant.shares else EmulatedKernel)
     hopper_ptx.program.cache_clear()
     for pattern, tokens in (("6:8", tile.tokens + 9), ("2:4", 1), ("4:6", tile.tokens)):
         lifted, packed, x = problem(pattern, torch.int8, tokens, backend)

@@ -202,35 +202,3 @@ def store_async(machine: Machine, statement: Statement) -> Step:
             machine.copies.append(end)
 
     return store
-
-
-def prefetch(machine: Machine, statement: Statement) -> Step:
-    """Bring bytes into L2: nothing to do but to look whether they are there."""
-    source, size = statement.operands
-    address, length = address_of(source), value_of(size, "u32")
-
-    def look(warp: Warp, group: Group) -> None:
-        at, count = address(warp, group.lanes), int(length(warp)[group.lanes][0])
-        if group.lanes.sum() != 1 or int(at[0]) % 16 or count % 16:
-            raise Fault(f"a prefetch of {count} bytes from {int(at[0]):#x}")
-        machine.memory.at(at, count)
-
-    return look
-
-
-def add_in_memory(machine: Machine, statement: Statement) -> Step:
-    """red and atom: add int32 numbers to those in global memory, lane by lane."""
-    before, (place, number) = statement.operands[:-2], statement.operands[-2:]
-    address, value = address_of(place), value_of(number, "s32")
-
-    def add(warp: Warp, group: Group) -> None:
-        found = np.zeros(LANES, np.int32)
-        for lane, at in zip(np.flatnonzero(group.lanes), address(warp, group.lanes), strict=True):
-            array, offsets = machine.memory.at(np.array([at]), 4)
-            there = array[int(offsets[0]) : int(offsets[0]) + 4].view(np.int32)
-            found[lane] = there[0]
-            there += value(warp)[lane]
-        for register in before:
-            warp.write(register, found, group.lanes)
-
-    return add

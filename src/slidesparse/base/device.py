@@ -82,6 +82,14 @@ def give_blocks_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def half_free(device: torch.device) -> bool:
+    """Return whether half of a GPU's memory is free now."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return 2 * free >= total
+
+
 @lru_cache(maxsize=1)
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, ``580.159.04``; None where it cannot be found out."""
