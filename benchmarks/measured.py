@@ -205,7 +205,7 @@ RECOVERED = "recover 8M"
 
 LONGER = "recover 20M"
 EARLIER = "match, first token once"
-"""Where those began: one shot by an earlier calibration."""
+"""Where those of 8 million began: one shot by an earlier calibration."""
 
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import Problem, choose
+from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
 from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, packed_problem, settle
@@ -161,18 +161,3 @@ def test_a_dense_layer_keeps_its_pattern_and_computes_the_same(dtype: torch.dtyp
     state["weight"] = torch.ones_like(state["weight"].float()).to(dtype)
     with pytest.raises(RuntimeError, match="weight violates 6:8"):
         dense.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("room", "told", "asked"), [(True, "dense", "fastest"), (False, "dense", "dense"), (True, "none", "none")]
-)
-def test_dense_copies_of_sixteen_bits_are_kept_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, room: bool, told: Any, asked: str
-) -> None:
-    found: list[str] = []
-    choice = choose(Problem(Pattern(6, 8), torch.int8, 16, 96, torch.device("cpu")), "reference")
-    monkeypatch.setattr(module, "half_free", lambda device: room)
-    monkeypatch.setattr(module, "choose", lambda problem, backend, fallback: found.append(fallback) or choice)
-    for dtype in ("bf16", "int8"):
-        settle(*pruned("6:8", TYPES[dtype]), Pattern(6, 8), Chooser(fallback=told))
-    assert found == [asked, told]

@@ -9,7 +9,7 @@ from no_gpu import too_old
 
 import slidesparse
 from slidesparse import InputError, UnsupportedError
-from slidesparse.base.device import usable_device, why_no_cuda
+from slidesparse.base.device import mostly_free, usable_device, why_no_cuda
 from slidesparse.offline import info
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
@@ -54,3 +54,10 @@ def test_too_old_a_driver_is_one_clear_line_everywhere(monkeypatch: pytest.Monke
     found = info.collect()
     assert found["gpus"] == []
     assert words in info.describe(found)
+
+
+@pytest.mark.parametrize(("free", "mostly"), [(75, True), (74, False)])
+def test_three_quarters_are_most_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch, free: int, mostly: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    assert mostly_free(torch.device("cuda", 0)) == mostly
+    assert not mostly_free(torch.device("cpu"))

@@ -164,6 +164,26 @@ def test_vllms_kernel_is_not_asked_for_int8_on_blackwell(
         assert fp8.func is dense._by_vllm
 
 
+def test_inside_of_sglang_its_own_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    own = {
+        dtype: lambda *call, name=name: given.append((name, *call)) for dtype, name in ((INT8, "int8"), (FP8, "fp8"))
+    }
+    monkeypatch.setattr(dense, "sglang_scaled_mm", lambda: own)
+    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
+    monkeypatch.setattr(dense, "_capability", lambda _: dense.HOPPER)
+    x, weight = torch.zeros(3, 16, dtype=torch.int8), torch.zeros(32, 16, dtype=torch.int8)
+    for dtype, name in ((INT8, "int8"), (FP8, "fp8")):
+        multiply: Any = dense.fused_product(dtype, FP16, 4096, 0)
+        multiply(x, weight, "scale_x", "scale_w", "bias", FP16)
+        called, rows, columns, *others = given.pop()
+        assert (called, rows.shape, columns.shape, columns.stride()) == (name, (3, 16), (16, 32), (1, 16))
+        assert others == ["scale_x", "scale_w", FP16, "bias"]
+    assert dense.fused_product(INT8, torch.float32, 4, 0) is None
+    monkeypatch.setattr(dense, "_capability", lambda _: (10, 0))
+    assert dense.fused_product(INT8, FP16, 4, 0) is None
+
+
 def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
     monkeypatch.setattr(dense, "_capability", lambda _: dense.HOPPER)

@@ -12,7 +12,7 @@ from slidesparse.gemm.hopper.choose_tiles import CLUSTER_MULTIPROCESSORS, SECOND
 from slidesparse.gemm.hopper.compile import FOLDER
 from slidesparse.gemm.hopper.tiles import GROUP, TILES
 
-KERNELS = {"hopper-7": "ad0cae1346debbc5"}
+KERNELS = {"hopper-7": "ddd29f8b5e0a4a22"}
 """Revision -> digest of the kernel and its tiles. Where the test fails: count ``REVISION`` up, measure the packaged
 times again and write the new pair here; or, when no time has grown, the new digest alone."""
 

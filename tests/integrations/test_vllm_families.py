@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
     lines = [line for line in caplog.messages if line.startswith("slidesparse: ") and ": sparse, " in line]
     assert any("qkv_proj" in line for line in lines)
     assert all(": sparse, 6:8" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("free", "told", "fallback"), [(75, "dense", "fastest"), (74, "dense", "dense"), (75, "none", "none")]
+)
+def test_dense_copies_of_sixteen_bits_are_kept_where_memory_is_mostly_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, told: Any, fallback: str
+) -> None:
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.options import Options
+
+    asked = iter([(free, 100), (0, 100)])  # the second layer finds copies of the first
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(asked))
+    state, on_gpu = ModelState(Options(fallback=told)), SimpleNamespace(device=torch.device("cuda", 0))
+    for dtype, found in ((torch.int8, told), (torch.bfloat16, fallback), (torch.bfloat16, fallback)):
+        on_gpu.dtype = dtype
+        assert state.chooser_of(on_gpu).fallback == found  # type: ignore[arg-type]
 
 
 def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() -> None:

@@ -82,10 +82,10 @@ def give_blocks_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def half_free(device: torch.device) -> bool:
-    """Return whether half of a GPU's memory is free now."""
+def mostly_free(device: torch.device) -> bool:
+    """Return whether three quarters of a GPU's memory are free now."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 1)
-    return 2 * free >= total
+    return 4 * free >= 3 * total
 
 
 @lru_cache(maxsize=1)

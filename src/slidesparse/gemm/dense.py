@@ -2,8 +2,8 @@
 
 It runs where sparsity does not pay, so on a GPU it is the best dense GEMM that is available:
 
-* INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused; but see TORCH_ROWS and
-  WITHOUT_INT8.
+* INT8 and FP8 inside of SGLang: its own kernels, with scales and bias fused; but see WITHOUT_INT8.
+* INT8 and FP8 elsewhere where vLLM is installed: its CUTLASS kernel, likewise; but see TORCH_ROWS, too.
 * INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
 * FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
   kernels/scale.py.
@@ -16,6 +16,7 @@ writes, the reference product runs: exact for INT8, to float32 summation order f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -67,8 +68,10 @@ class Dense(Reference):
     layout = Layout(lifted=False, multiple=MULTIPLE, rows=padded_rows)
 
     def library(self) -> str:
-        """Name torch, and vLLM where its 8-bit kernels were found."""
+        """Name torch, and SGLang or vLLM where its 8-bit kernels were found."""
         torchs = super().library()
+        if sglang_scaled_mm() is not None:
+            return f"{release('SGLang', metadata.version('sglang'))}, {torchs}"
         return torchs if vllm_scaled_mm() is None else f"{release('vLLM', metadata.version('vllm'))}, {torchs}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
@@ -201,12 +204,25 @@ def _quantised(
 def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: int) -> Multiply | None:
     """Return the fastest kernel that applies scales and a bias of the output's type; None where there is none."""
     torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
-    scaled_mm = vllm_scaled_mm() if out_dtype in (torch.bfloat16, torch.float16) else None
-    if dtype == torch.int8 and _capability(device) >= WITHOUT_INT8:
-        scaled_mm = None
+    fits = out_dtype in (torch.bfloat16, torch.float16) and (dtype != torch.int8 or _capability(device) < WITHOUT_INT8)
+    if fits and (own := sglang_scaled_mm()) is not None:
+        return partial(_by_sglang, own[dtype])
+    scaled_mm = vllm_scaled_mm() if fits else None
     if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _capability(device) == HOPPER):
         return partial(_by_vllm, scaled_mm)
     return _by_torch if torchs else None
+
+
+def _by_sglang(
+    scaled_mm: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return scaled_mm(x, weight.t(), scale_x, scale_w, out_dtype, bias)
 
 
 def _by_vllm(
@@ -243,6 +259,17 @@ def _has_kernels(dtype: torch.dtype, device: int) -> bool:
 @lru_cache(maxsize=64)
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=1)
+def sglang_scaled_mm() -> dict[torch.dtype, Callable[..., torch.Tensor]] | None:
+    """Return SGLang's ``scaled_mm(x, w, scale_x, scale_w, out_dtype, bias)`` of each type; None outside of SGLang."""
+    if "sglang" not in sys.modules:
+        return None
+    with suppress(ImportError, OSError, AttributeError):
+        kernels = import_module("sgl_kernel") and torch.ops.sgl_kernel
+        return {torch.int8: kernels.int8_scaled_mm.default, torch.float8_e4m3fn: kernels.fp8_scaled_mm.default}
+    return None
 
 
 @lru_cache(maxsize=1)

@@ -13,17 +13,12 @@ from typing import Protocol
 
 import torch
 
-from slidesparse.base.device import half_free
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack, slid_groups
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import find_pattern, value_bits
-
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-"""Types in which 6:8 takes a tenth longer than dense on prompts (results/h100/serve/qwen2.5-7b-bf16.jsonl), so that
-dense copies are worth their memory where half of the GPU's is free."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Chooser:
 
     Attributes:
         backend: ``auto`` or a backend's name.
-        fallback: See :mod:`slidesparse.gemm.select`. With room, ``dense`` is ``fastest`` for :data:`SIXTEEN_BITS`.
+        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
         tuner: Measures a layer first where this machine has no times of its kind; None: a prior decides.
     """
 
@@ -90,13 +85,11 @@ class Chooser:
 
     def choose_first(self, problem: Problem, pack_it: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
         """Choose the backends of a weight that is not packed yet; return it, too, if it was packed to be measured."""
-        packed, fallback = None, self.fallback
-        if fallback == "dense" and problem.dtype in SIXTEEN_BITS and half_free(problem.device):
-            fallback = "fastest"
-        if self.tuner is not None and self.tuner.wants(problem, self.backend, fallback):
+        packed = None
+        if self.tuner is not None and self.tuner.wants(problem, self.backend, self.fallback):
             packed = pack_it()
-            self.tuner.measure(problem, packed, fallback)
-        return choose(problem, self.backend, fallback), packed
+            self.tuner.measure(problem, packed, self.fallback)
+        return choose(problem, self.backend, self.fallback), packed
 
 
 def settle(

@@ -57,7 +57,7 @@ log = logging.getLogger(LOGGER)
 class SGLangOptions(ServerOptions):
     """The options of one engine; ``experts``: how pruned experts of mixtures run.
 
-    Fusing is off: no GPU has run it yet.
+    Fusing is off: it was right on a GPU, but never timed.
     """
 
     fuse: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.device import mostly_free
 from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations import NAME
@@ -39,6 +40,10 @@ MISPLACED = "slidesparse: %s is ignored outside of the key slidesparse in --addi
 
 DENSE_ELSEWHERE = "slidesparse: %s does not satisfy %s: it is taken for %s, which the checkpoint leaves dense"
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+"""Types in which 6:8 takes a tenth longer than dense on prompts (results/h100/serve/qwen2.5-7b-bf16.jsonl), so that
+dense copies, for what they are faster at, are worth memory of which there is plenty."""
+
 log = logging.getLogger(LOGGER)
 
 
@@ -59,6 +64,7 @@ class ModelState:
         heads_compared: See :func:`compares_heads`.
         unplaced: Name -> pattern of the layers that the marker names and vLLM has not built: in another stage of a
             pipeline, or under another name.
+        room: There is room for dense copies of :data:`SIXTEEN_BITS`; None before it was asked.
     """
 
     options: Options = field(default_factory=Options)
@@ -71,6 +77,7 @@ class ModelState:
     batch_invariant: bool = False
     heads_compared: bool = False
     unplaced: dict[str, Pattern] = field(default_factory=dict)
+    room: bool | None = None
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
@@ -101,10 +108,14 @@ class ModelState:
         """
         return NOT_INVARIANT if self.batch_invariant and dtype != torch.int8 else None
 
-    @property
-    def chooser(self) -> Chooser:
-        """What chooses the backends of every linear."""
-        return Chooser(self.options.backend, self.options.fallback, self.tuner)
+    def chooser_of(self, weight: torch.Tensor) -> Chooser:
+        """Return what chooses the backends of a linear; the first one in 16 bits decides for all such ones."""
+        fallback = self.options.fallback
+        if fallback == "dense" and weight.dtype in SIXTEEN_BITS:
+            if self.room is None:
+                self.room = mostly_free(weight.device)
+            fallback = "fastest" if self.room else fallback
+        return Chooser(self.options.backend, fallback, self.tuner)
 
     def pattern_of(self, named: NamedLayer, weight: torch.Tensor, start: int) -> Pattern | None:
         """Return the pattern of a loaded layer: that of its name, unless the marker may know it by another name.

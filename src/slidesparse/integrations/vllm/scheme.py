@@ -188,7 +188,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     pattern = model.pattern_of(named, weight, start)
-    settled = settle(weight, scale, pattern, model.chooser, start=start, name=named.name)
+    settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
     give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
     times = {} if settled.choice is None else settled.choice.times(*weight.shape)
     linear = LoadedLinear(tuple(weight.shape), times)
