@@ -206,23 +206,11 @@ def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, devic
     torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
     fits = out_dtype in (torch.bfloat16, torch.float16) and (dtype != torch.int8 or _capability(device) < WITHOUT_INT8)
     if fits and (own := sglang_scaled_mm()) is not None:
-        return partial(_by_sglang, own[dtype])
+        return lambda x, w, scale_x, scale_w, bias, kind: own[dtype](x, w.t(), scale_x, scale_w, kind, bias)
     scaled_mm = vllm_scaled_mm() if fits else None
     if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _capability(device) == HOPPER):
         return partial(_by_vllm, scaled_mm)
     return _by_torch if torchs else None
-
-
-def _by_sglang(
-    scaled_mm: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return scaled_mm(x, weight.t(), scale_x, scale_w, out_dtype, bias)
 
 
 def _by_vllm(
@@ -267,7 +255,8 @@ def sglang_scaled_mm() -> dict[torch.dtype, Callable[..., torch.Tensor]] | None:
     if "sglang" not in sys.modules:
         return None
     with suppress(ImportError, OSError, AttributeError):
-        kernels = import_module("sgl_kernel") and torch.ops.sgl_kernel
+        import_module("sgl_kernel")  # registers them
+        kernels = torch.ops.sgl_kernel
         return {torch.int8: kernels.int8_scaled_mm.default, torch.float8_e4m3fn: kernels.fp8_scaled_mm.default}
     return None
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
+
+from slidesparse.gemm import Choice
 from slidesparse.gemm.speed import MEASURED_HERE
 
 TOLD = (16, 64, 256, 1024, 4096, 16384)
@@ -16,6 +19,11 @@ class LoadedLinear(NamedTuple):
 
     shape: tuple[int, ...]
     times: Mapping[int, tuple[float, float, bool]]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, choice: Choice | None) -> LoadedLinear:
+        """Return a linear by its weight and the choice of its backends; None where there was none to choose."""
+        return cls(tuple(weight.shape), {} if choice is None else choice.times(*weight.shape))
 
 
 def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:

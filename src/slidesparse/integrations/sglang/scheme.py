@@ -37,7 +37,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     """
 
     def __init__(self, inner: CompressedTensorsLinearScheme, named: NamedLayer, model: Any) -> None:
-        self.inner, self.model, self.fuses = inner, model, model.fuses
+        self.inner, self.model = inner, model
         self.name, self.pattern = named.name, named.pattern
         self.in_features = 0
         self.converted = False
@@ -87,8 +87,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             slide = SlideLinear(settled.packed, choice=settled.choice, quantiser="sglang")
         how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
-        times = {} if settled.choice is None else settled.choice.times(*weight.shape)
-        self.model.note_linear(layer, LoadedLinear(tuple(weight.shape), times))
+        self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
         return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,7 +104,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             )
         if isinstance(x, fuse.Unread) and (product := x.product_of(layer, bias)) is not None:
             return product
-        if self.fuses and not torch.compiler.is_compiling():
+        if self.model.fuses and not torch.compiler.is_compiling():
             fuse.see(layer, self.name, x, bias, self.model.warmup)
         y = layer.slide(x, bias)
         return y

@@ -190,8 +190,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     pattern = model.pattern_of(named, weight, start)
     settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
     give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
-    times = {} if settled.choice is None else settled.choice.times(*weight.shape)
-    linear = LoadedLinear(tuple(weight.shape), times)
+    linear = LoadedLinear.of(weight, settled.choice)
     if isinstance(settled, RunsSparse):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
