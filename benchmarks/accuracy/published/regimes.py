@@ -60,14 +60,12 @@ class _Masked(torch.autograd.Function):
 
 def examples(tokenizer: Any, number: int, seed: int = 0) -> list[tuple[list[int], int]]:
     """Return questions with their answers as tokens, and where the answer begins, in a fixed mixed order."""
-    asked = reasoning.questions(-(-number // len(reasoning.GENERATORS)), seed)
     judged = {one.entry["question"] for one in reasoning.questions(100)}
-    found = []
-    for one in asked:
-        if one.entry["question"] not in judged:
-            start = tokenizer(reasoning.prompt(tokenizer, one), add_special_tokens=False).input_ids
-            answer = tokenizer(f" {one.entry['answer']}\n", add_special_tokens=False).input_ids
-            found.append((start + answer, len(start)))
+    each = -(-number // len(reasoning.GENERATORS))
+    asked = [one for one in reasoning.questions(each, seed) if one.entry["question"] not in judged]
+    starts = tokenizer([reasoning.prompt(tokenizer, one) for one in asked], add_special_tokens=False).input_ids
+    answers = tokenizer([f" {one.entry['answer']}\n" for one in asked], add_special_tokens=False).input_ids
+    found = [(start + answer, len(start)) for start, answer in zip(starts, answers, strict=True)]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
     return [found[n] for n in order]
 
