@@ -29,6 +29,9 @@ HERE = Path(__file__).parent
 SPEEDUPS = {"6:8": "1.14", "4:6": "1.18", "2:4": "1.42"}
 """How much faster served dense INT8 models are at a pattern, by the records' mixed load: depth is cut for the same."""
 
+PLAN, ZEROS = "plan", "0.3333"
+"""In the place of a pattern: one for each layer, with as many zeros as 4:6 has."""
+
 TOLD = re.compile(r"KL|tokens a second|^\{|: (code|chats|humaneval|reasoning): |rror")
 
 
@@ -57,7 +60,7 @@ class Jobs:
         self.options, self.found = options, dict[str, Job]()
         self.texts = [f"--text={options.text}:1", f"--chats={options.chats}:{options.share}"]
         self.add("dense", [], options.dense)
-        for pattern in options.patterns:
+        for pattern in (*options.patterns, PLAN):
             self.pruned(pattern)
         for pattern in options.patterns:
             self.baselines(pattern)
@@ -81,8 +84,15 @@ class Jobs:
     def calibrated(self, tag: str, pattern: str, *how: str) -> None:
         """Add a model that is pruned with calibration."""
         text = ["--calibration", self.options.chats, "--samples", "256", "--length", "512"]
-        sparsegpt = ["--pattern", pattern, "--dtype", "bf16", "--method", "sparsegpt", *text, *how]
-        self.add(tag, [self.prune(self.options.dense, self.path(tag), *sparsegpt)], self.path(tag))
+        sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *text, *how]
+        made = [self.prune(self.options.dense, self.path(tag), *self.chosen(pattern), *sparsegpt)]
+        if pattern == PLAN:
+            plan = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, "--out", f"{self.path(PLAN)}.json"]
+            made.insert(0, [*plan, "--sparsity", ZEROS, *text])
+        self.add(tag, made, self.path(tag))
+
+    def chosen(self, pattern: str) -> list[str]:
+        return ["--plan", f"{self.path(PLAN)}.json"] if pattern == PLAN else ["--pattern", pattern]
 
     def pruned(self, pattern: str) -> None:
         """Add one shot, recovery by each budget, and the types in which the best is served."""
@@ -97,7 +107,7 @@ class Jobs:
         for source in dict.fromkeys((start, best)):
             for kind, how in {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"]}.items():
                 tag = f"{source} {kind}"
-                made = self.prune(self.path(source), self.path(tag), "--pattern", pattern, *how)
+                made = self.prune(self.path(source), self.path(tag), *self.chosen(pattern), *how)
                 self.add(tag, [made], self.path(tag), (source,), "--served")
 
     def baselines(self, pattern: str) -> None:
