@@ -43,10 +43,11 @@ def write_eagle_head(folder: Path, target: dict[str, Any], device: torch.device,
     tensors["d2t"] = torch.zeros(words, dtype=torch.long)  # what is added to a draft's token for the model's
     tensors["t2d"] = torch.arange(target["vocab_size"]) < words
     last = target["num_hidden_layers"] - 2
-    read = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, last // 2, last]}
+    read = {"eagle_aux_hidden_state_layer_ids": [0, last // 2, last]}
     config = {name: value for name, value in target.items() if not name.endswith(("_config", "layer_types"))}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    config |= {"eagle_config": read, "draft_vocab_size": words}
+    # SGLang and older runners of vLLM look for the layers in `eagle_config`, its newest runner beside it.
+    config |= {"eagle_config": read | {"use_aux_hidden_state": True}, "draft_vocab_size": words, **read}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
