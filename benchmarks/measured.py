@@ -144,6 +144,7 @@ def graphs() -> str:
 # -- served loads --------------------------------------------------------------------------------------------------
 
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
+NEWEST = H200 / "serve/qwen2.5-7b-int8-6bit-0.33.jsonl"
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
 OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
@@ -200,12 +201,12 @@ RIVALS = {
     "int4 nearest": "INT4, groups of 128, to nearest",
     "int4 gptq, asymmetric": "INT4, groups of 128 with zero points, GPTQ",
 }
-RECOVERED = "recover 8M"
-"""What ends the tag of a model that was trained on, by 8 million tokens."""
-
-LONGER = "recover 20M"
-EARLIER = "match, first token once"
-"""Where those of 8 million began: one shot by an earlier calibration."""
+LARGER, SMALLER_BY_GPU = (PUBLISHED.with_name(f"{name}.jsonl") for name in ("qwen2.5-coder-1.5b", "smollm2-135m-h200"))
+LONGEST = {
+    PUBLISHED: ("0.5B", {"6:8": "recover 20M", "4:6": "recover 20M", "2:4": "recover 40M"}),
+    LARGER: ("1.5B", {"6:8": None, "4:6": "recover 12M"}),
+}
+"""Record -> its model, and by pattern what ends the tag of the one that was trained on longest."""
 
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
@@ -213,6 +214,8 @@ LOADS = {
     "mixed": "mixed load: 1000 requests",
     "decode 64 at 80": "decoding, a step of 64 sequences",
 }
+HEADLINE = {"mixed": "mixed load: 1000 requests, what the GPU computes of it"}
+"""README's words, where they are others."""
 """Workload -> what it is called here."""
 
 MIXTURE_LOADS = {
@@ -250,13 +253,21 @@ def served_speedup(dtype: str, engine: str, load: str) -> float:
     return over
 
 
+def headline_speedup(engine: str, load: str) -> float:
+    """Over stock, in the newest vLLM; of the mixed load what the GPU computes, since the host kept it waiting."""
+    (group,) = groups(read(ServeRecord, [NEWEST]))
+    measure = _computing if load == "mixed" else _undisturbed
+    return measure(group, STOCK, load) / measure(group, engine, load)
+
+
 def served_headline() -> str:
     """README: engines under load."""
+    engines = (CONTROL, *IN_SIX_BITS)
     rows = [
-        [words, *(f"{served_speedup('int8', engine, load):.2f}x" for engine in OURS)] for load, words in LOADS.items()
+        [HEADLINE.get(load, words), *(f"{headline_speedup(engine, load):.2f}x" for engine in engines)]
+        for load, words in LOADS.items()
     ]
-    head = ("Qwen2.5-7B in INT8, over stock dense vLLM", "plugin, nothing pruned", *UNIFORM)
-    return markdown(head, rows)
+    return markdown(("Qwen2.5-7B in INT8, over stock dense vLLM", "plugin, nothing pruned", *UNIFORM), rows)
 
 
 def served() -> str:
@@ -609,34 +620,38 @@ def published_rivals() -> str:
 
 
 def published_loss() -> str:
-    """README: what patterns cost a published model, in one shot and recovered."""
-    found = published_records()
-    dense, rows = found["dense"], []
-    for pattern in UNIFORM:
-        both = [found[f"{pattern} match"], found.get(f"{pattern} {LONGER}", found[f"{pattern} {RECOVERED}"])]
-        solved = [sum(one["humaneval"]["greedy"]) for one in both]
-        rows.append([pattern, *(rise(one, dense) for one in both), *map(str, solved)])
-    base = sum(dense["humaneval"]["greedy"])
-    heads = ("perplexity, one shot", "recovered", f"HumanEval (dense {base}), one shot", "recovered")
-    return markdown(("pattern", *heads), rows)
+    """README: what patterns cost published models, in one shot and recovered."""
+    rows = []
+    for path, (model, recovered) in LONGEST.items():
+        found = published_records(path)
+        for pattern, longest in recovered.items():
+            both = [found[f"{pattern} match"], found[f"{pattern} {longest}"] if longest else None]
+            rises = ["-" if one is None else rise(one, found["dense"]) for one in both]
+            shares = [solved(found["dense"]), *("-" if one is None else solved(one) for one in both)]
+            rows.append([model, pattern, *rises, *shares])
+    heads = ("perplexity, one shot", "recovered", "HumanEval, dense", "one shot", "recovered")
+    return markdown(("model", "pattern", *heads), rows, 2)
+
+
+def solved(one: dict[str, Any]) -> str:
+    """How many problems of HumanEval ten samples solve, in percent."""
+    share = one["humaneval"]["sampled"]
+    return f"{100 * sum(share) / len(share):.1f} %"
 
 
 def recipe() -> str:
-    """The recipe: how long a published model was trained on, and what its pattern cost before and after."""
-    runs = map(json.loads, (PUBLISHED.parent / "recover.jsonl").read_text().splitlines())
-    by_pattern = {one["name"].split()[1]: one for one in runs if one["name"].startswith("recover ")}
+    """The recipe: what patterns cost a published model before and after it was trained on."""
     found, rows = published_records(), []
-    for pattern in UNIFORM:
-        run, both = by_pattern[pattern], [found[f"{pattern} {EARLIER}"], found[f"{pattern} {RECOVERED}"]]
-        pace = [f"{run['seconds']:.0f} s", f"{run['tokens'] / run['seconds'] / 1e3:.0f} thousand"]
-        rows.append([pattern, *pace, *(rise(one, found["dense"]) for one in both)])
-    heads = ("8 million tokens", "tokens a second", "perplexity of code, after step 2", "after step 3")
-    return markdown(("pattern", *heads), rows)
+    for pattern, longest in LONGEST[PUBLISHED][1].items():
+        both = [found[f"{pattern} match"], found[f"{pattern} {longest}"]]
+        rows.append([pattern, longest.split()[1], *(rise(one, found["dense"]) for one in both), *map(solved, both)])
+    heads = ("perplexity of code, after step 2", "after step 3", "HumanEval, after step 2", "after step 3")
+    return markdown(("pattern", "tokens", *heads), rows)
 
 
-def published_models() -> str:
+def published_models(path: Path = PUBLISHED) -> str:
     """The page on accuracy: all models that were judged, beside the dense one, on the same problems."""
-    found = published_records()
+    found = published_records(path)
     dense, rows = found["dense"], []
     for tag, one in sorted(found.items(), key=lambda item: sum(item[1]["code"]["kl"])):
         kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
@@ -886,9 +901,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-h200-6bit-auto": partial(served_forms, {"qwen2.5-7b-int8-6bit-auto": "7B"}, BY_AUTO),
     "served-0.33": partial(
         served_forms,
-        {"qwen2.5-7b-int8-6bit-0.33": "7B", "qwen2.5-7b-int8-6bit-0.33-slow-host": "slower host"},
+        {"qwen2.5-7b-int8-6bit-0.33": "7B", "qwen2.5-32b-int8-6bit-0.33": "32B"},
         {CONTROL: CONTROL} | IN_SIX_BITS,
     ),
+    "served-sglang": partial(served_forms, {"qwen2.5-7b-int8-6bit-sglang": "7B"}, IN_SIX_BITS),
     "served-h200-head": partial(served_forms, {"qwen2.5-7b-int8-lm-head": "7B"}, EIGHT_OR_SIX),
     "served-h200-experts-6bit": partial(served_forms, {"qwen3-30b-a3b-24-layers-6bit": "30B-A3B"}, EIGHT_OR_SIX),
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
@@ -907,6 +923,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
+    "published-models-1.5b": partial(published_models, LARGER),
+    "published-models-135m": partial(published_models, SMALLER_BY_GPU),
     "published-rivals": published_rivals,
     "published-rounding": published_rounding,
     "recipe": recipe,

@@ -15,7 +15,7 @@ from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.published import BEST, COSTS, expected_cost
 
 RECORDS = Path(__file__).parents[2] / "results/accuracy/published"
-FILES = {"Qwen2.5-Coder-0.5B-Instruct": "qwen2.5-coder-0.5b.jsonl"}
+FILES = {f"Qwen2.5-Coder-{size}B-Instruct": f"qwen2.5-coder-{size}b.jsonl" for size in ("0.5", "1.5")}
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda one: f"{one[0]} {one[2]}")
@@ -23,7 +23,7 @@ def test_the_table_says_what_the_records_say(cost: tuple[str, float, str, str, s
     model, _, pattern, *said = cost
     lines = (RECORDS / FILES[model]).read_text().splitlines()
     found = {one["tag"]: one["code"]["loss"] for one in map(json.loads, lines)}
-    longest = next(tag for budget in ("20M", "8M") if (tag := f"{pattern} recover {budget}") in found)
+    longest = next(tag for budget in ("40M", "20M", "12M") if (tag := f"{pattern} recover {budget}") in found)
     for tag, words in zip((f"{pattern} match", longest), said, strict=True):
         rise = math.exp(sum(found[tag]) / len(found[tag]) - sum(found["dense"]) / len(found["dense"])) - 1
         assert words == f"{rise:.1%}".replace("%", " %")

@@ -80,8 +80,10 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (%(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
-    costs = "; ".join(f"{pattern} {once} in one shot, {after} recovered" for _, _, pattern, once, after in COSTS)
-    prune.epilog = f"Least is lost by {BEST}. In perplexity it cost {COSTS[0][0]}: {costs} (docs/accuracy.md)."
+    costs = "; ".join(
+        f"{model} at {pattern} {once} in one shot, {after} recovered" for model, _, pattern, once, after in COSTS
+    )
+    prune.epilog = f"Least is lost by {BEST}. In perplexity it cost {costs} (docs/accuracy.md)."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
