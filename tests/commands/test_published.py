@@ -42,7 +42,9 @@ def test_help_card_and_plan_recommend_it(
         main(["prune", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert BEST in told
-    assert all(f"{pattern} {once} in one shot, {after} recovered" in told for _, _, pattern, once, after in COSTS)
+    assert all(
+        f"{name} at {pattern}: {once} in one shot, {after} recovered" in told for name, _, pattern, once, after in COSTS
+    )
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "int8"))

@@ -80,9 +80,7 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (%(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
-    costs = "; ".join(
-        f"{model} at {pattern} {once} in one shot, {after} recovered" for model, _, pattern, once, after in COSTS
-    )
+    costs = "; ".join(f"{of} at {zeros}: {once} in one shot, {then} recovered" for of, _, zeros, once, then in COSTS)
     prune.epilog = f"Least is lost by {BEST}. In perplexity it cost {costs} (docs/accuracy.md)."
 
 
