@@ -138,7 +138,8 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.start)
-    model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device).train()
+    model.gradient_checkpointing_enable()  # activations of a step would take 130 GB
     linears = list(find_targets(model).linears.values()) if options.moving else []
     for linear in linears:
         parametrize.register_parametrization(linear, "weight", Moving(options.moving))
