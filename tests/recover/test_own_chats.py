@@ -17,7 +17,7 @@ from slidesparse.errors import InputError
 from slidesparse.recover import answers
 from slidesparse.recover.decode_attention import NAME, use_decode_attention
 from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
-from slidesparse.recover.tasks import FORMS, Documented, make_tasks
+from slidesparse.recover.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}(assistant) "
 
@@ -154,6 +154,11 @@ def test_tasks_are_made_out_of_documentation(tmp_path: Path, monkeypatch: Any) -
         f"fold_{i}" for i in range(12) if any(f"fold_{i}" in task for task in found)
     }
     assert found != make_tasks(40, seed=2)
+    more = make_tasks(EVERY * 200)
+    short = more[EVERY - 1 :: EVERY]
+    assert all((told in task) == (task not in short) for task in more)
+    assert all(any(task.startswith(form.partition("{")[0]) for task in short) for form in QUESTIONS)
+    assert "{" not in "".join(short)
 
 
 def test_every_form_asks_about_the_function() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
     from slidesparse.offline.calibrate.calibration import Calibration
 
-PROMPTS = "(default: tasks from documentation of installed packages)"
+PROMPTS = "(default: tasks from documentation of installed packages, and short questions)"
 
 WINDOWS = ("samples", "length", "seed")
 """Options that say which windows of the text are taken. Each is None unless it is given, so that it can be told

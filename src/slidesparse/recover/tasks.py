@@ -1,7 +1,8 @@
 """Tasks for a model to answer, made out of the documentation of the packages that are installed here.
 
 Functions say in their docstrings what they do, in words of many people about many things, and nobody needs to fetch
-anything. Each is asked about in one of several ways, of which half want code and half want prose.
+anything. Each is asked about in one of several ways, of which half want code and half want prose. Between them stand
+short questions, whose answers are exact: without any, a pruned model forgets those first (docs/log/kept-weights.md).
 """
 
 from __future__ import annotations
@@ -31,6 +32,27 @@ FORMS = (
     "A colleague asks: what is the idea of `{name}`? Answer in a short paragraph.\n\nIts documentation: {text}",
 )
 """Ways of asking."""
+
+QUESTIONS = (
+    "What is {a} + {b}?",
+    "What is {a} * {c}?",
+    "Calculate {a} + {b} - {c}.",
+    "What is the remainder of {a} divided by {c}?",
+    "What is {c} percent of {k}00?",
+    "What number comes next: {c}, {row[0]}, {row[1]}, {row[2]}?",
+    "What is the largest of these numbers: {numbers}?",
+    "Sort these numbers from smallest to largest: {numbers}",
+    "Is {a} an even or an odd number?",
+    "A box holds {c} pencils. How many pencils are in {k} boxes?",
+    "How many letters has the word '{word}'?",
+    "What is the first letter of the word '{word}'?",
+    "Write the word '{word}' in capital letters.",
+)
+ENDS = ("", " Give the answer only.", "\n\nAnswer in one line.", " Explain briefly.")
+"""What is asked in between, and what comes after it."""
+
+EVERY = 6
+"""One task of so many is such a question."""
 
 LENGTHS = (60, 900)
 """Characters of a docstring that is worth asking about; a longer one is cut."""
@@ -63,7 +85,17 @@ def make_tasks(number: int, seed: int = 0) -> list[str]:
     rng.shuffle(functions)
     rounds = range(-(-number // max(len(functions), 1)))
     asked = (one.ask(FORMS[(i + turn) % len(FORMS)]) for turn in rounds for i, one in enumerate(functions))
-    return [task for task, _ in zip(asked, range(number), strict=False)]
+    words = [word for one in functions for word in one.name.split("_") if len(word) > 3]
+    tasks = (_question(rng, words) if words and i % EVERY == EVERY - 1 else next(asked, None) for i in range(number))
+    return [task for task in tasks if task is not None]
+
+
+def _question(rng: random.Random, words: list[str]) -> str:
+    c, k = rng.randint(2, 20), rng.randint(2, 9)
+    numbers = ", ".join(str(rng.randint(1, 200)) for _ in range(rng.randint(3, 6)))
+    drawn = {"a": rng.randint(2, 99), "b": rng.randint(2, 99), "c": c, "k": k, "row": [c + k * i for i in (1, 2, 3)]}
+    question = rng.choice(QUESTIONS).format(**drawn, numbers=numbers, word=rng.choice(words))
+    return question + rng.choice(ENDS)
 
 
 def _functions(number: int, rng: random.Random) -> list[Documented]:
