@@ -139,7 +139,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device).train()
-    model.gradient_checkpointing_enable()  # activations of a step would take 130 GB
+    model.gradient_checkpointing_enable()  # activations of a step would nearly fill an H200
     linears = list(find_targets(model).linears.values()) if options.moving else []
     for linear in linears:
         parametrize.register_parametrization(linear, "weight", Moving(options.moving))

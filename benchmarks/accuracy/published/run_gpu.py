@@ -59,6 +59,7 @@ class Jobs:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.found = options, dict[str, Job]()
         self.texts = [f"--text={options.text}:1", f"--chats={options.chats}:{options.share}"]
+        self.plan = f"{self.path(PLAN)}.json"
         self.add("dense", [], options.dense)
         for pattern in (*options.patterns, PLAN):
             self.pruned(pattern)
@@ -87,12 +88,13 @@ class Jobs:
         sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *text, *how]
         made = [self.prune(self.options.dense, self.path(tag), *self.chosen(pattern), *sparsegpt)]
         if pattern == PLAN:
-            plan = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, "--out", f"{self.path(PLAN)}.json"]
-            made.insert(0, [*plan, "--sparsity", ZEROS, *text])
+            how_plan = ["--out", self.plan, "--sparsity", ZEROS, *text]
+            planned = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, *how_plan]
+            made = [["rm", "-f", self.plan], planned, *made]  # a plan is made again from the measurements that it kept
         self.add(tag, made, self.path(tag))
 
     def chosen(self, pattern: str) -> list[str]:
-        return ["--plan", f"{self.path(PLAN)}.json"] if pattern == PLAN else ["--pattern", pattern]
+        return ["--plan", self.plan] if pattern == PLAN else ["--pattern", pattern]
 
     def pruned(self, pattern: str) -> None:
         """Add one shot, recovery by each budget, and the types in which the best is served."""

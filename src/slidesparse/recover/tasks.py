@@ -2,7 +2,7 @@
 
 Functions say in their docstrings what they do, in words of many people about many things, and nobody needs to fetch
 anything. Each is asked about in one of several ways, of which half want code and half want prose. Between them stand
-short questions, whose answers are exact: without any, a pruned model forgets those first (docs/log/kept-weights.md).
+short questions, whose answers are exact: pruning without any changed those most (docs/log/kept-weights.md).
 """
 
 from __future__ import annotations
