@@ -204,9 +204,9 @@ RIVALS = {
 LARGER, SMALLER_BY_GPU = (PUBLISHED.with_name(f"{name}.jsonl") for name in ("qwen2.5-coder-1.5b", "smollm2-135m-h200"))
 LONGEST = {
     PUBLISHED: ("0.5B", {"6:8": "recover 20M", "4:6": "recover 20M", "2:4": "recover 40M"}),
-    LARGER: ("1.5B", {"6:8": None, "4:6": "recover 12M"}),
+    LARGER: ("1.5B", {"6:8": "recover 12M", "4:6": "recover 12M"}),
 }
-"""Record -> its model, and by pattern what ends the tag of the one that was trained on longest."""
+"""Record -> its model, and by pattern what ends the tag of the one that was trained on longest, if there is one."""
 
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
@@ -233,11 +233,16 @@ WAITS = {"first": "to the first token", "between": "between tokens"}
 SPARSE_GEMM = "sparse_gemm"
 
 
-@lru_cache(maxsize=2)
+@lru_cache
+def group_of(path: Path) -> Group:
+    """The engines of a record of one model and type, with what they served."""
+    (group,) = groups(read(ServeRecord, [path]))
+    return group
+
+
 def served_group(dtype: str) -> Group:
     """The engines of a type that served, with what they served."""
-    (group,) = groups(read(ServeRecord, [SERVED[dtype]]))
-    return group
+    return group_of(SERVED[dtype])
 
 
 def started(dtype: str, engine: str) -> datetime:
@@ -259,7 +264,7 @@ def served_speedup(dtype: str, engine: str, load: str) -> float:
 
 def headline_speedup(engine: str, load: str) -> float:
     """Over stock, in the newest vLLM; of the mixed load what the GPU computes, since the host kept it waiting."""
-    (group,) = groups(read(ServeRecord, [NEWEST]))
+    group = group_of(NEWEST)
     measure = _computing if load == "mixed" else _undisturbed
     return measure(group, STOCK, load) / measure(group, engine, load)
 
@@ -344,7 +349,7 @@ def over_control() -> str:
     """What patterns gain on an H100 beyond the control."""
     rows = []
     for path, label in BESIDE_CONTROL.items():
-        (group,) = groups(read(ServeRecord, [path]))
+        group = group_of(path)
         for pattern in filter(group.engines.__contains__, UNIFORM):
             burst, mixed, decode = (group.over(CONTROL, pattern, load) for load in LOADS)
             computing = _computing(group, CONTROL) / _computing(group, pattern)
@@ -355,8 +360,8 @@ def over_control() -> str:
 
 def served_six_bits() -> str:
     """Two engines of a machine, beside the faster stock one of another."""
-    (group,) = groups(read(ServeRecord, [H100 / "serve/qwen2.5-7b-int8-6bit.jsonl"]))
-    (other,) = groups(read(ServeRecord, [H100 / "serve/qwen2.5-7b-int8-control.jsonl"]))
+    group = group_of(H100 / "serve/qwen2.5-7b-int8-6bit.jsonl")
+    other = group_of(H100 / "serve/qwen2.5-7b-int8-control.jsonl")
     rows = []
     for load, words in LOADS.items():
         ms = [1e3 * (other.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN)]
@@ -369,14 +374,16 @@ def served_forms(models: Mapping[str, str], columns: Mapping[str, str]) -> str:
     """Models of some records of an H200, with some engines of ours by other names; stock is the fastest of each row."""
     rows = []
     for name, model in models.items():
-        group, engines, stock = _stock_first(H200 / f"serve/{name}.jsonl")
+        group, engines, _ = _stock_first(H200 / f"serve/{name}.jsonl")
         measures = [
             (words, load, _undisturbed) for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]
         ]
         measures.insert(2, ("of it the GPU computes", "mixed", _computing))
         for words, load, measure in measures:
-            cells = _over_fastest([1e3 * measure(group, engine, load) for engine in engines], stock)
-            shown = dict(zip(engines[stock:], cells[stock:], strict=True))
+            asked = [engine for engine in engines if load in group.records[engine]]
+            stock = sum(engine.startswith(STOCK) for engine in asked)
+            cells = _over_fastest([1e3 * measure(group, engine, load) for engine in asked], stock)
+            shown = dict(zip(asked[stock:], cells[stock:], strict=True))
             fastest = min(cells[:stock], key=float)
             rows.append([f"{model}, {words}, ms", fastest, *(shown.get(one, "-") for one in columns)])
     return markdown(("INT8", STOCK, *columns.values()), rows)
@@ -390,7 +397,7 @@ def _undisturbed(group: Group, engine: str, load: str) -> float:
 
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
     """The engines of a record, stock ones first, and how many these are."""
-    (group,) = groups(read(ServeRecord, [path]))
+    group = group_of(path)
     engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
     return group, engines, sum(engine.startswith(STOCK) for engine in engines)
 
@@ -629,10 +636,9 @@ def published_loss() -> str:
     for path, (model, recovered) in LONGEST.items():
         found = published_records(path)
         for pattern, longest in recovered.items():
-            both = [found[f"{pattern} match"], found[f"{pattern} {longest}"] if longest else None]
-            rises = ["-" if one is None else rise(one, found["dense"]) for one in both]
-            shares = [solved(found["dense"]), *("-" if one is None else solved(one) for one in both)]
-            rows.append([model, pattern, *rises, *shares])
+            both = [found.get(f"{pattern} {what}") for what in ("match", longest)]
+            rises = [rise(one, found["dense"]) if one else "-" for one in both]
+            rows.append([model, pattern, *rises, *(solved(one) if one else "-" for one in (found["dense"], *both))])
     heads = ("perplexity, one shot", "recovered", "HumanEval, dense", "one shot", "recovered")
     return markdown(("model", "pattern", *heads), rows, 2)
 
@@ -640,7 +646,7 @@ def published_loss() -> str:
 def solved(one: dict[str, Any]) -> str:
     """How many problems of HumanEval ten samples solve, in percent."""
     share = one["humaneval"]["sampled"]
-    return f"{100 * sum(share) / len(share):.1f} %"
+    return f"{compare.points(share, share)} %"
 
 
 def recipe() -> str:
@@ -908,6 +914,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-0.33": partial(
         served_forms,
         {"qwen2.5-7b-int8-6bit-0.33": "7B", "qwen2.5-32b-int8-6bit-0.33": "32B"},
+        {CONTROL: CONTROL} | IN_SIX_BITS,
+    ),
+    "served-0.33-again": partial(
+        served_forms,
+        {f"qwen2.5-7b-int8-6bit-0.33-{host}-host": f"{host} host" for host in ("slow", "busy")},
         {CONTROL: CONTROL} | IN_SIX_BITS,
     ),
     "served-sglang": partial(served_forms, {"qwen2.5-7b-int8-6bit-sglang": "7B"}, IN_SIX_BITS),

@@ -37,7 +37,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 def conditions() -> str:
     """What the record says of where it was made."""
-    records = MEASURED["read"](MEASURED["ServeRecord"], [MEASURED["NEWEST"]])
+    records = [served["burst"] for served in MEASURED["group_of"](MEASURED["NEWEST"]).records.values()]
     ((vllm, gpu),) = {(record.machine.vllm, record.machine.gpu) for record in records}
     return f"Qwen2.5-7B's shapes, vLLM {vllm}, {gpu}"
 
