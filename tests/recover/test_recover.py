@@ -180,6 +180,23 @@ def test_activations_that_are_computed_again_change_nothing(pair: Path, tmp_path
     assert same_bytes(tmp_path / "on", tmp_path / "off")
 
 
+def test_compiled_layers_and_loss_train_alike(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    compiled, compile_ = [], torch.compile
+
+    def eager(function: Any) -> Any:  # the graphs alone: code of their own would need a compiler
+        compiled.append(function.__name__)
+        return compile_(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", eager)
+    on, off = (
+        recover(pair / "pruned", pair / "base", tmp_path / name, options(pair, steps=3, compile=name))
+        for name in ("on", "off")
+    )
+    assert len(compiled) == 2 * SMALL["num_hidden_layers"] + 1
+    assert on.before["kl"] == pytest.approx(off.before["kl"], rel=1e-5)
+    assert on.losses == pytest.approx(off.losses, rel=1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "recipe"), [("int8", "absmax"), ("int8", "6bit"), ("fp8", "absmax")])
 def test_it_trains_what_is_served(dtype: Any, recipe: Any, tmp_path: Path) -> None:
     """The held-out loss with rounding in the loop is that of the checkpoint that prune makes of the result."""

@@ -7,7 +7,7 @@ gradients of the student's hidden states and output embedding are computed in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,17 +53,32 @@ def chunks(tokens: int, vocabulary: int, chunk: int = CHUNK) -> Iterator[slice]:
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def distillation(student: Predictions, dense: Predictions, chunk: int = CHUNK) -> torch.Tensor:
+def divergence(logits: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return KL(dense || student) of logits [rows, vocabulary], summed, and its slope by the student's logits."""
+    log_q, log_p = F.log_softmax(logits, -1), F.log_softmax(dense, -1)
+    p = log_p.exp()
+    total = log_p.sub_(log_q).mul_(p).sum(-1).sum()
+    return total, log_q.exp_().sub_(p)
+
+
+Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""What computes :func:`divergence`: it, or it compiled."""
+
+
+def distillation(
+    student: Predictions, dense: Predictions, chunk: int = CHUNK, by: Divergence = divergence
+) -> torch.Tensor:
     """Return KL(dense || student), summed over tokens: float32 scalar, with gradients for the student."""
-    found: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk)
+    found: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk, by)
     return found
 
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int,
+        by: Divergence,
+    ) -> torch.Tensor:  # fmt: skip
         student = Predictions(hidden.detach(), head.detach(), cap)
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -71,12 +86,10 @@ class _Distillation(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in chunks(len(hidden), len(head), chunk):
             logits = student.logits(rows)
-            log_q, log_p = F.log_softmax(logits, -1), F.log_softmax(dense.logits(rows), -1)
-            p = log_p.exp()
-            total += log_p.sub_(log_q).mul_(p).sum()
+            kl, slope = by(logits, dense.logits(rows))
+            total += kl
             if of_hidden is None and of_head is None:
                 continue
-            slope = log_q.exp_().sub_(p)  # d KL / d logits
             if cap is not None:
                 slope *= 1 - (logits / cap).square()
             slope = slope.to(hidden.dtype)
@@ -92,7 +105,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, slope: torch.Tensor) -> Any:
         of_hidden, of_head = ctx.saved_tensors
         of_hidden = None if of_hidden is None else of_hidden * slope
-        return of_hidden, None if of_head is None else (of_head * slope).to(ctx.head_dtype), None, None, None
+        return of_hidden, None if of_head is None else (of_head * slope).to(ctx.head_dtype), None, None, None, None
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from slidesparse.files.check_tensors import check_finite
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.parts import text_config
-from slidesparse.recover.loss import Predictions, compare, distillation
+from slidesparse.recover.loss import Predictions, compare, distillation, divergence
 
 SAME = 0.05
 """Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""
@@ -66,6 +66,8 @@ class DenseNetwork(Network):
 class StudentNetwork(Network):
     """The pruned model. Its loss is computed inside its forward, where FSDP2 has put the output embedding together."""
 
+    divergence = staticmethod(divergence)
+
     def forward(self, ids: torch.Tensor, dense: Predictions, counted: int | None = None) -> torch.Tensor:
         """Return the sum over tokens of KL(dense || student), for ids int64 [windows, window].
 
@@ -73,7 +75,7 @@ class StudentNetwork(Network):
         """
         found = self.predictions(ids)
         if counted is None:
-            return distillation(found, dense)
+            return distillation(found, dense, by=self.divergence)
         tokens = counted * ids.shape[1]
         return compare(found.first(tokens), dense.first(tokens), ids[:counted])
 
@@ -87,6 +89,14 @@ def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: 
             layer.forward = partial(computed_again, layer.forward, use_reentrant=False)
         shard(layer, reshard_after_forward=mesh.size() > 1)
     shard(network, reshard_after_forward=False)
+
+
+def compile_(network: Network) -> None:
+    """Fuse what a network computes between products, in place: its layers, by one code for all, and the loss."""
+    for layer in repeated_layers(network.model):  # before they are divided: what FSDP2 does around a layer stays out
+        layer.forward = torch.compile(layer.forward)
+    if isinstance(network, StudentNetwork):
+        network.divergence = torch.compile(divergence)
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

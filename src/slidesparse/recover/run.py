@@ -33,7 +33,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, divide, fill
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import RECORD, gathered, write_result
@@ -130,7 +130,7 @@ def recover(
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
     # What does not change the result may be another one when a run goes on.
-    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
+    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", compile="auto", rate=rate)
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
     record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
@@ -224,6 +224,10 @@ def _train(
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
     # Without dropout: the dense model predicts without it, too.
     dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
+    plain = device.type == "cuda" and options.dtype is None and not find_experts(pair.student.model)
+    fused = options.compile == "on" or (options.compile == "auto" and plain)
+    if fused:
+        compile_(student)
     if ranks.world > 1:
         divide(dense, mesh, compute)
     divide(student, mesh, compute, fit.recompute)
@@ -239,6 +243,8 @@ def _train(
 
     everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
+    if fused:
+        compile_(dense)  # only now: what was looked at so far is of other shapes
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
     training = Training(
         student, dense, windows, parameters, zeros & parameters.keys(), options, rate, fit, ranks, device
