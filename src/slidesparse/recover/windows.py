@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
-from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, ids_of, load_tokenizer, tokens_before
+from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, encode, load_tokenizer, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.recover.options import RecoverOptions
-
-STRETCH = 1 << 16
-"""Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it fill the unit interval evenly, so that any stretch of a run has the texts in their shares."""
@@ -91,7 +87,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
     train, held = [], []
     for text, inside, count in zip(texts, documents, shares(texts, options.held), strict=True):
-        tokens = _tokens(tokenizer, as_text(inside, tokenizer), Path(text.file).name)
+        tokens = encode(tokenizer, as_text(inside, tokenizer))
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:
@@ -104,29 +100,3 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         held.append(windows[order[:kept]])
         train.append(windows[order[kept:]])
     return Windows(train, torch.cat(held), [text.weight for text in texts], options.seed)
-
-
-def _tokens(tokenizer: Any, text: str, name: str) -> torch.Tensor:
-    """Return the tokens of a text, without what a tokenizer puts around it: int64 [n]."""
-    stretches, found = _stretches(text), []
-    with progress_bar(f"tokens of {name}", len(text), unit="characters") as advance:
-        for start in range(0, len(stretches), 256):
-            some = stretches[start : start + 256]
-            found += ids_of(tokenizer, some, add_special_tokens=False, verbose=False)
-            advance(sum(map(len, some)))
-    return torch.cat([torch.tensor(one, dtype=torch.int64) for one in found])
-
-
-def _stretches(text: str) -> list[str]:
-    r"""Cut a text after empty lines, where tokens end too, into stretches of at least :data:`STRETCH` characters.
-
-    >>> _stretches("one\n\ntwo")
-    ['one\n\ntwo']
-    """
-    stretches, start = [], 0
-    while start < len(text):
-        end = text.find("\n\n", start + STRETCH)
-        end = len(text) if end < 0 else end + 2
-        stretches.append(text[start:end])
-        start = end
-    return stretches

@@ -13,6 +13,7 @@ import torch
 
 from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
@@ -27,6 +28,9 @@ DEFAULT_LENGTH = 128
 """Tokens of a window of the small set that comes with the package, which has few."""
 
 MAX_SEED = 2**63 - 1
+
+STRETCH = 1 << 16
+"""Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
 
 SHORTER = "use a longer text, or shorter windows (--length)"
 FEWER = "use a longer text, or fewer or shorter windows (--samples, --length)"
@@ -104,9 +108,31 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Return the token numbers of a text: int64 [n]."""
-    # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
-    return torch.tensor(ids_of(tokenizer, text, verbose=False), dtype=torch.int64)
+    """Return the token numbers of a text, without what a tokenizer puts around it: int64 [n]."""
+    stretches, found = _stretches(text), [torch.tensor([], dtype=torch.int64)]
+    with progress_bar("tokens", len(text), unit="characters") as advance:
+        for start in range(0, len(stretches), 256):
+            some = stretches[start : start + 256]
+            # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
+            ids = ids_of(tokenizer, some, add_special_tokens=False, verbose=False)
+            found += [torch.tensor(one, dtype=torch.int64) for one in ids]
+            advance(sum(map(len, some)))
+    return torch.cat(found)
+
+
+def _stretches(text: str) -> list[str]:
+    r"""Cut a text after empty lines, where tokens end too, into stretches of at least :data:`STRETCH` characters.
+
+    >>> _stretches("one\n\ntwo")
+    ['one\n\ntwo']
+    """
+    stretches, start = [], 0
+    while start < len(text):
+        end = text.find("\n\n", start + STRETCH)
+        end = len(text) if end < 0 else end + 2
+        stretches.append(text[start:end])
+        start = end
+    return stretches
 
 
 def ids_of(tokenizer: Any, text: str | list[str], **options: bool) -> list[Any]:
