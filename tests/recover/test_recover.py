@@ -188,13 +188,24 @@ def test_compiled_layers_and_loss_train_alike(pair: Path, tmp_path: Path, monkey
         return compile_(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", eager)
-    on, off = (
-        recover(pair / "pruned", pair / "base", tmp_path / name, options(pair, steps=3, compile=name))
-        for name in ("on", "off")
-    )
+    off = recover(pair / "pruned", pair / "base", tmp_path / "off", options(pair, steps=3))
+    assert not compiled
+    monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
+    on = recover(pair / "pruned", pair / "base", tmp_path / "on", options(pair, steps=3))
     assert len(compiled) == 2 * SMALL["num_hidden_layers"] + 1
     assert on.before["kl"] == pytest.approx(off.before["kl"], rel=1e-5)
     assert on.losses == pytest.approx(off.losses, rel=1e-4)
+
+
+def test_what_cannot_be_compiled_is_told_in_one_line(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=broken))
+    monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
+    with pytest.raises(UnsupportedError, match=r"cannot compile the model; got .*; set TORCH_COMPILE_DISABLE=1"):
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=1))
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), [("int8", "absmax"), ("int8", "6bit"), ("fp8", "absmax")])

@@ -81,7 +81,7 @@ def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> No
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {form.value for form in LoadFormat}
-    assert known > LOAD_FORMATS.keys() - (set() if is_newest() else {"presharded"})  # which 0.5.16 does not have
+    assert known > LOAD_FORMATS.keys() - (set() if is_newest() else {"presharded"})  # which 0.5.17 does not have
     for name in known - LOAD_FORMATS.keys():
         refuse_what_cannot_work(SimpleNamespace(load_format=name))
 
@@ -274,23 +274,25 @@ def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = loaded(config_of(), O_PROJ, values, scale)
     model = torch.nn.Sequential(layer)
     model.load_weights = lambda *_: pytest.fail("weights were loaded")
-    if not is_newest() and not hasattr(WeightUpdater, "begin_weight_update"):
-        pytest.skip("SGLang up to 0.5.20 has another way, by which 0.5.16 asks no module")
     none = dict.fromkeys(("model_config", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
     settings: dict[str, Any] = {"tp_rank": 0, "device": "cpu", "gpu_id": 0, "custom_weight_loaders": {}, **none}
     updater = WeightUpdater(get_model=lambda: model, **settings)
     monkeypatch.setattr(WeightUpdater, "_assert_weight_cache_inactive", lambda *_: None)
     new, told_first = [(f"{O_PROJ}.weight", values)], "weights for a running engine with sparse layers"
-    updater.begin_weight_update()
+    if is_newest():
+        updater.begin_weight_update()
     for done, told in (
-        updater.load_weights_from_distributed(new),
+        updater.load_weights_from_distributed(new)
+        if is_newest()
+        else updater.update_weights_from_distributed([], [], [], "none"),
         updater.update_weights_from_tensor(new),
         updater.update_weights_from_ipc(None),
         updater.update_weights_from_disk("another", "auto"),
     ):
         assert not done
         assert told == f"{told_first}; got {O_PROJ}, whose dense weight is gone; start SGLang again"
-    updater.end_weight_update(run_post_load=False)
+    if is_newest():
+        updater.end_weight_update(run_post_load=False)
     assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
 
 

@@ -201,7 +201,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 RECOVER_OPTIONS = (
     *("minutes", "rate", "window", "held", "seed", "train", "dtype", "recipe", "micro", "save_minutes", "recompute"),
-    "compile",
 )
 """Options that :class:`slidesparse.recover.options.RecoverOptions` takes as they are."""
 
@@ -233,8 +232,6 @@ def add_recover(commands: Commands) -> None:
     add("--recipe", choices=("absmax", "6bit"), default="absmax", help="how INT8 weights are rounded (%(default)s)")
     text = "compute activations again in the backward pass: slower, and less memory (default: where it is needed)"
     add("--recompute", choices=("auto", "on", "off"), default="auto", help=text)
-    text = "fuse layers and loss by torch.compile (default: on a GPU, but for mixtures and --dtype)"
-    add("--compile", choices=("auto", "on", "off"), default="auto", help=text)
     add("--save-minutes", type=float, default=5.0, help="minutes between saved states, to go on from (%(default)s)")
     add_no_bos(recover)
     add_device(recover)

@@ -91,6 +91,11 @@ def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: 
     shard(network, reshard_after_forward=False)
 
 
+def compiles(device: torch.device) -> bool:
+    """Whether networks are compiled: on a GPU an unfused step of a 0.5 B model takes 1.6 times as long."""
+    return device.type == "cuda"
+
+
 def compile_(network: Network) -> None:
     """Fuse what a network computes between products, in place: its layers, by one code for all, and the loss."""
     for layer in repeated_layers(network.model):  # before they are divided: what FSDP2 does around a layer stays out

@@ -21,9 +21,6 @@ Recompute = Literal["auto", "on", "off"]
 """Whether activations are computed again in the backward pass instead of being kept; ``auto``: where memory needs it.
 """
 
-Compile = Literal["auto", "on", "off"]
-"""Whether layers and loss are compiled by PyTorch; ``auto``: on a GPU, but not of mixtures, nor with ``dtype``."""
-
 RATE, WIDTH = 9e-6, 2048
 """The usual rate of a model that is as wide as this, 2.1e-5 for 896 channels: of a published model of that width 4:6
 came nearer to the dense one at 2e-5, hardly at 4.6e-5, and less near at 1.2e-4 (docs/accuracy.md). Adam's best rate
@@ -50,7 +47,7 @@ def parse_amount(text: str) -> int:
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """The options of a run; all but ``micro``, ``save_minutes``, ``recompute`` and ``compile`` decide the result.
+    """The options of a run; all but ``micro``, ``save_minutes`` and ``recompute`` decide the result.
 
     Attributes:
         texts: Texts and chats: ``FILE`` or ``FILE:WEIGHT``, as :func:`slidesparse.files.mixed_texts.weighted` reads.
@@ -68,7 +65,6 @@ class RecoverOptions:
         micro: Most windows that a GPU takes at once.
         save_minutes: Minutes between two saved states.
         recompute: See :data:`Recompute`.
-        compile: See :data:`Compile`.
 
     Raises:
         InputError: A number or a word cannot be used.
@@ -89,7 +85,6 @@ class RecoverOptions:
     micro: int = 32
     save_minutes: float = 5.0
     recompute: Recompute = "auto"
-    compile: Compile = "auto"
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -110,7 +105,6 @@ class RecoverOptions:
         if self.batch < self.window:
             raise InputError("--batch", got=self.batch, needed=f"{self.window} tokens or more, those of a window")
         choices = {"train": get_args(Trained), "recompute": get_args(Recompute), "recipe": get_args(Rounding)}
-        choices["compile"] = get_args(Compile)
         for name, known in {**choices, "dtype": (None, *QUANT_NAMES)}.items():
             if getattr(self, name) not in known:
                 words = " or ".join(str(one) for one in known if one is not None)

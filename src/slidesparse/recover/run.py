@@ -33,7 +33,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, divide, fill
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import RECORD, gathered, write_result
@@ -130,7 +130,7 @@ def recover(
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
     # What does not change the result may be another one when a run goes on.
-    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", compile="auto", rate=rate)
+    told = replace(options, micro=32, save_minutes=5.0, recompute="auto", rate=rate)
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
     record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
@@ -224,8 +224,7 @@ def _train(
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
     # Without dropout: the dense model predicts without it, too.
     dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
-    plain = device.type == "cuda" and options.dtype is None and not find_experts(pair.student.model)
-    fused = options.compile == "on" or (options.compile == "auto" and plain)
+    fused = compiles(device) and options.dtype is None and not find_experts(pair.student.model)
     if fused:
         compile_(student)
     if ranks.world > 1:
@@ -306,7 +305,10 @@ def _explained(ranks: Ranks) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         remedy = "use --micro 1, --recompute on, or more GPUs; a run that goes on may have others"
         raise UnsupportedError("the memory of a GPU is too small", got=first_line(error), remedy=remedy) from error
-    except RuntimeError:
+    except RuntimeError as error:
         if ranks.world > 1:
             ranks.require_all_alive()
-        raise
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        remedy = "set TORCH_COMPILE_DISABLE=1; training takes longer then"
+        raise UnsupportedError("PyTorch cannot compile the model", got=first_line(error), remedy=remedy) from error

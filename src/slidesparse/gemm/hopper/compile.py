@@ -49,13 +49,9 @@ def sources(count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
 
 
 def options(
-    tile: Tile,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    grouped: bool = False,
-    count_bits: int = 0,
-    value_bits: int = 8,
-) -> list[str]:
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype,
+    grouped: bool = False, count_bits: int = 0, value_bits: int = 8,
+) -> list[str]:  # fmt: skip
     """Return the options for NVRTC, which ``sparse_gemm.cuh`` lists.
 
     Args:
@@ -95,13 +91,9 @@ def options(
 
 
 def cubin(
-    tile: Tile,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    grouped: bool = False,
-    count_bits: int = 0,
-    value_bits: int = 8,
-) -> bytes:
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype,
+    grouped: bool = False, count_bits: int = 0, value_bits: int = 8,
+) -> bytes:  # fmt: skip
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:

@@ -163,16 +163,9 @@ def find_launch(
 
 @lru_cache(maxsize=1 << 13)
 def _launch(
-    activations: torch.Size,
-    dtype: torch.dtype,
-    form: SparseForm,
-    dense: torch.Size,
-    sparse: torch.Size,
-    out_features: int,
-    out_dtype: torch.dtype,
-    device: int,
-    bands: tuple[Band, ...],
-) -> GemmLaunch:
+    activations: torch.Size, dtype: torch.dtype, form: SparseForm, dense: torch.Size, sparse: torch.Size,
+    out_features: int, out_dtype: torch.dtype, device: int, bands: tuple[Band, ...],
+) -> GemmLaunch:  # fmt: skip
     tokens, dense_slabs = activations[0], dense[1] // 2
     if out_dtype not in OUTPUTS:
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")

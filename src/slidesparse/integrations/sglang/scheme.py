@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from typing import Any
 
@@ -23,9 +24,9 @@ from slidesparse.models.layer_kinds import kind_of
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
 
-NEVER_UPDATED = "_derived_weight_cache_error"
-"""SGLang's name in a module for why its weights cannot be replaced: captured CUDA graphs hold the packed ones. Every
-update of a running engine asks for it before it writes, and returns it. An exception would end the server."""
+NEVER_UPDATED, ASKED = "_derived_weight_cache_error", "_unsupported_derived_weight_cache_error"
+"""SGLang's name in a module for why its weights cannot be replaced, since captured CUDA graphs hold the packed ones,
+and of the function that finds it. Every update of a running engine asks it before it writes, and returns the answer."""
 
 log = logging.getLogger(LOGGER)
 
@@ -127,12 +128,17 @@ class SGLangScheme(CompressedTensorsLinearScheme):
 def refuse_updates(layer: torch.nn.Module, name: str) -> None:
     """Let SGLang answer every update of the weights of a running engine that a packed layer cannot follow."""
     got, remedy = f"{name}, whose dense weight is gone", "start SGLang again"
-    refusal = UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy)
-    setattr(layer, NEVER_UPDATED, str(refusal))
+    refusal = str(UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy))
+    setattr(layer, NEVER_UPDATED, refusal)
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    if not inspect.signature(getattr(weight_updater, ASKED)).parameters:
+        # 0.5.17 asks no module, and skips weights that have no parameter: it would replace norms and embeddings alone.
+        setattr(weight_updater, ASKED, lambda: refusal)
 
 
 def _place(layer: Any) -> tuple[int, int]:
-    """Return a layer's rank, and the ranks of its group: SGLang 0.5.23 gives a layer its group, 0.5.16 numbers."""
+    """Return a layer's rank, and the ranks of its group: SGLang 0.5.23 gives a layer its group, 0.5.17 numbers."""
     group = getattr(layer, "tp_group", None)
     if group is not None:
         return group.rank_in_group, group.world_size
