@@ -664,6 +664,8 @@ def published_models(path: Path = PUBLISHED) -> str:
     found = published_records(path)
     dense, rows = found["dense"], []
     for tag, one in sorted(found.items(), key=lambda item: sum(item[1]["code"]["kl"])):
+        if tag.endswith((" rotate", " reorder")):  # no options any more
+            continue
         kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
         cells = compare.cells(one, dense)[4:]
         rows.append([tag, "-" if one is dense else rise(one, dense), kl, *cells])
