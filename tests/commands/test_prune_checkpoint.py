@@ -304,17 +304,22 @@ def test_config_without_architecture(tmp_path: Path) -> None:
             prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> None:
-    """Trainer saves the mark with the model; the line sent its owner back to the dense model."""
+@pytest.mark.parametrize("recipe", ["absmax", "6bit"])
+def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, recipe: Any) -> None:
+    """One shot takes long, and whoever trains a model on has its mark too; the result is that of the plain weights."""
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
-    with pytest.raises(CheckpointError, match=r"trained on .* delete slidesparse_config from its config\.json$"):
-        prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "bf16"))
+    rounded = PruneOptions("4:6", "int8", recipe=recipe)
+    prune_checkpoint(tmp_path / "s", tmp_path / "t", rounded)
+    pruned, after = (Checkpoint(tmp_path / name).tensor("model.layers.0.mlp.up_proj.weight") for name in "st")
+    assert bool((after[pruned == 0] == 0).all())
+    assert float((after == 0).float().mean()) < 0.4
+    with pytest.raises(CheckpointError, match=r"t is pruned and quantised already; .* pruned in a float type$"):
+        prune_checkpoint(tmp_path / "t", tmp_path / "u", rounded)
     with edited_config(tmp_path / "s") as config:
         del config["slidesparse_config"]
-    prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
-    zeros = [Checkpoint(tmp_path / name).tensor("model.layers.0.mlp.up_proj.weight") == 0 for name in "st"]
-    assert bool((zeros[1] | ~zeros[0]).all())
+    prune_checkpoint(tmp_path / "s", tmp_path / "plain", rounded)
+    assert (tmp_path / "t/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,6 @@ def main() -> None:
     for linear in linears:
         parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
     about = {"kind": "regime", "moving": options.moving, "rate": options.rate, "trained_on": tokens}
-    if getattr(model.config, "slidesparse_config", None) is not None:
-        del model.config.slidesparse_config  # what was trained is a source for prune once more
     save(model.to(torch.bfloat16), tokenizer, options.start, options.out, about)
     print(json.dumps(about))
 

@@ -70,17 +70,13 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
     """Return the quantised type of the source (None: float) and the type of the output.
 
     Raises:
-        CheckpointError: The source is pruned already, or is a BitNet checkpoint of packed weights.
+        CheckpointError: The source is pruned and quantised already, or is a BitNet checkpoint of packed weights.
         InputError: The type or the recipe does not fit the source, or is missing.
     """
     config = checkpoint.config
-    if config.get(MARKER_KEY) is not None:
-        trained = f"; if this one was trained on with its zeros held, delete {MARKER_KEY} from its config.json"
-        raise CheckpointError(
-            f"{checkpoint.path} is pruned already",
-            got=f"a {MARKER_KEY}",
-            remedy=f"start from the dense model{'' if QUANTIZATION_KEY in config else trained}",
-        )
+    if config.get(MARKER_KEY) is not None and QUANTIZATION_KEY in config:
+        remedy = "start from the dense model, or from one that is pruned in a float type"
+        raise CheckpointError(f"{checkpoint.path} is pruned and quantised already", remedy=remedy)
     wanted = None if options.dtype is None else parse_dtype(options.dtype)
     bitnet = is_bitnet(config)
     if bitnet:

@@ -29,6 +29,10 @@ SAME = 0.05
 """Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""
 
 
+KINDS = 64
+"""Most forms of a layer's code that are compiled, of both networks: past 8, PyTorch would run others as they are."""
+
+
 class Network(nn.Module):
     """A causal language model of transformers that gives what its predictions are multiplied out of."""
 
@@ -98,6 +102,7 @@ def compiles(device: torch.device) -> bool:
 
 def compile_(network: Network) -> None:
     """Fuse what a network computes between products, in place: its layers, by one code for all, and the loss."""
+    torch._dynamo.config.recompile_limit = KINDS
     for layer in repeated_layers(network.model):  # before they are divided: what FSDP2 does around a layer stays out
         layer.forward = torch.compile(layer.forward)
     if isinstance(network, StudentNetwork):

@@ -358,10 +358,6 @@ class ExactProduct(NamedTuple):
     exponent: int
     tensor_scale: torch.Tensor
 
-    def to_float(self) -> torch.Tensor:
-        """Return the product in float64 [M, out]: rounded only here."""
-        return self.total.to(torch.float64) * 2.0**self.exponent * self.tensor_scale
-
 
 def product(x: Fp4Tensor, weight: Fp4Tensor) -> ExactProduct:
     """Return ``x @ weight^T``: x [M, K], weight [out, K] -> [M, out], both as they are, or both lifted.
