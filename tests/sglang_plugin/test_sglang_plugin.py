@@ -51,6 +51,7 @@ def test_options_are_read_strictly() -> None:
     [
         ({"enable_lora": True}, "LoRA adapters on sparse layers"),
         ({"lora_paths": ["a"]}, "LoRA adapters on sparse layers"),
+        ({"enable_memory_saver": True}, "memory is released; got .* add --enable-weights-cpu-backup"),
         ({"cpu_offload_gb": 20}, "--cpu-offload-gb with sparse layers; got 20"),
         ({"offload_group_size": 4}, "--offload-group-size with sparse layers; got 4"),
         ({"load_format": "dummy"}, "--load-format dummy with sparse layers; got random weights, which follow no"),

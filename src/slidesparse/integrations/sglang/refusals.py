@@ -23,6 +23,10 @@ def refuse_what_cannot_work(arguments: Any) -> None:
     if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
         got = "--enable-lora or --lora-paths"
         raise UnsupportedError("LoRA adapters on sparse layers", got=got, remedy=SERVE_DENSE)
+    if getattr(arguments, "enable_memory_saver", None) and not getattr(arguments, "enable_weights_cpu_backup", None):
+        got = "--enable-memory-saver, which drops weights that cannot be loaded again"
+        remedy = f"add --enable-weights-cpu-backup, or {SERVE_DENSE}"
+        raise UnsupportedError("sparse layers whose memory is released", got=got, remedy=remedy)
     names = ("cpu_offload_gb", "offload_group_size")
     sizes = {f"--{name.replace('_', '-')}": getattr(arguments, name, None) or 0 for name in names}
     refuse_offloading(sizes, SERVE_DENSE)
