@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 8}),
     "phi3": ("Phi3", {}),
+    "smollm3": ("SmolLM3", {"pad_token_id": None}),
     "bitnet": ("BitNet", {"tie_word_embeddings": True}),
 }
 

@@ -11,7 +11,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,18 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     tokens = encode(load_tokenizer(source), text.read_text())
     measured = measure_perplexity(logits_of(model), tokens, 32, 16)
     assert measured.perplexity == pytest.approx(found["m"]["perplexity"], rel=1e-6)
+
+
+def test_a_short_text_is_one_window_with_what_the_tokenizer_puts_before_it(source: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(source)
+    (source.parent / "short.txt").write_text("slide over windows of four.")
+    found, bare = (evaluate(source, text=source.parent / "short.txt", bos=bos).perplexity for bos in (True, False))
+    assert found is not None
+    assert bare is not None
+    assert (found.window, found.tokens) == (28, 27)
+    assert (bare.window, bare.tokens) == (27, 26)
 
 
 def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,31 +181,51 @@ def test_activations_that_are_computed_again_change_nothing(pair: Path, tmp_path
     assert same_bytes(tmp_path / "on", tmp_path / "off")
 
 
-def test_compiled_layers_and_loss_train_alike(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    compiled, compile_ = [], torch.compile
+@pytest.fixture
+def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Lets networks be compiled here, too, by a backend, and fails where a form is left out; gives dynamo's counts."""
+    compile_, counters = torch.compile, torch._dynamo.utils.counters
 
-    def eager(function: Any) -> Any:  # the graphs alone: code of their own would need a compiler
-        compiled.append(function.__name__)
-        return compile_(function, backend="eager")
+    def by(backend: Any) -> Any:
+        monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend=backend, **how))
+        monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
+        torch._dynamo.reset()
+        counters.clear()
+        return counters
 
-    monkeypatch.setattr(torch, "compile", eager)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield by
+
+
+def test_compiled_layers_and_loss_train_alike(pair: Path, tmp_path: Path, compiled_by: Any) -> None:
     off = recover(pair / "pruned", pair / "base", tmp_path / "off", options(pair, steps=3))
-    assert not compiled
-    monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
+    graphs = compiled_by("eager")  # the graphs alone: code of their own would need a compiler
     on = recover(pair / "pruned", pair / "base", tmp_path / "on", options(pair, steps=3))
-    assert len(compiled) == 2 * SMALL["num_hidden_layers"] + 1
     assert on.before["kl"] == pytest.approx(off.before["kl"], rel=1e-5)
     assert on.losses == pytest.approx(off.losses, rel=1e-4)
+    assert graphs["stats"]["unique_graphs"] >= 4  # dense, judged, trained, and the loss
+    assert not graphs["graph_break"]
+    assert [json.loads((tmp_path / name / "recover.json").read_text())["compiled"] for name in ("off", "on")] == [
+        False,
+        True,
+    ]
 
 
-def test_what_cannot_be_compiled_is_told_in_one_line(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_layers_of_several_kinds_compile_whole(tmp_path: Path, compiled_by: Any) -> None:
+    make_pair(tmp_path, "smollm3", num_hidden_layers=6)  # of which some rotate positions: past dynamo's usual limit
+    compiled_by("eager")
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=3, micro=3))
+    assert found.after["kl"] < found.before["kl"]
+
+
+def test_what_cannot_be_compiled_is_told_in_one_line(pair: Path, tmp_path: Path, compiled_by: Any) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=broken))
-    monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
-    with pytest.raises(UnsupportedError, match=r"cannot compile the model; got .*; set TORCH_COMPILE_DISABLE=1"):
+    compiled_by(broken)
+    with pytest.raises(
+        UnsupportedError, match=r"got RuntimeError: Failed to find C compiler; set TORCH_COMPILE_DISABLE=1"
+    ):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=1))
 
 

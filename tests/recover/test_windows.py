@@ -16,10 +16,12 @@ from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.files.mixed_texts import weighted
 from slidesparse.models.perplexity import measure_perplexity
+from slidesparse.offline.calibrate import calibration
 from slidesparse.offline.calibrate.calibration import (
     Calibration,
     calibration_windows,
     cut_windows,
+    ids_of,
     load_tokenizer,
     tokens_before,
 )
@@ -89,6 +91,29 @@ def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path
     assert all((one[:, 0] == 1).all() for one in found.train)
     held = {tuple(one.tolist()) for one in found.held}
     assert held.isdisjoint(tuple(one.tolist()) for one in found.train[0])
+
+
+def test_stretches_of_a_text_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    words = tokenizers.Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    parts = (
+        tokenizers.pre_tokenizers.Split(words, "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False),
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(parts))  # as Qwen's and Llama 3's
+    text = "def one(two):\n    return 2\n\n\n" * 40 + "a b\n\nc d\n\n    e\n\n" * 40
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "<unk>"], initial_alphabet=alphabet)
+    made.train_from_iterator([text], how)
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    asked: list[int] = []
+    monkeypatch.setattr(calibration, "STRETCH", 8)
+    monkeypatch.setattr(calibration, "ids_of", lambda *a, **how: asked.append(len(a[1])) or ids_of(*a, **how))
+    assert calibration.encode(tokenizer, text).tolist() == whole
+    assert sum(asked) > 20
+    assert calibration.encode(tokenizer, "").tolist() == []
 
 
 def test_a_text_that_has_it_already_gets_no_second_one() -> None:

@@ -82,7 +82,7 @@ def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> No
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {form.value for form in LoadFormat}
-    assert known > LOAD_FORMATS.keys() - (set() if is_newest() else {"presharded"})  # which 0.5.17 does not have
+    assert known > LOAD_FORMATS.keys()
     for name in known - LOAD_FORMATS.keys():
         refuse_what_cannot_work(SimpleNamespace(load_format=name))
 
@@ -295,6 +295,18 @@ def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     if is_newest():
         updater.end_weight_update(run_post_load=False)
     assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
+
+
+@pytest.mark.usefixtures("server")
+def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SGLang 0.5.17, which replaced norms and embeddings alone, and said that it had done it."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    from slidesparse.integrations.sglang.scheme import ASKED
+
+    monkeypatch.setattr(weight_updater, ASKED, lambda: None)
+    loaded(config_of(), O_PROJ, *pruned("6:8"))
+    assert getattr(weight_updater, ASKED)().startswith("weights for a running engine with sparse layers; got ")
 
 
 @pytest.mark.usefixtures("server")

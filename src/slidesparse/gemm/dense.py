@@ -102,15 +102,9 @@ class Dense(Reference):
         return by_parts if multiply is None else DenseLinear(lift, by_parts, multiply)
 
     def matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`."""
         weight = operand[0]
         if x.device.type == "cuda" and x.shape[0]:

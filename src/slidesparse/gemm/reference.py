@@ -75,14 +75,8 @@ class Reference(Backend):
         return (packed.columns(),)
 
     def matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return apply_scales(product(x, operand[0]), scale_x, scale_w, bias, out_dtype)

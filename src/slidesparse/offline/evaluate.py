@@ -124,7 +124,7 @@ def evaluate(
     measured = None
     if documents is not None:
         content = as_text(documents, tokenizer)
-        tokens = encode(tokenizer, content)
+        tokens = encode(tokenizer, content, progress)
         check_tokens(tokens, model.config, path)
         before = tokens_before(tokenizer).to(device) if bos else None
         measured = _perplexity(model, tokens.to(device), before, content, window, stride, batch, progress)
@@ -142,18 +142,13 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
 
 
 def _perplexity(
-    model: Any,
-    tokens: torch.Tensor,
-    before: torch.Tensor | None,
-    content: str,
-    window: int | None,
-    stride: int | None,
-    batch: int,
-    progress: bool | None,
-) -> Perplexity:
-    window = min(positions(model.config), len(tokens)) if window is None else window
+    model: Any, tokens: torch.Tensor, before: torch.Tensor | None, content: str,
+    window: int | None, stride: int | None, batch: int, progress: bool | None,
+) -> Perplexity:  # fmt: skip
     if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]
+    whole = len(tokens) + (0 if before is None else len(before))
+    window = min(positions(model.config), whole) if window is None else window
     most = positions(model.config, at_most=window)
     if window > most:
         raise InputError("window", got=window, needed=f"at most {most}, the model's positions")

@@ -73,6 +73,7 @@ class PruneJob:
         patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
+        self._require_marked_patterns()
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
         self.pruner = get_pruner(options.method)
@@ -114,6 +115,16 @@ class PruneJob:
         everything = self._find_targets(options, ()).linears if options.ignore else self.targets.linears
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
+
+    def _require_marked_patterns(self) -> None:
+        """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
+        marker = Marker.from_config(self.checkpoint.config)
+        for name, pattern in self.patterns.items():
+            was = pattern if marker is None else DENSE if name in marker.ignore else marker.pattern_of(name)
+            if pattern != was:
+                needed = f"{was}, as {self.checkpoint.path} is pruned"
+                remedy = "repeat the options of that run (--pattern, --plan, --layer, --ignore, --lm-head)"
+                raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""

@@ -146,7 +146,8 @@ def recover(
         if ranks.is_first:
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
-            write_result(work, pair.pruned, files, trained, {**record, **asdict(result)})
+            compiled = pair.plain and compiles(where)
+            write_result(work, pair.pruned, files, trained, {**record, "compiled": compiled, **asdict(result)})
     return result
 
 
@@ -165,6 +166,7 @@ class _Pair:
         parameters = list(self.student.model.parameters())
         trained = sum(one.numel() for one in parameters if one.requires_grad)
         self.size = Size(sum(one.numel() for one in parameters), trained, self.student.model.config)
+        self.plain = options.dtype is None and not find_experts(self.student.model)
         if options.dtype is not None:
             self._round(options)
 
@@ -224,9 +226,8 @@ def _train(
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
     # Without dropout: the dense model predicts without it, too.
     dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
-    fused = compiles(device) and options.dtype is None and not find_experts(pair.student.model)
-    if fused:
-        compile_(student)
+    if pair.plain and compiles(device):
+        compile_(student)  # before activations are computed again around it
     if ranks.world > 1:
         divide(dense, mesh, compute)
     divide(student, mesh, compute, fit.recompute)
@@ -242,7 +243,7 @@ def _train(
 
     everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
-    if fused:
+    if pair.plain and compiles(device):
         compile_(dense)  # only now: what was looked at so far is of other shapes
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
     training = Training(
@@ -311,4 +312,5 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         remedy = "set TORCH_COMPILE_DISABLE=1; training takes longer then"
-        raise UnsupportedError("PyTorch cannot compile the model", got=first_line(error), remedy=remedy) from error
+        got = first_line(getattr(error, "inner_exception", error))
+        raise UnsupportedError("PyTorch cannot compile the model", got=got, remedy=remedy) from error

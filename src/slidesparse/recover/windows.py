@@ -87,7 +87,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
     train, held = [], []
     for text, inside, count in zip(texts, documents, shares(texts, options.held), strict=True):
-        tokens = encode(tokenizer, as_text(inside, tokenizer))
+        tokens = encode(tokenizer, as_text(inside, tokenizer), show=None)
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:

@@ -194,15 +194,9 @@ class CuSparseLt(Backend):
         )
 
     def matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`."""
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:

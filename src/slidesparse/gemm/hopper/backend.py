@@ -110,16 +110,10 @@ class Hopper(Backend):
         load_kernels(TILES, dtype, out_dtype, index, 0, self.value_bits)
 
     def matmul(
-        self,
-        x: torch.Tensor,
-        scale_x: torch.Tensor | None,
-        operand: Operand,
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype,
+        self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
         tile: Tile | tuple[Band, ...] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces what would be chosen."""
         device, (dense, sparse) = gpu_of(x, self.name), operand
         if not is_current(device):

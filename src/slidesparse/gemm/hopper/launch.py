@@ -126,16 +126,9 @@ class GemmLaunch:
 
 
 def find_launch(
-    activations: torch.Size,
-    dtype: torch.dtype,
-    form: SparseForm,
-    dense: torch.Size,
-    sparse: torch.Size,
-    out_features: int,
-    out_dtype: torch.dtype,
-    device: int,
-    tile: Tile | tuple[Band, ...] | None = None,
-) -> GemmLaunch:
+    activations: torch.Size, dtype: torch.dtype, form: SparseForm, dense: torch.Size, sparse: torch.Size,
+    out_features: int, out_dtype: torch.dtype, device: int, tile: Tile | tuple[Band, ...] | None = None,
+) -> GemmLaunch:  # fmt: skip
     """Return the launch of a product, kept from one call to the next.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ MAX_SEED = 2**63 - 1
 
 STRETCH = 1 << 16
 """Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
+
+CUT = re.compile(r"\n\n(?=\S)")
+"""Where a text is cut: most tokenizers end a token there. SentencePiece's add a blank to what follows."""
 
 SHORTER = "use a longer text, or shorter windows (--length)"
 FEWER = "use a longer text, or fewer or shorter windows (--samples, --length)"
@@ -107,10 +111,10 @@ def load_tokenizer(folder: Path) -> Any:
     return found
 
 
-def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Return the token numbers of a text, without what a tokenizer puts around it: int64 [n]."""
+def encode(tokenizer: Any, text: str, show: bool | None = False) -> torch.Tensor:
+    """Return the token numbers of a text, without what a tokenizer puts around it: int64 [n]; ``show`` is a bar's."""
     stretches, found = _stretches(text), [torch.tensor([], dtype=torch.int64)]
-    with progress_bar("tokens", len(text), unit="characters") as advance:
+    with progress_bar("tokens", len(text), unit="characters", show=show) as advance:
         for start in range(0, len(stretches), 256):
             some = stretches[start : start + 256]
             # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
@@ -121,15 +125,11 @@ def encode(tokenizer: Any, text: str) -> torch.Tensor:
 
 
 def _stretches(text: str) -> list[str]:
-    r"""Cut a text after empty lines, where tokens end too, into stretches of at least :data:`STRETCH` characters.
-
-    >>> _stretches("one\n\ntwo")
-    ['one\n\ntwo']
-    """
+    """Cut a text after empty lines into stretches of at least :data:`STRETCH` characters."""
     stretches, start = [], 0
     while start < len(text):
-        end = text.find("\n\n", start + STRETCH)
-        end = len(text) if end < 0 else end + 2
+        found = CUT.search(text, start + STRETCH)
+        end = len(text) if found is None else found.end()
         stretches.append(text[start:end])
         start = end
     return stretches
@@ -160,7 +160,7 @@ def cut_windows(tokens: torch.Tensor, length: int, before: torch.Tensor) -> torc
     """Cut a text into windows that do not overlap and begin with ``before``: int64 [n, length].
 
     Args:
-        tokens: int64 [tokens], with or without ``before`` at its start.
+        tokens: int64 [tokens], with or without ``before`` at its start, where a chat's template puts it.
         length: Tokens of each window.
         before: int64 [k], from :func:`tokens_before`; may be empty.
     """
