@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,14 +61,19 @@ class _Masked(torch.autograd.Function):
 
 def examples(tokenizer: Any, number: int, seed: int = 0) -> list[tuple[list[int], int]]:
     """Return questions with their answers as tokens, and where the answer begins, in a fixed mixed order."""
-    judged = {one.entry["question"] for one in reasoning.questions(100)}
+    judged = {words(one.entry["question"]) for one in reasoning.questions(100)}
     each = -(-number // len(reasoning.GENERATORS))
-    asked = [one for one in reasoning.questions(each, seed) if one.entry["question"] not in judged]
+    asked = [one for one in reasoning.questions(each, seed) if words(one.entry["question"]) not in judged]
     starts = tokenizer([reasoning.prompt(tokenizer, one) for one in asked], add_special_tokens=False).input_ids
     answers = tokenizer([f" {one.entry['answer']}\n" for one in asked], add_special_tokens=False).input_ids
     found = [(start + answer, len(start)) for start, answer in zip(starts, answers, strict=True)]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
     return [found[n] for n in order]
+
+
+def words(question: str) -> tuple[str, ...]:
+    """Return a question's words in order of the alphabet: it is the same with its numbers exchanged."""
+    return tuple(sorted(re.findall(r"\w+", question)))
 
 
 def batches(found: list[tuple[list[int], int]], size: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
