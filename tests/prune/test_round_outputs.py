@@ -10,27 +10,29 @@ from torch import nn
 from slidesparse.models.grams import FIRST, collect_grams
 from slidesparse.models.layer_stack import Sample
 from slidesparse.prune import Linears, RoundForOutputs, get_pruner, output_error
-from slidesparse.prune.round_outputs import round_for_outputs
+from slidesparse.prune.round_outputs import FP8, SIX_BITS, Grid, round_for_outputs
 from slidesparse.prune.sparsegpt import inverse_factor
-from slidesparse.weights.quant import Rounding, dequantize, quantize_weight
+from slidesparse.weights.quant import Quantised, dequantize, quantize_weight
 
-MOST: dict[Rounding, float] = {"absmax": 127.0, "6bit": 31.0}
-
-
-def served(weight: torch.Tensor, recipe: Rounding) -> torch.Tensor:
-    """The weight that its INT8 form stands for."""
-    return dequantize(*quantize_weight(weight, torch.int8, recipe=recipe))
+GRIDS = {"int8": Grid(127.0, torch.round), "6bit": SIX_BITS, "fp8": FP8}
 
 
-@pytest.mark.parametrize("recipe", MOST)
+def quantised(weight: torch.Tensor, name: str) -> Quantised:
+    """What ``prune`` makes of a weight."""
+    if name == "fp8":
+        return quantize_weight(weight, torch.float8_e4m3fn)
+    return quantize_weight(weight, torch.int8, recipe="6bit" if name == "6bit" else "absmax")
+
+
+@pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_quantising_gives_the_rounded_integers_and_the_scales_stay(dtype: torch.dtype, recipe: Rounding) -> None:
+def test_quantising_gives_the_rounded_values_and_the_scales_stay(dtype: torch.dtype, name: str) -> None:
     x = correlated_inputs(512, 200)
     weight = torch.randn(48, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[5] = 0
     weight[:, ::4] = 0
-    found = round_for_outputs(weight, inverse_factor(x.T @ x)[0], MOST[recipe])
-    (values, scale), (_, before) = (quantize_weight(one, torch.int8, recipe=recipe) for one in (found, weight))
+    found = round_for_outputs(weight, inverse_factor(x.T @ x)[0], GRIDS[name])
+    (values, scale), (_, before) = (quantised(one, name) for one in (found, weight))
     assert found.dtype == dtype
     assert torch.equal(scale, before)
     assert torch.equal(dequantize(values, scale).to(dtype), found)
@@ -44,7 +46,7 @@ def test_each_column_is_rounded_where_the_best_of_the_columns_before_leaves_it()
     weight[:, ::3] = 0
     factor, damping = inverse_factor((x.T @ x).float())
     gram = x.T @ x + damping * torch.eye(columns, dtype=torch.float64)
-    found = round_for_outputs(weight, factor, 31.0).double()
+    found = round_for_outputs(weight, factor).double()
     for row, exact in zip(found, weight.double(), strict=True):
         scale = exact.abs().max() / 31
         for column in range(columns):
@@ -57,14 +59,15 @@ def test_each_column_is_rounded_where_the_best_of_the_columns_before_leaves_it()
                 assert round(float(row[column] / scale)) == min(max(round(unit), -31), 31)
 
 
+@pytest.mark.parametrize("name", ["6bit", "fp8"])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
-def test_outputs_are_nearer_than_by_rounding_to_nearest(method: str) -> None:
+def test_outputs_are_nearer_than_by_rounding_to_nearest(method: str, name: str) -> None:
     torch.manual_seed(0)
     linears, x = linears_with(160, "6:8", 32, 24)
     pruned = get_pruner(method).prune(linears)
-    found = RoundForOutputs().prune(Linears(pruned, linears.pattern, linears.input_gram))
+    found = RoundForOutputs(GRIDS[name]).prune(Linears(pruned, linears.pattern, linears.input_gram))
     nearest, ours = (
-        output_error(pruned, {name: served(weight, "6bit") for name, weight in one.items()}, x.T @ x)
+        output_error(pruned, {key: dequantize(*quantised(weight, name)) for key, weight in one.items()}, x.T @ x)
         for one in (pruned, found)
     )
     assert 0 < ours < 0.5 * nearest

@@ -37,8 +37,8 @@ class SetLoss:
         borrowed: The tokens that an expert borrowed from its layer.
         rounding: Squared error of the pruned linears' outputs over their energy when inputs are rounded to INT8, a
             token at a time; None for experts.
-        six_bits: The same when the pruned weights are rounded to six bits for their outputs, all tokens counted alike;
-            None where they are not.
+        weights: The same when the pruned weights are rounded for their outputs, all tokens counted alike; None where
+            they are not.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class SetLoss:
     tokens: int | None = None
     borrowed: int = 0
     rounding: float | None = None
-    six_bits: float | None = None
+    weights: float | None = None
 
 
 class LayerStore:
@@ -139,7 +139,7 @@ def prune_layers(
                     _fill(linears, pruned)
                     before = _Pruned(pruned)
                     pruned, rounded = prune_layer(layer, index, here, linears, patterns, rounder, samples, before)
-                    losses = [replace(one, six_bits=by.loss) for one, by in zip(losses, rounded, strict=True)]
+                    losses = [replace(one, weights=by.loss) for one, by in zip(losses, rounded, strict=True)]
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)

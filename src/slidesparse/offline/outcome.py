@@ -92,7 +92,7 @@ class PruneSummary(PruneOutcome):
             before their layer is matched; empty without calibration.
         rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
             and for other types.
-        six_bits: The same linears -> what rounding their weights to six bits costs; empty where nothing is.
+        weight_rounding: The same linears -> what rounding their weights to six bits or FP8 costs; empty where neither.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
     """
@@ -107,7 +107,7 @@ class PruneSummary(PruneOutcome):
     source_card: str | None
     losses: dict[str, float]
     rounding: dict[str, float]
-    six_bits: dict[str, float]
+    weight_rounding: dict[str, float]
     borrowed: dict[str, str]
     source_bytes: int
 
@@ -119,7 +119,7 @@ class PruneSummary(PruneOutcome):
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += _spread("calibration loss", self.losses)
         lines += _spread("rounding inputs to INT8 costs", self.rounding)
-        lines += _spread("rounding weights to six bits costs", self.six_bits)
+        lines += _spread("rounding weights costs", self.weight_rounding)
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
             count = f"{len(self.borrowed)} of the experts' weights"

@@ -179,7 +179,7 @@ def _summary(prepared: Prepared, files: SourceFiles, resumed: list[str], kept_ca
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
-        six_bits={" ".join(one.names): one.six_bits for one in losses if one.six_bits is not None},
+        weight_rounding={" ".join(one.names): one.weights for one in losses if one.weights is not None},
         borrowed=_borrowed(losses),
         source_bytes=prepared.checkpoint.n_bytes,
         destination_bytes=prepared.n_bytes,

@@ -37,6 +37,7 @@ from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_
 from slidesparse.offline.stored_plan import StoredPlan
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
+from slidesparse.prune.round_outputs import FP8, SIX_BITS
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     QUANTISED,
@@ -135,6 +136,8 @@ class PruneJob:
             with ranks.first_alone():  # it finds what the others read from the folder
                 self.checkpoint = smooth_checkpoint(self.checkpoint, self.folds, *how, required=self.must_smooth)
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
+        # INT8 gains nothing (docs/log/rounding.md).
+        grid = FP8 if self.rounds and self.dtype != torch.int8 else SIX_BITS if self.rounding == "6bit" else None
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
             [*(names for names in self.sets if names[0] in self.calibrated_patterns), *([name] for name in experts)],
@@ -147,7 +150,7 @@ class PruneJob:
             ranks=ranks,
             experts=self.expert_rows,
             matching=self.matching,
-            rounder=RoundForOutputs() if self.rounding == "6bit" and isinstance(self.pruner, SparseGPT) else None,
+            rounder=RoundForOutputs(grid) if grid is not None and isinstance(self.pruner, SparseGPT) else None,
         )
 
     def _find_folds(self, options: PruneOptions) -> list[Fold]:

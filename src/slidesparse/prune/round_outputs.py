@@ -1,4 +1,4 @@
-"""Round weights to integers so that outputs stay near, not each weight.
+"""Round weights to six bits or FP8 so that outputs stay near, not each weight.
 
 Rounding to nearest makes an error in each weight that has nothing to do with the others'. So columns are rounded one
 after the other, and what each loses moves the columns that are still to come, by the factor that SparseGPT uses:
@@ -10,19 +10,36 @@ Scales do not change: a row's largest weight stays where it is. So do zeros, wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from slidesparse.prune.base import Linears
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.sparsegpt import BLOCK, inverse_factor
-from slidesparse.weights.quant import SIX_BIT_MAX
+from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX
+
+
+class Grid(NamedTuple):
+    """The values that a row can have, in units of its scale: the largest one, and what rounds to the nearest."""
+
+    most: float
+    nearest: Callable[[torch.Tensor], torch.Tensor]
+
+
+SIX_BITS = Grid(SIX_BIT_MAX, torch.round)
+FP8 = Grid(FP8_MAX, lambda units: units.to(torch.float8_e4m3fn).to(torch.float32))
 
 
 class RoundForOutputs:
-    """Rounds pruned weights so that quantising them to six bits takes less from the outputs."""
+    """Rounds pruned weights so that quantising them to the values of a grid takes less from the outputs."""
 
     name = "rounding"
     needs_calibration = True
+
+    def __init__(self, grid: Grid = SIX_BITS) -> None:
+        self.grid = grid
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
@@ -30,30 +47,30 @@ class RoundForOutputs:
         order = gram.diagonal().argsort(descending=True, stable=True)
         factor, _ = inverse_factor(gram[order[:, None], order], ", ".join(weights))
         back = order.argsort()
-        return {name: round_for_outputs(one[:, order], factor)[:, back] for name, one in weights.items()}
+        return {name: round_for_outputs(one[:, order], factor, self.grid)[:, back] for name, one in weights.items()}
 
 
-def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, most: float = SIX_BIT_MAX) -> torch.Tensor:
-    """Return a weight that is a multiple of each row's scale, ``absmax / most``, but for the rounding of its type.
+def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = SIX_BITS) -> torch.Tensor:
+    """Return a weight of a grid's values times each row's scale, ``absmax / most``, but for the rounding of its type.
 
-    Quantising it to nearest gives these multiples: 8 bits of significand tell 127 steps apart.
+    Quantising it to nearest gives these values: 8 bits of significand tell 127 steps apart.
 
     Args:
         weight: [out, in], bfloat16, float16 or float32.
         factor: From :func:`slidesparse.prune.sparsegpt.inverse_factor`, of the same order of columns.
-        most: The largest integer, that of six bits. INT8 gains nothing.
+        grid: That of six bits or FP8. INT8 gains nothing.
     """
     wide, columns, diagonal = weight.to(torch.float32), weight.shape[1], factor.diagonal()
     absmax = wide.abs().amax(1, keepdim=True)
-    scale = torch.where(absmax == 0, 1.0, absmax / most)
+    scale = torch.where(absmax == 0, 1.0, absmax / grid.most)
     current = wide / scale
-    nearest = current.round()
+    nearest = grid.nearest(current.clamp(-grid.most, grid.most))
     stays = (wide == 0) | (wide.abs() == absmax)
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         errors = torch.zeros_like(current[:, start:end])
         for column in range(start, end):
-            wanted = current[:, column].round().clamp(-most, most)
+            wanted = grid.nearest(current[:, column].clamp(-grid.most, grid.most))
             wanted = torch.where(stays[:, column], nearest[:, column], wanted)
             error = (current[:, column] - wanted) / diagonal[column]
             current[:, column:end] -= torch.outer(error, factor[column, column:end])
