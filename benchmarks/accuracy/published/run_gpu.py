@@ -32,6 +32,9 @@ SPEEDUPS = {"6:8": "1.14", "4:6": "1.18", "2:4": "1.42"}
 PLAN, ZEROS = "plan", "0.3333"
 """In the place of a pattern: one for each layer, with as many zeros as 4:6 has."""
 
+KINDS = {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"], "fp8": ["--dtype", "fp8"]}
+"""In which types pruned and recovered models are served."""
+
 TOLD = re.compile(r"KL|tokens a second|^\{|: (code|chats|humaneval|reasoning): |rror")
 
 
@@ -60,6 +63,7 @@ class Jobs:
         self.options, self.found = options, dict[str, Job]()
         self.texts = [f"--text={options.text}:1", f"--chats={options.chats}:{options.share}"]
         self.plan = f"{self.path(PLAN)}.json"
+        self.text = ["--calibration", options.chats, "--samples", "256", "--length", "512"]
         self.add("dense", [], options.dense)
         for pattern in (*options.patterns, PLAN):
             self.pruned(pattern)
@@ -84,11 +88,10 @@ class Jobs:
 
     def calibrated(self, tag: str, pattern: str, *how: str) -> None:
         """Add a model that is pruned with calibration."""
-        text = ["--calibration", self.options.chats, "--samples", "256", "--length", "512"]
-        sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *text, *how]
+        sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *self.text, *how]
         made = [self.prune(self.options.dense, self.path(tag), *self.chosen(pattern), *sparsegpt)]
         if pattern == PLAN:
-            how_plan = ["--out", self.plan, "--sparsity", ZEROS, *text]
+            how_plan = ["--out", self.plan, "--sparsity", ZEROS, *self.text]
             planned = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, *how_plan]
             made = [["rm", "-f", self.plan], planned, *made]  # a plan is made again from the measurements that it kept
         self.add(tag, made, self.path(tag))
@@ -107,9 +110,10 @@ class Jobs:
             trained += ["--out", self.path(best), "--tokens", tokens, *self.texts, *shlex.split(self.options.recover)]
             self.add(best, [trained], self.path(best), (start,))
         for source in dict.fromkeys((start, best)):
-            for kind, how in {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"]}.items():
+            for kind, how in KINDS.items():
                 tag = f"{source} {kind}"
-                made = self.prune(self.path(source), self.path(tag), *self.chosen(pattern), *how)
+                calibrated = ["--method", "sparsegpt", *self.text]
+                made = self.prune(self.path(source), self.path(tag), *self.chosen(pattern), *how, *calibrated)
                 self.add(tag, [made], self.path(tag), (source,), "--served")
 
     def baselines(self, pattern: str) -> None:

@@ -95,7 +95,7 @@ class Recovery:
         if self.ended_early:
             lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
         kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
-        return "\n".join([*lines, f"{self.destination} has {kept}; quantise it with slidesparse prune"])
+        return "\n".join([*lines, f"{self.destination} has {kept}; quantise it with slidesparse prune, calibrated"])
 
 
 def recover(
