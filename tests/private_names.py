@@ -22,7 +22,7 @@ TORCH_NEEDS_IT = {
     # torch.library.register_autograd, which is the public way, and dynamo call these themselves.
     *("torch._C._AutoDispatchBelowAutograd", "torch._C._after_autograd_keyset", "torch._C.DispatchKey"),
     *("torch._C.DispatchKeySet.highestPriorityTypeId", "torch._ops.OpOverload.redispatch"),
-    *("torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    *("torch._dynamo.config", "torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
     # torch.autograd.Function asks it in every call.
     "torch._C._are_functorch_transforms_active",
     *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.Tensor._make_wrapper_subclass"),

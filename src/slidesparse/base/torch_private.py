@@ -40,6 +40,7 @@ PRIVATE = {
     "torch._guards.tracing": _GRAPHS,
     "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": _GRAPHS,
+    "torch._dynamo.config": "models of more than a few kinds of layers train partly uncompiled",
     "torch._inductor.pattern_matcher.fwd_only": _GRAPHS,
     "torch._inductor.pattern_matcher.fx_to_pattern": _GRAPHS,
 }
@@ -95,15 +96,9 @@ def _public_int8_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _public_fp8_mm(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    scale_x: torch.Tensor,
-    scale_w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, scale_x: torch.Tensor, scale_w: torch.Tensor,
+    bias: torch.Tensor | None = None, *, out_dtype: torch.dtype, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
     y = (x.to(torch.float32) @ w.to(torch.float32)) * scale_x * scale_w
     return (y if bias is None else y + bias).to(out_dtype)
 
@@ -225,3 +220,10 @@ def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torc
     with outside_tracing(), fake():
         graph_module = trace(function, [torch.empty(shape, dtype=dtype)])
         return to_pattern(graph_module, ignore_types=(), argnames=("x",))
+
+
+def compile_forms(most: int) -> None:
+    """Let torch.compile have as many forms of one function; past its limit, it would run others as they are."""
+    config = find("torch._dynamo.config")
+    if config is not None:
+        config.recompile_limit = max(config.recompile_limit, most)

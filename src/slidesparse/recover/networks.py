@@ -7,6 +7,7 @@ in a single process, where nothing is gained by dividing it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
+from slidesparse.base.torch_private import compile_forms
 from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite
 from slidesparse.files.checkpoint import Checkpoint
@@ -27,10 +29,6 @@ from slidesparse.recover.loss import Predictions, compare, distillation, diverge
 
 SAME = 0.05
 """Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""
-
-
-KINDS = 64
-"""Most forms of a layer's code that are compiled, of both networks: past 8, PyTorch would run others as they are."""
 
 
 class Network(nn.Module):
@@ -97,13 +95,12 @@ def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: 
 
 def compiles(device: torch.device) -> bool:
     """Whether networks are compiled: on an H100 a step of a 0.5 B model takes 1.6 times as long without."""
-    return device.type == "cuda" and not torch._dynamo.config.disable
+    return device.type == "cuda" and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
 
 def compile_(network: Network) -> None:
     """Fuse what a network computes between products, in place: its layers, by one code for all, and the loss."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, KINDS)
+    compile_forms(64)  # of both networks, whose layers may be of several kinds
     # Forward alone, so that what FSDP2 does around a layer stays out. Each size has code of its own, in whatever order
     # they come: a run that was killed and goes on has the bytes of another.
     for layer in repeated_layers(network.model):

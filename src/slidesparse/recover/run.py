@@ -309,8 +309,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         if ranks.world > 1:
             ranks.require_all_alive()
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        if (inner := getattr(error, "inner_exception", None)) is None:  # which errors of torch.compile have
             raise
-        remedy = "set TORCH_COMPILE_DISABLE=1; training takes longer then"
-        got = first_line(getattr(error, "inner_exception", error))
+        got, remedy = first_line(inner), "set TORCH_COMPILE_DISABLE=1; training takes longer then"
         raise UnsupportedError("PyTorch cannot compile the model", got=got, remedy=remedy) from error
