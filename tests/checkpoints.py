@@ -79,6 +79,13 @@ def add_tokenizer(path: Path, signs: str = SIGNS) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
 
 
+def put_bos_first(path: Path) -> None:
+    """Let that tokenizer put BOS before a text, as Llama's and Gemma's do."""
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(path / "tokenizer.json"))
+
+
 def reverse_letters(path: Path) -> None:
     """Another tokenizer in the place of that one: the same text becomes other tokens."""
     add_tokenizer(path, SIGNS[::-1])

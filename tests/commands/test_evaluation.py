@@ -11,10 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-import transformers
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, make_checkpoint, put_bos_first, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,9 +118,7 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_short_text_is_one_window_with_what_the_tokenizer_puts_before_it(source: Path) -> None:
-    made = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(source)
+    put_bos_first(source)
     (source.parent / "short.txt").write_text("slide over windows of four.")
     found, bare = (evaluate(source, text=source.parent / "short.txt", bos=bos).perplexity for bos in (True, False))
     assert found is not None

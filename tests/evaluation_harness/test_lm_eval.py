@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tokenizers
 import torch
 import transformers
-from checkpoints import add_tokenizer, make_checkpoint
+from checkpoints import add_tokenizer, make_checkpoint, put_bos_first
 from scored_completions import TO_SCORE, TO_WRITE, server
 
 import slidesparse as ss
@@ -82,10 +81,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder / "dense", dtype=torch.float32)
     add_tokenizer(folder / "dense")
-    file = folder / "dense/tokenizer.json"
-    made = tokenizers.Tokenizer.from_file(str(file))
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    made.save(str(file))
+    put_bos_first(folder / "dense")
     prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", dtype="int8"), progress=False)
     return folder / "sparse"
 

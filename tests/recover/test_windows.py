@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, put_bos_first, write_text
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
@@ -62,18 +62,11 @@ def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
     assert order(make(0), 6, 8) != order(make(1), 6, 8)
 
 
-def with_bos(path: Path) -> None:
-    """A tokenizer that puts BOS before a text, as Llama's and Gemma's do."""
-    add_tokenizer(path)
-    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(path)
-
-
 def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", 200)
-    with_bos(tmp_path / "bos")
-    add_tokenizer(tmp_path / "plain")
+    for name in ("bos", "plain"):
+        add_tokenizer(tmp_path / name)
+    put_bos_first(tmp_path / "bos")
     assert tokens_before(load_tokenizer(tmp_path / "bos")).tolist() == [1]
     assert tokens_before(load_tokenizer(tmp_path / "plain")).tolist() == []
     text = Calibration(str(tmp_path / "text.txt"), 8, 16)
@@ -154,7 +147,8 @@ def test_a_weight_that_is_none() -> None:
 
 def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
     make_checkpoint(tmp_path / "m")
-    with_bos(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    put_bos_first(tmp_path / "m")
     write_text(tmp_path / "text.txt", 200)
     lines = [json.dumps({"text": "a second text, " * 20})] * 4
     (tmp_path / "other.jsonl").write_text("\n".join(lines))

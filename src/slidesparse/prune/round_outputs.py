@@ -22,10 +22,14 @@ from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX
 
 
 class Grid(NamedTuple):
-    """The values that a row can have, in units of its scale: the largest one, and what rounds to the nearest."""
+    """The values that a row can have, in units of its scale: the largest one, and what rounds to one up to it."""
 
     most: float
-    nearest: Callable[[torch.Tensor], torch.Tensor]
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+
+    def nearest(self, units: torch.Tensor) -> torch.Tensor:
+        """Return the nearest value of each number."""
+        return self.rounded(units.clamp(-self.most, self.most))
 
 
 SIX_BITS = Grid(SIX_BIT_MAX, torch.round)
@@ -64,13 +68,13 @@ def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = S
     absmax = wide.abs().amax(1, keepdim=True)
     scale = torch.where(absmax == 0, 1.0, absmax / grid.most)
     current = wide / scale
-    nearest = grid.nearest(current.clamp(-grid.most, grid.most))
+    nearest = grid.nearest(current)
     stays = (wide == 0) | (wide.abs() == absmax)
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         errors = torch.zeros_like(current[:, start:end])
         for column in range(start, end):
-            wanted = grid.nearest(current[:, column].clamp(-grid.most, grid.most))
+            wanted = grid.nearest(current[:, column])
             wanted = torch.where(stays[:, column], nearest[:, column], wanted)
             error = (current[:, column] - wanted) / diagonal[column]
             current[:, column:end] -= torch.outer(error, factor[column, column:end])

@@ -61,14 +61,10 @@ def divergence(logits: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor,
     return total, log_q.exp_().sub_(p)
 
 
-Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""What computes :func:`divergence`: it, or it compiled."""
-
-
 def distillation(
-    student: Predictions, dense: Predictions, chunk: int = CHUNK, by: Divergence = divergence
+    student: Predictions, dense: Predictions, chunk: int = CHUNK, by: Callable[..., Any] = divergence
 ) -> torch.Tensor:
-    """Return KL(dense || student), summed over tokens: float32 scalar, with gradients for the student."""
+    """Return KL(dense || student), summed over tokens: a float32 scalar with gradients; ``by`` may be compiled."""
     found: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk, by)
     return found
 
@@ -77,7 +73,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int,
-        by: Divergence,
+        by: Callable[..., Any],
     ) -> torch.Tensor:  # fmt: skip
         student = Predictions(hidden.detach(), head.detach(), cap)
         wants_hidden, wants_head = ctx.needs_input_grad[:2]

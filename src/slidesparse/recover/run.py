@@ -127,6 +127,7 @@ def recover(
             "windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}, for as many processes",
             remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
         )  # fmt: skip
+    compiled = pair.plain and compiles(where)
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
     # What does not change the result may be another one when a run goes on.
@@ -141,12 +142,11 @@ def recover(
         ranks.wait()
         windows = Windows.load(work.kept / WINDOWS, options)
         with _explained(ranks), _connected(ranks, where):
-            outcome, trained = _train(pair, windows, options, rate, work, where, ranks)
+            outcome, trained = _train(pair, windows, options, rate, work, where, ranks, compiled)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
-            compiled = pair.plain and compiles(where)
             write_result(work, pair.pruned, files, trained, {**record, "compiled": compiled, **asdict(result)})
     return result
 
@@ -217,7 +217,7 @@ class _Pair:
 
 def _train(
     pair: _Pair, windows: Windows, options: RecoverOptions, rate: float, work: Workplace, device: torch.device,
-    ranks: Ranks,
+    ranks: Ranks, compiled: bool,
 ) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:  # fmt: skip
     """Train, and return what is said of it, and the new tensors, which the first process has."""
     fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
@@ -226,7 +226,7 @@ def _train(
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
     # Without dropout: the dense model predicts without it, too.
     dense, student = DenseNetwork(pair.teacher.model).eval(), StudentNetwork(pair.student.model).eval()
-    if pair.plain and compiles(device):
+    if compiled:
         compile_(student)  # before activations are computed again around it
     if ranks.world > 1:
         divide(dense, mesh, compute)
@@ -243,7 +243,7 @@ def _train(
 
     everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
-    if pair.plain and compiles(device):
+    if compiled:
         compile_(dense)  # only now: what was looked at so far is of other shapes
     parameters = {name: one for name, one in everything.items() if one.requires_grad}
     training = Training(
