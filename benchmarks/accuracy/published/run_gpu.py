@@ -91,7 +91,7 @@ class Jobs:
         sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *self.text, *how]
         made = [self.prune(self.options.dense, self.path(tag), *self.chosen(pattern), *sparsegpt)]
         if pattern == PLAN:
-            how_plan = ["--out", self.plan, "--sparsity", ZEROS, *self.text]
+            how_plan = ["--out", self.plan, "--sparsity", ZEROS, "--patterns", *self.options.patterns, *self.text]
             planned = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, *how_plan]
             made = [["rm", "-f", self.plan], planned, *made]  # a plan is made again from the measurements that it kept
         self.add(tag, made, self.path(tag))
