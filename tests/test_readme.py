@@ -23,21 +23,21 @@ def blocks(language: str) -> list[str]:
 def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2")
-    (prune,) = (text for text in blocks("bash") if text.startswith("slidesparse prune"))
+    prune = next(text for text in blocks("bash") if text.startswith("slidesparse prune"))
     for line in prune.splitlines():
         assert main(line.split()[1:]) == 0
     (load,) = (text for text in blocks("python") if "ss.load" in text)
     exec(load, {})
 
 
-def test_plan_prune_and_eval_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_recover_and_round_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
     add_tokenizer(tmp_path / "Qwen2.5-7B")
     write_text(tmp_path / "text.txt")
-    write_text(tmp_path / "held-out.txt", words=30)
-    (commands,) = (text for text in blocks("bash") if text.startswith("slidesparse plan"))
-    for line in commands.splitlines():
+    (commands,) = (text for text in blocks("bash") if "slidesparse recover" in text)
+    small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --held 2")
+    for line in small.splitlines():
         assert main(line.split()[1:]) == 0
 
 
