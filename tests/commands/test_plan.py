@@ -201,12 +201,9 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     groups = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
     ids, held_out = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
-    patterns = [DENSE, Pattern.parse("6:8"), Pattern.parse("2:4")]
-    found = list(
-        measure_sensitivities(
-            model, groups, patterns, get_pruner("wanda"), [{"input_ids": ids}], [{"input_ids": held_out}]
-        )
-    )
+    wanted = dict.fromkeys(map(tuple, groups), [Pattern.parse("6:8"), Pattern.parse("2:4")])
+    text, judged = ([{"input_ids": one, "use_cache": False}] for one in (ids, held_out))
+    found = list(measure_sensitivities(model, wanted, get_pruner("wanda"), text, judged))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert len(found) == 2 * len(groups)
     with torch.no_grad():
@@ -293,7 +290,7 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
 ) -> None:
     """The text may be that short, and no window goes through the layers for statistics that nobody reads."""
     for module in (sensitivity, planning):
-        for name in ("collect_grams", "record_inputs", "prune_layers"):
+        for name in ("collect_grams", "prune_layers"):
             monkeypatch.setattr(module, name, lambda *_: pytest.fail("the method is calibrated"), raising=False)
     text = source.parent / "short.txt"
     text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])

@@ -23,7 +23,7 @@ from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
-"""Keyword arguments of the model's forward."""
+"""Keyword arguments of the model's forward; it has no cache, which layers that run anew would go on filling."""
 
 Give = Callable[[torch.Tensor, int], object]
 """What a layer, with its number, gives for the next hidden state."""
@@ -53,11 +53,13 @@ class Sample:
         arguments: The other arguments of each layer, by position and by name.
         seconds: What layers gave next to the hidden state, as long as later layers read it. GLM-5 hands on the indices
             of 2048 tokens for each token, int32: 8 KiB, next to 12 KiB of hidden state. Two layers' are in memory.
+        give: What the stack takes a layer's next hidden state in.
     """
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     seconds: dict[Second, Any] = field(default_factory=dict)
+    give: Give = lambda hidden, _: hidden
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a layer's other arguments; an InputError where one before it gave nothing next to the hidden state."""
@@ -89,7 +91,8 @@ class Sample:
         of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own. Tensors are the same ones.
         """
         made: dict[int, Any] = {}
-        return Sample(self.hidden, _own_containers(self.arguments, made), _own_containers(self.seconds, made))
+        own = (_own_containers(one, made) for one in (self.arguments, self.seconds))
+        return Sample(self.hidden, *own, self.give)
 
 
 def _own_containers(value: Any, made: dict[int, Any]) -> Any:
@@ -228,7 +231,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
     def stand_in(index: int) -> Callable[..., object]:
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
             if index == 0:
-                samples.append(Sample(hidden))
+                samples.append(Sample(hidden, give=give))
             _require_handed_on(samples[-1].hidden, hidden, [*args, *kwargs.values()])
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
@@ -277,3 +280,14 @@ def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
         sample.keep_second(index, out[1])
     found: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return found
+
+
+@torch.no_grad()
+def run_rest(model: nn.Module, layer_list: LayerList, batch: Batch, sample: Sample, index: int) -> Any:
+    """Return what a model gives for a batch whose sample has come before a layer. The sample stays there."""
+    rest = sample.apart()
+    for number, layer in enumerate(layer_list.layers[index:], index):
+        rest.hidden = run_layer(layer, rest, number)
+    forwards = [lambda *_, number=number, **__: rest.give(rest.hidden, number) for number, _ in enumerate(layer_list.layers)]
+    with _forwards(layer_list.layers, forwards):
+        return model(**batch)

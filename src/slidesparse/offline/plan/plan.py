@@ -94,12 +94,15 @@ def plan_checkpoint(
     measured = about(checkpoint, options, windows)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     held_out, seen = batches[:HELD_OUT], batches[HELD_OUT:]
-    sets, total = planned.sets, sum(len(planned.allowed(names, patterns)) for names in planned.sets)
+    sets = planned.sets
     with opened_measurements(sensitivity_file(out), measured) as file:
         _refuse_existing(out)  # by a run that was still measuring
         known = file.damages_of(sets)
+        allowed = ((tuple(names), planned.allowed(names, patterns)) for names in sets)
+        wanted = {names: [one for one in some if (names[0], str(one)) not in known] for names, some in allowed}
+        total = sum(map(len, wanted.values()))
         with progress_bar("plan", total, unit="measurements", show=progress) as advance:
-            for found in measure_sensitivities(model, sets, patterns, pruner, seen, held_out, known, experts):
+            for found in measure_sensitivities(model, wanted, pruner, seen, held_out, experts) if total else ():
                 file.add(found)
                 advance(1, f"{found.pattern} {found.damage:.1e}")
         plan = choose_patterns(planned.with_choices(patterns, file.damages_of(sets)), options.target, times)
