@@ -201,7 +201,7 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     groups = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
     ids, held_out = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
-    wanted = dict.fromkeys(map(tuple, groups), [Pattern.parse("6:8"), Pattern.parse("2:4")])
+    wanted = {tuple(names): [Pattern.parse("6:8"), Pattern.parse("2:4")] for names in groups}
     text, judged = ([{"input_ids": one, "use_cache": False}] for one in (ids, held_out))
     found = list(measure_sensitivities(model, wanted, get_pruner("wanda"), text, judged))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -203,6 +203,15 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     return samples
 
 
+def try_record(model: nn.Module, layer_list: LayerList, batches: Sequence[Batch]) -> list[Sample]:
+    """Return what :func:`record_inputs` does; nothing for a model whose layers cannot run one at a time."""
+    try:
+        require_single_passes(model, layer_list, lambda: model(**batches[0]))
+        return record_inputs(model, layer_list, batches)
+    except InputError:
+        return []
+
+
 def _either_way(model: nn.Module, run: Callable[[Give], list[Sample]]) -> list[Sample]:
     """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
 
@@ -240,8 +249,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
 
         return forward
 
-    stand_ins = [stand_in(index) for index in range(len(layer_list.layers))]
-    with _forwards(layer_list.layers, stand_ins), suppress(_Recorded):
+    with _forwards(layer_list.layers, stand_in), suppress(_Recorded):
         stack(**batch)
     return samples
 
@@ -262,9 +270,9 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
 
 
 @contextmanager
-def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> Iterator[None]:
-    for layer, forward in zip(layers, forwards, strict=True):
-        layer.forward = forward
+def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[..., object]]) -> Iterator[None]:
+    for index, layer in enumerate(layers):
+        layer.forward = forward(index)
     try:
         yield
     finally:
@@ -282,12 +290,17 @@ def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
     return found
 
 
+def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
+    """Run a layer on all samples: what it gives is what the next one reads."""
+    for sample in samples:
+        sample.hidden = run_layer(layer, sample, index)
+
+
 @torch.no_grad()
 def run_rest(model: nn.Module, layer_list: LayerList, batch: Batch, sample: Sample, index: int) -> Any:
     """Return what a model gives for a batch whose sample has come before a layer. The sample stays there."""
     rest = sample.apart()
     for number, layer in enumerate(layer_list.layers[index:], index):
         rest.hidden = run_layer(layer, rest, number)
-    forwards = [lambda *_, number=number, **__: rest.give(rest.hidden, number) for number, _ in enumerate(layer_list.layers)]
-    with _forwards(layer_list.layers, forwards):
+    with _forwards(layer_list.layers, lambda number: lambda *_, **__: rest.give(rest.hidden, number)):
         return model(**batch)

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,14 @@ from slidesparse.errors import InputError
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import (
-    Batch, LayerList, Sample, find_layer_list, record_inputs, require_single_passes, run_layer, run_rest,
-)  # fmt: skip
+    Batch,
+    Sample,
+    advance,
+    find_layer_list,
+    record_inputs,
+    run_rest,
+    try_record,
+)
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.prune import Linears, Pruner
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -87,20 +93,18 @@ def measure_sensitivities(
     experts = experts or {}
     layer_list = find_layer_list(model, [name for names in wanted for name in names])
     samples = record_inputs(model, layer_list, batches) if pruner.needs_calibration else []
-    before = _before_layers(model, layer_list, held_out)
+    before = try_record(model, layer_list, held_out)
     dense = [model(**batch).logits for batch in held_out]
 
-    def logits(i: int) -> torch.Tensor:
-        rest = run_rest(model, layer_list, held_out[i], before[i], index) if before else model(**held_out[i])
-        return cast("torch.Tensor", rest.logits)
+    def predict(i: int) -> Any:
+        return run_rest(model, layer_list, held_out[i], before[i], index) if before else model(**held_out[i])
 
     for index, (layer_name, layer) in enumerate(layer_list.items()):
         inside = [names for names, some in wanted.items() if some and names[0].startswith(f"{layer_name}.")]
         here = {names: _together(names, experts) for names in inside}
         sets = [several for together in here.values() for several in together]
-        weights: dict[str, Any] = {
-            name: experts[name] if name in experts else model.get_submodule(name) for several in sets for name in several
-        }
+        linears = (name for several in sets for name in several)
+        weights: dict[str, Any] = {name: experts.get(name) or model.get_submodule(name) for name in linears}
         of_layer = _grams(layer, index, weights, sets, samples)
         for names, together in here.items():
             of_set, shared = of_layer or _grams(layer, index, weights, together, samples), defaultdict[str, Any](dict)
@@ -112,18 +116,9 @@ def measure_sensitivities(
                         own = {name: weights[name].weight for name in several}
                         kept = shared[several[0]] if of_set else None
                         new |= pruner.prune(Linears(own, pattern, grams.get(several[0]), kept))
-                yield Sensitivity(names, str(pattern), _damage(weights, new, dense, logits))
-        for sample in (*samples, *before):
-            sample.hidden = run_layer(layer, sample, index)
-
-
-def _before_layers(model: Any, layer_list: LayerList, held_out: Sequence[Batch]) -> list[Sample]:
-    """Return inputs as they come before the layers; none of a model whose layers cannot run one at a time."""
-    try:
-        require_single_passes(model, layer_list, lambda: model(**held_out[0]))
-        return record_inputs(model, layer_list, held_out)
-    except InputError:
-        return []
+                damage = _damage(weights, new, lambda: mean_divergence(dense, lambda i: predict(i).logits))
+                yield Sensitivity(names, str(pattern), damage)
+        advance(layer, index, [*samples, *before])
 
 
 def _grams(
@@ -154,35 +149,18 @@ def damage_together(
     experts = experts or {}
     dense = [model(**batch).logits for batch in held_out]
     alone = [several for names in sets for several in _together(names, experts)]
-    layer_of = {several[0]: names[0] for names in sets for several in _together(names, experts)}
-    of_all = {name: patterns[layer_of[several[0]]] for several in alone for name in several}
+    of_all = {name: patterns[names[0]] for names in sets for several in _together(names, experts) for name in several}
     if pruner.needs_calibration:
         layer_list = find_layer_list(model, of_all)
         samples = record_inputs(model, layer_list, batches)
         for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
             pass
-    else:
-        _prune_without_text(model, alone, of_all, pruner, experts)
+    for several in () if pruner.needs_calibration else alone:
+        weights = {name: (experts.get(name) or model.get_submodule(name)).weight for name in several}
+        if of_all[several[0]] != DENSE:
+            for name, pruned in pruner.prune(Linears(weights, of_all[several[0]])).items():
+                weights[name].data.copy_(pruned)
     return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
-
-
-def _prune_without_text(
-    model: Any,
-    sets: Sequence[Sequence[str]],
-    patterns: Mapping[str, Pattern],
-    pruner: Pruner,
-    experts: Mapping[str, ExpertWeight],
-) -> None:
-    """Prune a model in place by a method that needs no calibration."""
-    for names in (names for names in sets if patterns[names[0]] != DENSE):
-        weights = {name: (experts[name] if name in experts else model.get_submodule(name)).weight for name in names}
-        for name, pruned in pruner.prune(Linears(weights, patterns[names[0]])).items():
-            weights[name].data.copy_(pruned)
-
-
-def may_have(pattern: Pattern, *, experts: bool) -> bool:
-    """Say whether a set may have a pattern other than dense: that of experts is uniform."""
-    return pattern != DENSE and (pattern.is_uniform or not experts)
 
 
 def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list[tuple[str, ...]]:
@@ -191,15 +169,10 @@ def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list
     return alone or [tuple(names)]
 
 
-def _damage(
-    weights: Mapping[str, Any],
-    pruned: dict[str, torch.Tensor],
-    dense: Sequence[torch.Tensor],
-    logits: Callable[[int], torch.Tensor],
-) -> float:
+def _damage(weights: Mapping[str, Any], pruned: dict[str, torch.Tensor], divergence: Callable[[], float]) -> float:
     _exchange(weights, pruned)
     try:
-        return mean_divergence(dense, logits)
+        return divergence()
     finally:
         _exchange(weights, pruned)
 
