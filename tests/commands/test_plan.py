@@ -12,6 +12,7 @@ import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import transformers
 from checkpoints import SMALL, edited_config, make_source, reverse_letters
 from oracles import calibration_gram
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import slidesparse.offline.plan.plan as planning
 from slidesparse.base import from_bench
@@ -47,7 +49,7 @@ from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_g
 from slidesparse.offline.plan.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
 from slidesparse.offline.stored_plan import read_plan
-from slidesparse.prune import Linears, get_pruner, prune_mask
+from slidesparse.prune import Linears, get_pruner, prune_mask, sparsegpt
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
@@ -223,6 +225,49 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             log_q = other(held_out).logits.double().log_softmax(-1)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
+
+
+class Twice(nn.Module):
+    """A model whose layers run twice in a pass, so that none of them has one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        for layer in (*self.layers, *self.layers):
+            x = x + layer(x).tanh()
+        return SimpleNamespace(logits=x)
+
+
+def test_a_model_whose_layers_cannot_run_one_at_a_time_runs_whole() -> None:
+    model, x = Twice().eval(), torch.randn(2, 8, 16)
+    pruner, pattern = get_pruner("magnitude"), Pattern.parse("2:4")
+    [found] = measure_sensitivities(model, {("layers.1.0",): [pattern]}, pruner, [], [{"x": x}])
+    with torch.no_grad():
+        dense, weight = model(x).logits, model.layers[1][0].weight
+        weight.copy_(pruner.prune(Linears({"w": weight}, pattern))["w"])
+        assert found.damage == sensitivity.mean_divergence([dense], lambda _: model(x).logits) > 0
+
+
+def test_only_layers_from_the_pruned_one_on_run_and_a_factor_is_shared(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers, the first ran again for each pattern of the second."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    first, factors = [], []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: first.append(1))
+    made = sparsegpt.inverse_factor
+    monkeypatch.setattr(sparsegpt, "inverse_factor", lambda *given: factors.append(1) or made(*given))
+    batch, runs = {"input_ids": torch.arange(3, 35)[None], "use_cache": False}, []
+    for texts in (["6:8"], ["6:8", "4:6", "2:4"]):
+        first.clear()
+        wanted = {("model.layers.1.mlp.up_proj",): list(map(Pattern.parse, texts))}
+        assert len([*measure_sensitivities(model, wanted, get_pruner("sparsegpt"), [batch], [batch])]) == len(texts)
+        runs.append(len(first))
+    assert runs[0] == runs[1]
+    assert len(factors) == 2
 
 
 def options(source: Path, **changes: Any) -> PlanOptions:

@@ -53,13 +53,11 @@ class Sample:
         arguments: The other arguments of each layer, by position and by name.
         seconds: What layers gave next to the hidden state, as long as later layers read it. GLM-5 hands on the indices
             of 2048 tokens for each token, int32: 8 KiB, next to 12 KiB of hidden state. Two layers' are in memory.
-        give: What the stack takes a layer's next hidden state in.
     """
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     seconds: dict[Second, Any] = field(default_factory=dict)
-    give: Give = lambda hidden, _: hidden
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a layer's other arguments; an InputError where one before it gave nothing next to the hidden state."""
@@ -91,8 +89,7 @@ class Sample:
         of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own. Tensors are the same ones.
         """
         made: dict[int, Any] = {}
-        own = (_own_containers(one, made) for one in (self.arguments, self.seconds))
-        return Sample(self.hidden, *own, self.give)
+        return Sample(self.hidden, _own_containers(self.arguments, made), _own_containers(self.seconds, made))
 
 
 def _own_containers(value: Any, made: dict[int, Any]) -> Any:
@@ -240,7 +237,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
     def stand_in(index: int) -> Callable[..., object]:
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
             if index == 0:
-                samples.append(Sample(hidden, give=give))
+                samples.append(Sample(hidden))
             _require_handed_on(samples[-1].hidden, hidden, [*args, *kwargs.values()])
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
@@ -282,12 +279,17 @@ def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[...
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
     """Return the hidden state that a layer computes from a sample's; what else later layers read the sample keeps."""
+    out = _out(layer, sample, index)
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _out(layer: nn.Module, sample: Sample, index: int) -> Any:
     args, kwargs = sample.inputs(index)
     out = layer(sample.hidden, *args, **kwargs)
     if isinstance(out, tuple) and len(out) > 1:
         sample.keep_second(index, out[1])
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    return out
 
 
 def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
@@ -299,8 +301,9 @@ def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
 @torch.no_grad()
 def run_rest(model: nn.Module, layer_list: LayerList, batch: Batch, sample: Sample, index: int) -> Any:
     """Return what a model gives for a batch whose sample has come before a layer. The sample stays there."""
-    rest = sample.apart()
-    for number, layer in enumerate(layer_list.layers[index:], index):
-        rest.hidden = run_layer(layer, rest, number)
-    with _forwards(layer_list.layers, lambda number: lambda *_, **__: rest.give(rest.hidden, number)):
+    rest, last = sample.apart(), len(layer_list.layers) - 1
+    for number in range(index, last):
+        rest.hidden = run_layer(layer_list.layers[number], rest, number)
+    out = _out(layer_list.layers[last], rest, last)
+    with _forwards(layer_list.layers, lambda _: lambda *_, **__: out):
         return model(**batch)

@@ -9,7 +9,6 @@ damages of different sets add up, which is an approximation.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,22 +99,22 @@ def measure_sensitivities(
         return run_rest(model, layer_list, held_out[i], before[i], index) if before else model(**held_out[i])
 
     for index, (layer_name, layer) in enumerate(layer_list.items()):
-        inside = [names for names, some in wanted.items() if some and names[0].startswith(f"{layer_name}.")]
-        here = {names: _together(names, experts) for names in inside}
-        sets = [several for together in here.values() for several in together]
+        here = [names for names, some in wanted.items() if some and names[0].startswith(f"{layer_name}.")]
+        sets = [several for names in here for several in _together(names, experts)]
         linears = (name for several in sets for name in several)
         weights: dict[str, Any] = {name: experts.get(name) or model.get_submodule(name) for name in linears}
         of_layer = _grams(layer, index, weights, sets, samples)
-        for names, together in here.items():
-            of_set, shared = of_layer or _grams(layer, index, weights, together, samples), defaultdict[str, Any](dict)
+        for names in here:
+            together = _together(names, experts)
+            of_set = of_layer or _grams(layer, index, weights, together, samples)
+            shared: dict[str, Any] | None = {} if len(together) == 1 else None  # all experts' would take much memory
             for pattern in wanted[names]:
                 new: dict[str, torch.Tensor] = {}
                 for part in in_parts(together, only_experts(weights)):
                     grams = of_set or _grams(layer, index, weights, part, samples)
                     for several in part:
                         own = {name: weights[name].weight for name in several}
-                        kept = shared[several[0]] if of_set else None
-                        new |= pruner.prune(Linears(own, pattern, grams.get(several[0]), kept))
+                        new |= pruner.prune(Linears(own, pattern, grams.get(several[0]), shared))
                 damage = _damage(weights, new, lambda: mean_divergence(dense, lambda i: predict(i).logits))
                 yield Sensitivity(names, str(pattern), damage)
         advance(layer, index, [*samples, *before])
@@ -124,10 +123,7 @@ def measure_sensitivities(
 def _grams(
     layer: nn.Module, index: int, weights: Mapping[str, Any], sets: Sequence[Sequence[str]], samples: Sequence[Sample]
 ) -> dict[str, torch.Tensor]:
-    """Return the gram matrices of what a method sees together, by first name.
-
-    There are none where the method needs no text, and where they do not fit into memory at a time.
-    """
+    """Return gram matrices of inputs by first name; none without text, or where memory does not hold all of them."""
     heads = {names[0]: weights[names[0]] for names in sets}
     if not samples or not heads or len(in_parts(sets, only_experts(heads))) > 1:
         return {}
@@ -200,22 +196,17 @@ def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch
     """
     total, tokens = 0.0, 0
     for i, of_p in enumerate(dense):
-        total += _divergence(of_p, logits(i))
+        several = (one.flatten(0, -2).split(TOKENS_AT_ONCE) for one in (of_p, logits(i)))
+        pairs = list(zip(*several, strict=True))
+        near = float(sum(_divergence(*pair) for pair in pairs))
+        total += near if math.isfinite(near) else float(sum(_divergence(*pair, far=True) for pair in pairs))
         tokens += of_p.shape[:-1].numel()
     if not math.isfinite(total):
         raise InputError("the model's predictions are NaN or Inf", remedy="check the checkpoint with slidesparse eval")
     return max(total / tokens, 0.0)
 
 
-def _divergence(of_p: torch.Tensor, of_q: torch.Tensor) -> float:
-    """Return the sum over the tokens of a batch."""
-    several = (logits.flatten(0, -2).split(TOKENS_AT_ONCE) for logits in (of_p, of_q))
-    pairs = list(zip(*several, strict=True))
-    near = float(sum(_divergence_of_some(*pair) for pair in pairs))
-    return near if math.isfinite(near) else float(sum(_divergence_of_some(*pair, far=True) for pair in pairs))
-
-
-def _divergence_of_some(of_p: torch.Tensor, of_q: torch.Tensor, *, far: bool = False) -> torch.Tensor:
+def _divergence(of_p: torch.Tensor, of_q: torch.Tensor, *, far: bool = False) -> torch.Tensor:
     """Return the sum over some tokens, float64; Inf or NaN where ``exp(d)`` is too large, unless this is looked at."""
     log_p, log_q = (F.log_softmax(logits, -1, dtype=torch.float32) for logits in (of_p, of_q))
     d, p = log_q - log_p, log_p.exp_()
