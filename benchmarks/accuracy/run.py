@@ -269,8 +269,7 @@ class Experiment:
             held_out = calibration(self.data, SENSITIVITY_WINDOWS, 5000 + self.job.seed)
             found = measure_sensitivities(
                 self.model,
-                self.sets,
-                [Pattern.parse(text) for text in PATTERNS],
+                {tuple(names): [Pattern.parse(text) for text in PATTERNS] for names in self.sets},
                 get_pruner("sparsegpt"),
                 self.calibration[:8],
                 held_out,

@@ -12,6 +12,7 @@ import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import transformers
 from checkpoints import SMALL, edited_config, make_source, reverse_letters
 from oracles import calibration_gram
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import slidesparse.offline.plan.plan as planning
 from slidesparse.base import from_bench
@@ -47,7 +49,7 @@ from slidesparse.offline.plan.plan_options import HELD_OUT, PlanOptions, parse_g
 from slidesparse.offline.plan.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.offline.plan.sensitivity_file import opened_measurements
 from slidesparse.offline.stored_plan import read_plan
-from slidesparse.prune import Linears, get_pruner, prune_mask
+from slidesparse.prune import Linears, get_pruner, prune_mask, sparsegpt
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
@@ -201,12 +203,9 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     groups = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
     ids, held_out = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
-    patterns = [DENSE, Pattern.parse("6:8"), Pattern.parse("2:4")]
-    found = list(
-        measure_sensitivities(
-            model, groups, patterns, get_pruner("wanda"), [{"input_ids": ids}], [{"input_ids": held_out}]
-        )
-    )
+    wanted = {tuple(names): [Pattern.parse("6:8"), Pattern.parse("2:4")] for names in groups}
+    text, judged = ([{"input_ids": one, "use_cache": False}] for one in (ids, held_out))
+    found = list(measure_sensitivities(model, wanted, get_pruner("wanda"), text, judged))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert len(found) == 2 * len(groups)
     with torch.no_grad():
@@ -226,6 +225,49 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             log_q = other(held_out).logits.double().log_softmax(-1)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
+
+
+class Twice(nn.Module):
+    """A model whose layers run twice in a pass, so that none of them has one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        for layer in (*self.layers, *self.layers):
+            x = x + layer(x).tanh()
+        return SimpleNamespace(logits=x)
+
+
+def test_a_model_whose_layers_cannot_run_one_at_a_time_runs_whole() -> None:
+    model, x = Twice().eval(), torch.randn(2, 8, 16)
+    pruner, pattern = get_pruner("magnitude"), Pattern.parse("2:4")
+    [found] = measure_sensitivities(model, {("layers.1.0",): [pattern]}, pruner, [], [{"x": x}])
+    with torch.no_grad():
+        dense, weight = model(x).logits, model.layers[1][0].weight
+        weight.copy_(pruner.prune(Linears({"w": weight}, pattern))["w"])
+        assert found.damage == sensitivity.mean_divergence([dense], lambda _: model(x).logits) > 0
+
+
+def test_only_layers_from_the_pruned_one_on_run_and_a_factor_is_shared(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers, the first ran again for each pattern of the second."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    first, factors = [], []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: first.append(1))
+    made = sparsegpt.inverse_factor
+    monkeypatch.setattr(sparsegpt, "inverse_factor", lambda *given: factors.append(1) or made(*given))
+    batch, runs = {"input_ids": torch.arange(3, 35)[None], "use_cache": False}, []
+    for texts in (["6:8"], ["6:8", "4:6", "2:4"]):
+        first.clear()
+        wanted = {("model.layers.1.mlp.up_proj",): list(map(Pattern.parse, texts))}
+        assert len([*measure_sensitivities(model, wanted, get_pruner("sparsegpt"), [batch], [batch])]) == len(texts)
+        runs.append(len(first))
+    assert runs[0] == runs[1]
+    assert len(factors) == 2
 
 
 def options(source: Path, **changes: Any) -> PlanOptions:
@@ -293,7 +335,7 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
 ) -> None:
     """The text may be that short, and no window goes through the layers for statistics that nobody reads."""
     for module in (sensitivity, planning):
-        for name in ("collect_grams", "record_inputs", "prune_layers"):
+        for name in ("collect_grams", "prune_layers"):
             monkeypatch.setattr(module, name, lambda *_: pytest.fail("the method is calibrated"), raising=False)
     text = source.parent / "short.txt"
     text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])

@@ -23,7 +23,7 @@ from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
-"""Keyword arguments of the model's forward."""
+"""Keyword arguments of the model's forward; it has no cache, which layers that run anew would go on filling."""
 
 Give = Callable[[torch.Tensor, int], object]
 """What a layer, with its number, gives for the next hidden state."""
@@ -200,6 +200,15 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     return samples
 
 
+def try_record(model: nn.Module, layer_list: LayerList, batches: Sequence[Batch]) -> list[Sample]:
+    """Return what :func:`record_inputs` does; nothing for a model whose layers cannot run one at a time."""
+    try:
+        require_single_passes(model, layer_list, lambda: model(**batches[0]))
+        return record_inputs(model, layer_list, batches)
+    except InputError:
+        return []
+
+
 def _either_way(model: nn.Module, run: Callable[[Give], list[Sample]]) -> list[Sample]:
     """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
 
@@ -237,8 +246,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
 
         return forward
 
-    stand_ins = [stand_in(index) for index in range(len(layer_list.layers))]
-    with _forwards(layer_list.layers, stand_ins), suppress(_Recorded):
+    with _forwards(layer_list.layers, stand_in), suppress(_Recorded):
         stack(**batch)
     return samples
 
@@ -259,9 +267,9 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
 
 
 @contextmanager
-def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> Iterator[None]:
-    for layer, forward in zip(layers, forwards, strict=True):
-        layer.forward = forward
+def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[..., object]]) -> Iterator[None]:
+    for index, layer in enumerate(layers):
+        layer.forward = forward(index)
     try:
         yield
     finally:
@@ -271,9 +279,31 @@ def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., obje
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
     """Return the hidden state that a layer computes from a sample's; what else later layers read the sample keeps."""
+    out = _out(layer, sample, index)
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _out(layer: nn.Module, sample: Sample, index: int) -> Any:
     args, kwargs = sample.inputs(index)
     out = layer(sample.hidden, *args, **kwargs)
     if isinstance(out, tuple) and len(out) > 1:
         sample.keep_second(index, out[1])
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    return out
+
+
+def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
+    """Run a layer on all samples: what it gives is what the next one reads."""
+    for sample in samples:
+        sample.hidden = run_layer(layer, sample, index)
+
+
+@torch.no_grad()
+def run_rest(model: nn.Module, layer_list: LayerList, batch: Batch, sample: Sample, index: int) -> Any:
+    """Return what a model gives for a batch whose sample has come before a layer. The sample stays there."""
+    rest, last = sample.apart(), len(layer_list.layers) - 1
+    for number in range(index, last):
+        rest.hidden = run_layer(layer_list.layers[number], rest, number)
+    out = _out(layer_list.layers[last], rest, last)
+    with _forwards(layer_list.layers, lambda _: lambda *_, **__: out):
+        return model(**batch)

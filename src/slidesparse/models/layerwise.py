@@ -10,7 +10,7 @@ what these give is half of what a pruned layer is trained to give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
-from slidesparse.models.layer_stack import LayerList, Sample, run_layer
+from slidesparse.models.layer_stack import LayerList, Sample, advance, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.prune import Linears, Pruner, RoundForOutputs, output_error, rounding_error
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -121,12 +121,9 @@ def prune_layers(
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
             here = [list(names) for names in sets if names[0].startswith(f"{name}.") and patterns[names[0]] != DENSE]
-            linears: dict[str, Any] = {
-                linear: experts[linear] if linear in experts else model.get_submodule(linear)
-                for names in here
-                for linear in names
-            }
-            _advance(layer, index, dense)
+            inside = (linear for names in here for linear in names)
+            linears: dict[str, Any] = {linear: experts.get(linear) or model.get_submodule(linear) for linear in inside}
+            advance(layer, index, dense)
             pruned = store.finished(name)
             losses: list[SetLoss] = []
             if pruned is None:
@@ -143,15 +140,9 @@ def prune_layers(
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
-            _advance(layer, index, samples)
+            advance(layer, index, samples)
             store.release(name, layer)
             yield losses
-
-
-def _advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
-    """Run a layer on all samples: what it gives is what the next one reads."""
-    for sample in samples:
-        sample.hidden = run_layer(layer, sample, index)
 
 
 def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:

@@ -128,7 +128,7 @@ class Inspection:
                 f"{sum(layer.packed_bytes for layer in group) / 1e6:.2f}",
                 _range([layer.ideal_speedup for layer in group], 2) + "x",
             )
-            for group in alike(self.layers, _kind)
+            for group in alike(self.layers, lambda o: (kind_of(o.name), o.shape, o.dtype, o.marked, o.problem is None))
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         read = {layer.experts for layer in self.expert_layers}
@@ -167,10 +167,6 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
         where = f"{group[0].backends} ({group[0].reason})"
         lines.append(f"{layers_run} here on {where}; kept: {sizes}, of {dense / 1e6:.2f} MB dense")
     return lines
-
-
-def _kind(layer: Layer) -> tuple[str, ...]:
-    return kind_of(layer.name), str(layer.shape), layer.dtype, str(layer.marked), str(layer.problem is None)
 
 
 def _range(values: list[float], digits: int) -> str:

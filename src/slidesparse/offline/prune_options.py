@@ -100,12 +100,14 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
     dtype = source or wanted
     if dtype is None:
         free = options.recipe == "absmax"
+        cards = range(torch.cuda.device_count() if why_no_cuda() is None else 0)
+        gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in cards]
         in_8_bits = "int8 or fp8, or bf16, fp16 or fp32 to prune only"
         raise InputError(
             "which type shall the weights have",
             got="no --dtype",
             needed=in_8_bits if free else f"int8, in which the {options.recipe} recipe ends",
-            remedy=describe_trade(_gpus()) if free else "add --dtype int8",
+            remedy=describe_trade(gpus) if free else "add --dtype int8",
         )
     return source, dtype
 
@@ -122,11 +124,6 @@ def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: t
             got=dtype_name(dtype),
             needed=f"{stored.dtype}, or int8 or fp8 to quantise",
         )
-
-
-def _gpus() -> list[tuple[str, tuple[int, int]]]:
-    count = torch.cuda.device_count() if why_no_cuda() is None else 0
-    return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 
 
 STEPS = {"match": ("matching", "layers are matched"), "smooth": ("smoothing", "layers are smoothed")}

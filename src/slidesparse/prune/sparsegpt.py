@@ -42,10 +42,13 @@ class SparseGPT:
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
         weights, gram = linears.weights, checked_gram(linears)
-        factor, damping = inverse_factor(gram, ", ".join(weights))
+        shared = {} if linears.shared is None else linears.shared
+        if "factor" not in shared:
+            shared["factor"] = inverse_factor(gram, ", ".join(weights))
+        factor, damping = shared["factor"]
         stacked = torch.cat([weight.to(torch.float32) for weight in weights.values()])
         swept = sweep(stacked, factor, linears.pattern)
-        del factor  # solving needs its memory
+        del factor, shared  # solving needs its memory
         solved = solve_kept(stacked, swept, gram, damping)
         rows = [len(weight) for weight in weights.values()]
         pruned = {}
@@ -116,7 +119,8 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
             last = min(first + size, end)
             drop = zero[:, first:last]
             if follows[first // size]:
-                drop = drop | _leaving(current[:, first:last], drop, diagonal[first:last], pattern)
+                cost = _cost(current[:, first:last], drop, diagonal[first:last])
+                drop = drop | two_cheapest(grouped(cost, pattern, fill=-1.0)).flatten(1)[:, : last - first]
             for column in range(first, last):
                 removed = torch.where(drop[:, column - first], current[:, column] / diagonal[column], 0.0)
                 errors[:, column - start] = removed
@@ -130,12 +134,6 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
 def _cost(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
     """Return the cost of each removal: float32 like ``weight``, zero only for weights that were zero before."""
     return positive_where(~zero, (weight / diagonal).square())
-
-
-def _leaving(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Return the two weights to remove from one group, bool [out, columns of the group]."""
-    groups = grouped(_cost(weight, zero, diagonal), pattern, fill=-1.0)
-    return two_cheapest(groups).flatten(1)[:, : weight.shape[1]]
 
 
 def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> list[bool]:

@@ -32,7 +32,7 @@ from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import LEAVE_DENSE, find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sparsify import run_once
-from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, Calibration, calibration_windows
+from slidesparse.offline.calibrate.calibration import FEWER, SHORTER, calibration_windows
 from slidesparse.offline.evaluate import load_any
 from slidesparse.offline.plan.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.offline.plan.plan_file import about, described
@@ -86,24 +86,27 @@ def plan_checkpoint(
     times, patterns, basis = _times(options, planned, patterns, len(layers.layers), device)
     require_reachable(planned.with_choices(patterns), options.target, times)
     config: Any = meta.model.config
-    too_short = FEWER if pruner.needs_calibration else SHORTER
-    windows = calibration_windows(checkpoint.path, config, _windows_of(options), too_short).to(device)
+    n_seen, too_short = (options.calibration.samples, FEWER) if pruner.needs_calibration else (0, SHORTER)
+    text = replace(options.calibration, samples=HELD_OUT + n_seen)  # damage is measured on the first ones
+    windows = calibration_windows(checkpoint.path, config, text, too_short).to(device)
     model = load_any(checkpoint, device)
     require_causal(model)
     experts = calibrated_experts(model, planned.reached)
     measured = about(checkpoint, options, windows)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     held_out, seen = batches[:HELD_OUT], batches[HELD_OUT:]
-    sets, total = planned.sets, sum(len(planned.allowed(names, patterns)) for names in planned.sets)
     with opened_measurements(sensitivity_file(out), measured) as file:
         _refuse_existing(out)  # by a run that was still measuring
-        known = file.damages_of(sets)
+        known = file.damages_of(planned.sets)
+        allowed = ((tuple(names), planned.allowed(names, patterns)) for names in planned.sets)
+        wanted = {names: [one for one in some if (names[0], str(one)) not in known] for names, some in allowed}
+        total = sum(map(len, wanted.values()))
         with progress_bar("plan", total, unit="measurements", show=progress) as advance:
-            for found in measure_sensitivities(model, sets, patterns, pruner, seen, held_out, known, experts):
+            for found in measure_sensitivities(model, wanted, pruner, seen, held_out, experts) if total else ():
                 file.add(found)
                 advance(1, f"{found.pattern} {found.damage:.1e}")
-        plan = choose_patterns(planned.with_choices(patterns, file.damages_of(sets)), options.target, times)
-        together = damage_together(model, sets, plan.patterns, pruner, seen, held_out, experts)
+        plan = choose_patterns(planned.with_choices(patterns, file.damages_of(planned.sets)), options.target, times)
+        together = damage_together(model, planned.sets, plan.patterns, pruner, seen, held_out, experts)
         plan = replace(plan, basis=basis, together=together, kept_type=planned.kept_type)
         write_json(out, {"version": PLAN_VERSION, **measured, **described(plan, options)})
     return plan
@@ -152,9 +155,3 @@ def _refuse_existing(out: Path) -> None:
         raise InputError(
             f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
         )
-
-
-def _windows_of(options: PlanOptions) -> Calibration:
-    """Return the text: the windows on which damage is measured come first, then those that the method sees."""
-    seen = options.calibration.samples if get_pruner(options.method).needs_calibration else 0
-    return replace(options.calibration, samples=HELD_OUT + seen)

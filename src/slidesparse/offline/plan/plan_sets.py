@@ -20,7 +20,6 @@ from slidesparse.models.sparsify import require_alike, sets_to_prune
 from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet
 from slidesparse.offline.plan.plan_options import PlanOptions
-from slidesparse.offline.plan.sensitivity import may_have
 from slidesparse.offline.prune_experts import can_be_quantised
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import get_pruner
@@ -52,8 +51,8 @@ class PlannedSets:
     bits: int = 8
 
     def allowed(self, names: Sequence[str], patterns: Sequence[Pattern]) -> list[Pattern]:
-        """Return those of some patterns that a set may have, without dense."""
-        return [pattern for pattern in patterns if may_have(pattern, experts=names[0] in self.reached)]
+        """Return those of some patterns that a set may have, without dense: those of experts are uniform."""
+        return [one for one in patterns if one != DENSE and (one.is_uniform or names[0] not in self.reached)]
 
     def with_choices(
         self, patterns: Sequence[Pattern], damages: Mapping[tuple[str, str], float] | None = None

@@ -20,13 +20,22 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, in_parts, take_inputs
-from slidesparse.models.layer_stack import Batch, Sample, find_layer_list, record_inputs, run_layer
+from slidesparse.models.layer_stack import (
+    Batch,
+    Sample,
+    advance,
+    find_layer_list,
+    record_inputs,
+    run_rest,
+    try_record,
+)
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.prune import Linears, Pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 
-TOKENS_AT_ONCE = 128
-"""Tokens whose predictions are in float32 at a time: with 152,000 words a copy takes 78 MB, and a window's 1.2 GB."""
+TOKENS_AT_ONCE = 16
+"""Tokens whose predictions are in float32 at a time: with 152,000 words a copy takes 10 MB, and a window's 1.2 GB. Few
+enough that the memory of the last ones is used again: on a CPU new memory took most of the time."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +66,21 @@ class Sensitivity:
 @torch.no_grad()
 def measure_sensitivities(
     model: Any,
-    sets: Sequence[Sequence[str]],
-    patterns: Sequence[Pattern],
+    wanted: Mapping[tuple[str, ...], Sequence[Pattern]],
     pruner: Pruner,
     batches: Sequence[Batch],
     held_out: Sequence[Batch],
-    known: Mapping[tuple[str, str], float] | None = None,
     experts: Mapping[str, ExpertWeight] | None = None,
 ) -> Iterator[Sensitivity]:
     """Prune every set to every pattern in turn, the rest of the model dense, and compare the model's predictions.
 
     Args:
         model: A causal language model in memory; it is as before when the iterator ends.
-        sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
-        patterns: The patterns to try; ``DENSE`` needs no measuring and is skipped, and so are partial ones for experts.
+        wanted: Linears that read one input, or the names under which the weights of all experts of a layer are pruned
+            -> the patterns to try, none of them dense, and those of experts uniform; there may be none.
         pruner: The method that will prune.
         batches: Inputs whose statistics the method sees, if it needs calibration.
         held_out: Inputs on which predictions are compared.
-        known: (first linear of a set, pattern) -> damage that was measured before.
         experts: Weights of the experts among the sets, by name.
 
     Yields:
@@ -83,43 +89,46 @@ def measure_sensitivities(
     Raises:
         InputError: A divergence is NaN or Inf.
     """
-    known, experts = known or {}, experts or {}
-    layer_list = find_layer_list(model, [name for names in sets for name in names])
+    experts = experts or {}
+    layer_list = find_layer_list(model, [name for names in wanted for name in names])
     samples = record_inputs(model, layer_list, batches) if pruner.needs_calibration else []
+    before = try_record(model, layer_list, held_out)
     dense = [model(**batch).logits for batch in held_out]
+
+    def predict(i: int) -> Any:
+        return run_rest(model, layer_list, held_out[i], before[i], index) if before else model(**held_out[i])
+
     for index, (layer_name, layer) in enumerate(layer_list.items()):
-        here = {tuple(names): _together(names, experts) for names in sets if names[0].startswith(f"{layer_name}.")}
-        weights: dict[str, Any] = {
-            name: experts[name] if name in experts else model.get_submodule(name)
-            for together in here.values()
-            for several in together
-            for name in several
-        }
-        for names, together in here.items():
-            parts = in_parts(together, only_experts(weights))
-            grams = [_grams(layer, index, weights, part, samples) for part in parts] if len(parts) == 1 else None
-            for pattern in (one for one in patterns if may_have(one, experts=names not in together)):
-                damage = known.get((names[0], str(pattern)))
-                if damage is None:
-                    new: dict[str, torch.Tensor] = {}
-                    for number, part in enumerate(parts):  # matrices of several parts do not fit into memory at a time
-                        of_part = grams[number] if grams else _grams(layer, index, weights, part, samples)
-                        for several in part:
-                            own = {name: weights[name].weight for name in several}
-                            new |= pruner.prune(Linears(own, pattern, of_part.get(several[0])))
-                    damage = _damage(model, weights, new, held_out, dense)
+        here = [names for names, some in wanted.items() if some and names[0].startswith(f"{layer_name}.")]
+        sets = [several for names in here for several in _together(names, experts)]
+        linears = (name for several in sets for name in several)
+        weights: dict[str, Any] = {name: experts.get(name) or model.get_submodule(name) for name in linears}
+        of_layer = _grams(layer, index, weights, sets, samples)
+        for names in here:
+            together = _together(names, experts)
+            of_set = of_layer or _grams(layer, index, weights, together, samples)
+            shared: dict[str, Any] | None = {} if len(together) == 1 else None  # all experts' would take much memory
+            for pattern in wanted[names]:
+                new: dict[str, torch.Tensor] = {}
+                for part in in_parts(together, only_experts(weights)):
+                    grams = of_set or _grams(layer, index, weights, part, samples)
+                    for several in part:
+                        own = {name: weights[name].weight for name in several}
+                        new |= pruner.prune(Linears(own, pattern, grams.get(several[0]), shared))
+                damage = _damage(weights, new, lambda: mean_divergence(dense, lambda i: predict(i).logits))
                 yield Sensitivity(names, str(pattern), damage)
-        for sample in samples:
-            sample.hidden = run_layer(layer, sample, index)
+        advance(layer, index, [*samples, *before])
 
 
 def _grams(
     layer: nn.Module, index: int, weights: Mapping[str, Any], sets: Sequence[Sequence[str]], samples: Sequence[Sample]
 ) -> dict[str, torch.Tensor]:
-    """Return the gram matrices of what a method sees together, by first name; none where it needs no text."""
-    heads = [several[0] for several in sets] if samples else []
-    sums = collect_grams(layer, index, {head: weights[head] for head in heads}, samples) if heads else {}
-    return {head: take_inputs(head, weights[head], sums).gram for head in heads}
+    """Return gram matrices of inputs by first name; none without text, or where memory does not hold all of them."""
+    heads = {names[0]: weights[names[0]] for names in sets}
+    if not samples or not heads or len(in_parts(sets, only_experts(heads))) > 1:
+        return {}
+    sums = collect_grams(layer, index, heads, samples)
+    return {head: take_inputs(head, one, sums).gram for head, one in heads.items()}
 
 
 @torch.no_grad()
@@ -136,35 +145,18 @@ def damage_together(
     experts = experts or {}
     dense = [model(**batch).logits for batch in held_out]
     alone = [several for names in sets for several in _together(names, experts)]
-    layer_of = {several[0]: names[0] for names in sets for several in _together(names, experts)}
-    of_all = {name: patterns[layer_of[several[0]]] for several in alone for name in several}
+    of_all = {name: patterns[names[0]] for names in sets for several in _together(names, experts) for name in several}
     if pruner.needs_calibration:
         layer_list = find_layer_list(model, of_all)
         samples = record_inputs(model, layer_list, batches)
         for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
             pass
-    else:
-        _prune_without_text(model, alone, of_all, pruner, experts)
+    for several in () if pruner.needs_calibration else alone:
+        weights = {name: (experts.get(name) or model.get_submodule(name)).weight for name in several}
+        if of_all[several[0]] != DENSE:
+            for name, pruned in pruner.prune(Linears(weights, of_all[several[0]])).items():
+                weights[name].data.copy_(pruned)
     return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
-
-
-def _prune_without_text(
-    model: Any,
-    sets: Sequence[Sequence[str]],
-    patterns: Mapping[str, Pattern],
-    pruner: Pruner,
-    experts: Mapping[str, ExpertWeight],
-) -> None:
-    """Prune a model in place by a method that needs no calibration."""
-    for names in (names for names in sets if patterns[names[0]] != DENSE):
-        weights = {name: (experts[name] if name in experts else model.get_submodule(name)).weight for name in names}
-        for name, pruned in pruner.prune(Linears(weights, patterns[names[0]])).items():
-            weights[name].data.copy_(pruned)
-
-
-def may_have(pattern: Pattern, *, experts: bool) -> bool:
-    """Say whether a set may have a pattern other than dense: that of experts is uniform."""
-    return pattern != DENSE and (pattern.is_uniform or not experts)
 
 
 def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list[tuple[str, ...]]:
@@ -173,16 +165,10 @@ def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list
     return alone or [tuple(names)]
 
 
-def _damage(
-    model: Any,
-    weights: Mapping[str, Any],
-    pruned: dict[str, torch.Tensor],
-    held_out: Sequence[Batch],
-    dense: Sequence[torch.Tensor],
-) -> float:
+def _damage(weights: Mapping[str, Any], pruned: dict[str, torch.Tensor], divergence: Callable[[], float]) -> float:
     _exchange(weights, pruned)
     try:
-        return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
+        return divergence()
     finally:
         _exchange(weights, pruned)
 
@@ -211,16 +197,20 @@ def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch
     total, tokens = 0.0, 0
     for i, of_p in enumerate(dense):
         several = (one.flatten(0, -2).split(TOKENS_AT_ONCE) for one in (of_p, logits(i)))
-        total += math.fsum(_divergence(*both) for both in zip(*several, strict=True))
+        pairs = list(zip(*several, strict=True))
+        near = float(sum(_divergence(*pair) for pair in pairs))
+        total += near if math.isfinite(near) else float(sum(_divergence(*pair, far=True) for pair in pairs))
         tokens += of_p.shape[:-1].numel()
     if not math.isfinite(total):
         raise InputError("the model's predictions are NaN or Inf", remedy="check the checkpoint with slidesparse eval")
     return max(total / tokens, 0.0)
 
 
-def _divergence(of_p: torch.Tensor, of_q: torch.Tensor) -> float:
-    """Return the sum over some tokens, of whose logits there are several copies in float32 meanwhile."""
-    log_p, log_q = (F.log_softmax(logits.to(torch.float32), -1) for logits in (of_p, of_q))
-    p, d = log_p.exp(), log_q - log_p
-    terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
-    return float(terms.sum(dtype=torch.float64))
+def _divergence(of_p: torch.Tensor, of_q: torch.Tensor, *, far: bool = False) -> torch.Tensor:
+    """Return the sum over some tokens, float64; Inf or NaN where ``exp(d)`` is too large, unless this is looked at."""
+    log_p, log_q = (F.log_softmax(logits, -1, dtype=torch.float32) for logits in (of_p, of_q))
+    d, p = log_q - log_p, log_p.exp_()
+    terms = d.expm1().sub_(d).mul_(p)
+    if far:
+        terms = torch.where(d < 1, terms, log_q.exp() - p - p * d)
+    return terms.sum(-1).sum(dtype=torch.float64)
