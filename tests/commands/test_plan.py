@@ -317,6 +317,20 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan_checkpoint(source, folder / "plan.json", options(source))
 
 
+def test_rounding_to_16_bits_is_no_damage(tmp_path: Path) -> None:
+    """After the least change all that follows is rounded anew, in each measurement once; a plan would add it up."""
+    damages = []
+    for dtype in (torch.bfloat16, torch.float32):
+        (tmp_path / str(dtype)).mkdir()
+        source = make_source(tmp_path / str(dtype), "llama", torch.bfloat16)
+        weights = {name: one.to(dtype) for name, one in load_file(source / "model.safetensors").items()}
+        save_file(weights, source / "model.safetensors", {"format": "pt"})
+        with edited_config(source) as config:
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        damages.append(plan_checkpoint(source, tmp_path / f"{dtype}.json", options(source)).damage)
+    assert damages[0] == pytest.approx(damages[1], rel=1e-4)
+
+
 def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
     """All matrices of the model: attention is faster, and the MLP is not."""
     wanted = options(source, target=Target(speedup=1.1), ignore=("re:.*mlp",), patterns=("2:4",), method="magnitude")

@@ -55,7 +55,7 @@ def plan_checkpoint(
 ) -> Plan:
     """Choose a pattern for every linear of a checkpoint, and write the choice for ``prune --plan``.
 
-    Unlike ``prune`` this holds the whole model on the device, since damage is measured at the model's output.
+    Unlike ``prune`` this holds the whole model on the device, in float32: damage is measured at the model's output.
 
     Raises:
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
@@ -89,7 +89,7 @@ def plan_checkpoint(
     n_seen, too_short = (options.calibration.samples, FEWER) if pruner.needs_calibration else (0, SHORTER)
     text = replace(options.calibration, samples=HELD_OUT + n_seen)  # damage is measured on the first ones
     windows = calibration_windows(checkpoint.path, config, text, too_short).to(device)
-    model = load_any(checkpoint, device)
+    model = load_any(checkpoint, device).float()  # 16 bits round anew after any change: more than a light pattern does
     require_causal(model)
     experts = calibrated_experts(model, planned.reached)
     measured = about(checkpoint, options, windows)

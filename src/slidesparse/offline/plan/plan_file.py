@@ -40,6 +40,7 @@ def about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -
         "calibration": options.calibration.to_json(),
         "windows": digest(windows),
         "ignore": list(options.ignore),
+        "measured_in": "float32",  # earlier measurements, in the model's type, have its rounding in them
     }
 
 
