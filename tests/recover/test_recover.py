@@ -16,15 +16,19 @@ import transformers
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
 from rank_processes import run_ranks
 
+import slidesparse
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.recover import state
 from slidesparse.recover.networks import StudentNetwork
 from slidesparse.recover.options import RecoverOptions
 from slidesparse.recover.run import recover
 from slidesparse.recover.state import State
 from slidesparse.recover.training import Training
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_pattern
 
 WINDOW, WINDOWS = 32, 8
@@ -91,6 +95,36 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert len(record["losses"]) == found.steps
     assert record["losses"][-1] < record["losses"][0]
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_prune_said_of_it_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that it loads, and is rounded under its own pattern alone; a plan that it follows is not called another's."""
+    make_pair(tmp_path, pattern="6:8")
+    recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=4))
+    assert Marker.require(Checkpoint(tmp_path / "out").config, tmp_path).pattern == Pattern.parse("6:8")
+    assert slidesparse.load(tmp_path / "out")
+    assert "`slidesparse recover` trained it on 1024 tokens" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(InputError, match=r"as .*out is pruned"):
+        prune_checkpoint(tmp_path / "out", tmp_path / "other", PruneOptions("4:6", "int8"))
+    linears = [name.removesuffix(".weight") for name in tensors(tmp_path / "out") if "_proj.weight" in name]
+    plan = {"version": 1, "method": "magnitude", "weights": "others", "layers": dict.fromkeys(linears, "6:8")}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert (
+        main(
+            [
+                "prune",
+                str(tmp_path / "out"),
+                str(tmp_path / "served"),
+                "--plan",
+                str(tmp_path / "plan.json"),
+                "--dtype",
+                "int8",
+            ]
+        )
+        == 0
+    )
+    assert "another checkpoint" not in capsys.readouterr().err
 
 
 def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,6 +406,14 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
     add_tokenizer(tmp_path / "claims")
     with pytest.raises(InputError, match=r"layers.1.mlp.down_proj.weight violates 2:4 at row 3"):
         recover(tmp_path / "claims", pair / "base", tmp_path / "out", options(pair))
+
+
+def test_a_dense_model_that_is_pruned_itself(pair: Path) -> None:
+    refused(pair, "is pruned itself; needed the model of before", CheckpointError, dense=pair / "pruned")
+
+
+def test_a_window_that_the_model_cannot_read(pair: Path) -> None:
+    refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192)
 
 
 def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
         raise InputError(f"{where} cannot be read", got="too many levels", needed=f"at most {MAX_DEPTH}") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if "\n" in error.doc else f"column {error.colno}"
-        got = f"{error.msg} at {place}: {error.doc[max(error.pos - 20, 0) : error.pos + 20]!r}"
+        got = f"{error.msg.removesuffix(' at')} at {place}: {error.doc[max(error.pos - 20, 0) : error.pos + 20]!r}"
         raise InputError(f"{where} cannot be read", got=got, needed="JSON in UTF-8") from error
     except ValueError as error:
         raise InputError(f"{where} cannot be read", got=str(error), needed="JSON in UTF-8") from error

@@ -29,7 +29,7 @@ from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_names import transformers_loads
 from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
-from slidesparse.models.config_keys import MARKER_VERSION
+from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.model_card import FILE_NAME as CARD
@@ -101,7 +101,8 @@ def prepare(
     weights = None
     if followed is not None:
         weights = fingerprint(checkpoint, checkpoint.config)
-        followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
+        if MARKER_KEY not in checkpoint.config:  # what is pruned already follows the plan, or is refused
+            followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
     job = PruneJob(checkpoint, options, where, followed)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     return Prepared(checkpoint, destination, files, job, outputs, weights)

@@ -17,7 +17,6 @@ from slidesparse.files.source_files import SourceFiles, without_code
 from slidesparse.files.staging import Workplace
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.models.config_keys import MARKER_KEY
 
 RECORD = "recover.json"
 """What the run was, and what it gained."""
@@ -83,7 +82,9 @@ def write_result(
     if list(checkpoint.shards) != [SINGLE_FILE]:
         write_index(work.output / INDEX_FILE, checkpoint.shards, checkpoint.n_bytes)
     files.copy_to(work.output)
-    # Without the marker it is a source for ``prune`` once more, which keeps the zeros and quantises the rest.
-    config = {key: value for key, value in without_code(checkpoint.config).items() if key != MARKER_KEY}
-    write_json(work.output / "config.json", config)
+    write_json(work.output / "config.json", without_code(checkpoint.config))
     write_json(work.output / RECORD, record)
+    if trained and (card := work.output / "README.md").exists():
+        kl = "{:.4f} -> {:.4f}".format(*(record[when]["kl"] for when in ("before", "after")))
+        said = f"\n`slidesparse recover` trained it on {record['tokens']} tokens: divergence from dense {kl} nats.\n"
+        card.write_bytes(card.read_bytes() + said.encode())

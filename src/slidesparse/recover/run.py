@@ -29,9 +29,10 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.causal import refuse_masked, vocabulary_of
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
-from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.offline.calibrate.calibration import load_tokenizer, positions
 from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
@@ -127,6 +128,8 @@ def recover(
             "windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}, for as many processes",
             remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
         )  # fmt: skip
+    if options.window > (most := positions(pair.student.model.config, options.window)):
+        raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, as the model reads")
     compiled = pair.plain and compiles(where)
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
@@ -157,8 +160,10 @@ class _Pair:
         self.marker = Marker.from_config(self.pruned.config)
         for one in (self.pruned, self.dense):
             if source_quantisation(one.config):
-                remedy = "prune with --dtype bf16, recover, and quantise then"
+                remedy = "prune with --dtype bf16, recover, and quantise then; --dense is the model of before"
                 raise CheckpointError(f"{one.path} is quantised", needed="weights in a float type", remedy=remedy)
+        if MARKER_KEY in self.dense.config:
+            raise CheckpointError(f"--dense {self.dense.path} is pruned itself", needed="the model of before pruning")
         self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
         self._require_alike()
         self.prunable = choose_trained(self.student.model, options.train)

@@ -20,15 +20,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, in_parts, take_inputs
-from slidesparse.models.layer_stack import (
-    Batch,
-    Sample,
-    advance,
-    find_layer_list,
-    record_inputs,
-    run_rest,
-    try_record,
-)
+from slidesparse.models.layer_stack import Batch, Sample, advance, find_layer_list, record_inputs, run_rest, try_record
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.prune import Linears, Pruner
 from slidesparse.weights.pattern import DENSE, Pattern
