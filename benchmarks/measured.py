@@ -664,7 +664,7 @@ def published_models(path: Path = PUBLISHED) -> str:
     found = published_records(path)
     dense, rows = found["dense"], []
     for tag, one in sorted(found.items(), key=lambda item: sum(item[1]["code"]["kl"])):
-        if tag.endswith((" rotate", " reorder", " chats")):  # no options any more; earlier chats
+        if tag.startswith("plan ") or tag.endswith((" rotate", " reorder", " chats")):  # of the log
             continue
         kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
         cells = compare.cells(one, dense)[4:]
