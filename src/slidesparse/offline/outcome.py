@@ -142,8 +142,8 @@ class PruneSummary(PruneOutcome):
 
 
 def _spread(what: str, costs: Mapping[str, float]) -> list[str]:
-    """Return a line with the mean and the worst of what sets of linears cost; none of no sets."""
-    if not costs:
+    """Return a line with the mean and the worst of what sets of linears cost, if any does."""
+    if not any(costs.values()):
         return []
     worst, mean = max(costs, key=costs.__getitem__), sum(costs.values()) / len(costs)
     names = ", ".join(worst.split(" "))

@@ -41,7 +41,7 @@ def parse_amount(text: str) -> int:
     found = AMOUNT.fullmatch(text)
     amount = 0 if found is None else round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]])
     if amount < 1:
-        raise InputError("an amount of tokens", got=shown(text), needed="a number, such as 300k, 20M or 1G")
+        raise InputError("an amount of tokens", got=shown(text), needed="a number above 0, such as 300k, 20M or 1G")
     return amount
 
 
