@@ -344,6 +344,8 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
 ) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     add_tokenizer(tmp_path / "m")
+    with edited_config(tmp_path / "m") as config:
+        config["output_router_logits"] = True  # of all layers, also of those that a measurement need not run
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
     patterns = ("6:8", "2:4", "6:8@50%")
     options = PlanOptions(Target(sparsity=0.3), text, "magnitude", patterns)

@@ -400,12 +400,13 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "holes")
     add_tokenizer(tmp_path / "holes")
     refused(pair, "is not pruned; got zeros that follow no pattern", pruned=tmp_path / "holes")
-    model = transformers.LlamaForCausalLM.from_pretrained(pair / "pruned", dtype=torch.bfloat16)
-    model.model.layers[1].mlp.down_proj.weight.data[3, :4] = 1
-    model.save_pretrained(tmp_path / "claims")
-    add_tokenizer(tmp_path / "claims")
-    with pytest.raises(InputError, match=r"layers.1.mlp.down_proj.weight violates 2:4 at row 3"):
-        recover(tmp_path / "claims", pair / "base", tmp_path / "out", options(pair))
+    for name, part in (("claims", slice(3, 4)), ("dense", slice(None))):  # a row of a marked linear, and all of it
+        model = transformers.LlamaForCausalLM.from_pretrained(pair / "pruned", dtype=torch.bfloat16)
+        model.model.layers[1].mlp.down_proj.weight.data[part] = 1
+        model.save_pretrained(tmp_path / name)
+        add_tokenizer(tmp_path / name)
+        with pytest.raises(InputError, match=rf"layers.1.mlp.down_proj.weight violates 2:4 at row {part.start or 0}"):
+            recover(tmp_path / name, pair / "base", tmp_path / "out", options(pair))
 
 
 def test_a_dense_model_that_is_pruned_itself(pair: Path) -> None:

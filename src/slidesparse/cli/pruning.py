@@ -153,7 +153,7 @@ def add_plan(commands: Commands) -> None:
     add("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     add("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
     add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
-    add_device(plan, "cpu or cuda; it holds the whole model")
+    add_device(plan, "cpu or cuda; it holds the whole model, in float32")
     add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
 
 

@@ -23,13 +23,14 @@ from slidesparse.base.version import __version__
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import write_index, write_json
+from slidesparse.files.marker import Marker
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_names import transformers_loads
 from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
-from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION
+from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.model_card import FILE_NAME as CARD
@@ -101,7 +102,8 @@ def prepare(
     weights = None
     if followed is not None:
         weights = fingerprint(checkpoint, checkpoint.config)
-        if MARKER_KEY not in checkpoint.config:  # what is pruned already follows the plan, or is refused
+        # Linears that are pruned already follow the plan, or are refused.
+        if (marker := Marker.from_config(checkpoint.config)) is None or marker.experts:
             followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
     job = PruneJob(checkpoint, options, where, followed)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}

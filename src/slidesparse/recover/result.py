@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slidesparse.base.traced_tensor import Origin, replay, sources
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.json_files import write_index, write_json
@@ -84,7 +85,7 @@ def write_result(
     files.copy_to(work.output)
     write_json(work.output / "config.json", without_code(checkpoint.config))
     write_json(work.output / RECORD, record)
-    if trained and (card := work.output / "README.md").exists():
+    if trained and (card := work.output / "README.md").is_file():
         kl = "{:.4f} -> {:.4f}".format(*(record[when]["kl"] for when in ("before", "after")))
         said = f"\n`slidesparse recover` trained it on {record['tokens']} tokens: divergence from dense {kl} nats.\n"
-        card.write_bytes(card.read_bytes() + said.encode())
+        replace_file(card, card.read_bytes() + said.encode())

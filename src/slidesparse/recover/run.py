@@ -129,7 +129,7 @@ def recover(
             remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
         )  # fmt: skip
     if options.window > (most := positions(pair.student.model.config, options.window)):
-        raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, as the model reads")
+        raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, the model's positions")
     compiled = pair.plain and compiles(where)
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     rate = options.rate or usual_rate(text_config(pair.student.model.config).hidden_size)
@@ -162,7 +162,7 @@ class _Pair:
             if source_quantisation(one.config):
                 remedy = "prune with --dtype bf16, recover, and quantise then; --dense is the model of before"
                 raise CheckpointError(f"{one.path} is quantised", needed="weights in a float type", remedy=remedy)
-        if MARKER_KEY in self.dense.config:
+        if self.dense.config.get(MARKER_KEY) is not None:
             raise CheckpointError(f"--dense {self.dense.path} is pruned itself", needed="the model of before pruning")
         self.student, self.teacher = (self._meta(one) for one in (self.pruned, self.dense))
         self._require_alike()

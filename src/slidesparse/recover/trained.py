@@ -55,13 +55,11 @@ def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> boo
 
     One that does not follow the pattern which the marker of ``prune`` names is a PatternViolation.
     """
-    zero = value == 0
-    if not bool(zero.any()) or bool(zero.all()):
-        return False
-    linear = name.removesuffix(".weight")
-    if marker is not None and value.dim() == 2 and linear not in marker.ignore:
+    linear, zero = name.removesuffix(".weight"), value == 0
+    marked = marker is not None and value.dim() == 2 and linear not in marker.ignore
+    if marker is not None and marked:
         check_pattern(value, marker.pattern_of(linear), name=name)
-    return True
+    return bool(zero.any()) and (marked or not bool(zero.all()))
 
 
 @torch.no_grad()

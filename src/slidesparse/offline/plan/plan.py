@@ -91,6 +91,7 @@ def plan_checkpoint(
     windows = calibration_windows(checkpoint.path, config, text, too_short).to(device)
     model = load_any(checkpoint, device).float()  # 16 bits round anew after any change: more than a light pattern does
     require_causal(model)
+    model.config.output_router_logits = False  # else a mixture's head reads what all layers give, and not all run
     experts = calibrated_experts(model, planned.reached)
     measured = about(checkpoint, options, windows)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]

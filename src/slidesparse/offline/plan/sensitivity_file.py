@@ -69,9 +69,8 @@ class SensitivityFile:
             raise CheckpointError(f"{path} is damaged: {why}", remedy="remove it") from error
         self.damages = {(one.names, one.pattern): one.damage for one in read}
         if measured and (not isinstance(found, dict) or _compared(found) != _compared(json.loads(json.dumps(about)))):
-            raise CheckpointError(
-                f"{path} was measured on another model, text or method", remedy="remove it, or choose another --out"
-            )
+            what = f"{path} was measured on another model, text or method, or by an older version"
+            raise CheckpointError(what, remedy="remove it, or choose another --out")
         handle.truncate(len(whole) if measured else 0)
         handle.seek(0, os.SEEK_END)
         if not measured:
