@@ -110,20 +110,8 @@ def test_what_prune_said_of_it_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
     plan = {"version": 1, "method": "magnitude", "weights": "others", "layers": dict.fromkeys(linears, "6:8")}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "prune",
-                str(tmp_path / "out"),
-                str(tmp_path / "served"),
-                "--plan",
-                str(tmp_path / "plan.json"),
-                "--dtype",
-                "int8",
-            ]
-        )
-        == 0
-    )
+    words = ["prune", tmp_path / "out", tmp_path / "served", "--plan", tmp_path / "plan.json", "--dtype", "int8"]
+    assert main([*map(str, words)]) == 0
     assert "another checkpoint" not in capsys.readouterr().err
 
 
@@ -165,6 +153,24 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
     monkeypatch.setattr(Training, "_step", lambda self, number, rate: steps.append(number) or step(self, number, rate))
     recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert steps == [3, 4, 5]
+    assert same_bytes(tmp_path / "whole", tmp_path / "out")
+
+
+def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
+    step = Training._step
+
+    def interrupted(self: Training, number: int, rate: float) -> Any:
+        if number == 4:
+            raise KeyboardInterrupt
+        return step(self, number, rate)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+            recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert (tmp_path / "out.partial/kept/step-00000004").exists()
+    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
 

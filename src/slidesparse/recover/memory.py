@@ -99,9 +99,6 @@ def fit_memory(size: Size, options: RecoverOptions, world: int, device: torch.de
         if needed_bytes(size, options, world, fit) <= free:
             return fit
     least = needed_bytes(size, options, world, fits[-1])
-    raise UnsupportedError(
-        f"the memory of {device} is too small to train {size.parameters / 1e9:.2g} G parameters on {world} of them",
-        got=f"{readable_size(free)} free",
-        needed=f"about {readable_size(least)}",
-        remedy="use more GPUs (torchrun --nproc-per-node), or a shorter --window",
-    )
+    what = f"the memory of {device} is too small to train {size.parameters / 1e9:.2g} G parameters on {world} of them"
+    told = {"got": f"{readable_size(free)} free", "needed": f"about {readable_size(least)}"}
+    raise UnsupportedError(what, **told, remedy="use more GPUs (torchrun --nproc-per-node), or a shorter --window")

@@ -124,10 +124,9 @@ def recover(
     pair = _Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
     destination = new_folder(usable_path(destination, "destination"), pair.pruned.path)
     if options.windows % ranks.world:
-        raise InputError(
-            "windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}, for as many processes",
-            remedy=f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}",
-        )  # fmt: skip
+        remedy = f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}"
+        needed = f"a multiple of {ranks.world}, for as many processes"
+        raise InputError("windows of a step", got=options.windows, needed=needed, remedy=remedy)
     if options.window > (most := positions(pair.student.model.config, options.window)):
         raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, the model's positions")
     compiled = pair.plain and compiles(where)
@@ -205,10 +204,9 @@ class _Pair:
         first, second = (load_tokenizer(one.path).get_vocab() for one in (self.pruned, self.dense))
         if first != second:
             differing = sorted(first.items() ^ second.items(), key=str)[0][0]
-            raise CheckpointError(
-                f"{self.pruned.path} and {self.dense.path} have tokenizers of other vocabularies",
-                got=f"{differing!r} with {first.get(differing, 'no number')} and {second.get(differing, 'no number')}",
-            )
+            got = f"{differing!r} with {first.get(differing, 'no number')} and {second.get(differing, 'no number')}"
+            both = f"{self.pruned.path} and {self.dense.path}"
+            raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got)
 
     def _round(self, options: RecoverOptions) -> None:
         """Let the student's linears round as they will be served."""

@@ -59,7 +59,13 @@ class Training:
         with progress_bar("recover", report.total, unit=unit) as advance:
             while done < 1 and progress.in_a_row < MOST_LEFT_OUT:
                 begun = time.monotonic()
-                loss, finite = self._step(progress.step, rate_share(done) * self.rate)
+                try:
+                    loss, finite = self._step(progress.step, rate_share(done) * self.rate)
+                except KeyboardInterrupt:
+                    counts = {int(one["step"]) for one in self.optimizer.state.values()}
+                    if self.ranks.world == 1 and counts == {progress.step - progress.left_out}:  # not within AdamW's
+                        state.save(progress, self.ranks)
+                    raise
                 self.ranks.check()
                 progress.step += 1
                 progress.in_a_row = 0 if finite else progress.in_a_row + 1

@@ -107,8 +107,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             return product
         if self.model.fuses and not torch.compiler.is_compiling():
             fuse.see(layer, self.name, x, bias, self.model.warmup)
-        y = layer.slide(x, bias)
-        return y
+        return layer.slide(x, bias)
 
     def _rank(self, layer: Any, columns: int) -> int:
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
