@@ -125,8 +125,7 @@ def recover(
     destination = new_folder(usable_path(destination, "destination"), pair.pruned.path)
     if options.windows % ranks.world:
         remedy = f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}"
-        needed = f"a multiple of {ranks.world}, for as many processes"
-        raise InputError("windows of a step", got=options.windows, needed=needed, remedy=remedy)
+        raise InputError("windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}", remedy=remedy)
     if options.window > (most := positions(pair.student.model.config, options.window)):
         raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, the model's positions")
     compiled = pair.plain and compiles(where)

@@ -107,7 +107,8 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             return product
         if self.model.fuses and not torch.compiler.is_compiling():
             fuse.see(layer, self.name, x, bias, self.model.warmup)
-        return layer.slide(x, bias)
+        y = layer.slide(x, bias)
+        return y
 
     def _rank(self, layer: Any, columns: int) -> int:
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
