@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse.models.targets import find_targets
-from slidesparse.recover.loss import Predictions, distillation, divergence
-from slidesparse.recover.networks import compiles, repeated_layers
+from slidesparse.recover.loss import Predictions, distillation
+from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles
 from slidesparse.recover.options import RecoverOptions, parse_amount, rate_share, usual_rate
 from slidesparse.recover.training import BETAS, CLIP
 from slidesparse.recover.windows import read_windows
@@ -55,11 +55,11 @@ def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro
     for one in parameters:
         one.requires_grad_(True)
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda")
-    rate, steps, by = options.rate or usual_rate(student.config.hidden_size), options.steps or 1, divergence
-    if compiles(device):  # as recover does
-        by = torch.compile(divergence, dynamic=False)
-        for layer in (*repeated_layers(student), *repeated_layers(dense)):
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+    rate, steps = options.rate or usual_rate(student.config.hidden_size), options.steps or 1
+    networks = StudentNetwork(student), DenseNetwork(dense)
+    if compiles(device):
+        for network in networks:
+            compile_(network)
     start = said = time.monotonic()
     for step in range(steps):
         ids = windows.step(step, options.windows).to(device)
@@ -69,7 +69,7 @@ def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro
                 wanted = predictions(dense, part)
             with torch.autocast(device.type, torch.bfloat16):
                 own = predictions(student, part)
-            loss = distillation(own, wanted, by=by)
+            loss = distillation(own, wanted, by=networks[0].divergence)
             (loss / ids.numel()).backward()
             total += float(loss.detach()) / ids.numel()
         nn.utils.clip_grad_norm_(parameters, CLIP)

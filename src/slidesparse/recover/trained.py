@@ -56,10 +56,10 @@ def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> boo
     One that does not follow the pattern which the marker of ``prune`` names is a PatternViolation.
     """
     linear, zero = name.removesuffix(".weight"), value == 0
-    marked = marker is not None and value.dim() == 2 and linear not in marker.ignore
-    if marker is not None and marked:
-        check_pattern(value, marker.pattern_of(linear), name=name)
-    return bool(zero.any()) and (marked or not bool(zero.all()))
+    if marker is None or value.dim() != 2 or linear in marker.ignore:
+        return bool(zero.any()) and not bool(zero.all())
+    check_pattern(value, marker.pattern_of(linear), name=name)
+    return bool(zero.any())
 
 
 @torch.no_grad()

@@ -143,9 +143,9 @@ def damage_together(
         samples = record_inputs(model, layer_list, batches)
         for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
             pass
-    for several in () if pruner.needs_calibration else alone:
-        weights = {name: (experts.get(name) or model.get_submodule(name)).weight for name in several}
-        if of_all[several[0]] != DENSE:
+    else:
+        for several in (one for one in alone if of_all[one[0]] != DENSE):
+            weights = {name: (experts.get(name) or model.get_submodule(name)).weight for name in several}
             for name, pruned in pruner.prune(Linears(weights, of_all[several[0]])).items():
                 weights[name].data.copy_(pruned)
     return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
