@@ -144,7 +144,13 @@ def graphs() -> str:
 # -- served loads --------------------------------------------------------------------------------------------------
 
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
-NEWEST = H200 / "serve/qwen2.5-7b-int8-6bit-0.33.jsonl"
+NEWEST = {
+    "7B": ("qwen2.5-7b-int8-rivals-0.33", "qwen2.5-7b-int8-6bit-0.33"),
+    "32B": ("qwen2.5-32b-int8-6bit-0.33-again", "qwen2.5-32b-int8-control-0.33", "qwen2.5-32b-int8-6bit-0.33"),
+}
+"""Model -> its records with the newest vLLM. An engine is taken from the first that has it, and compared with the stock
+engines of that record, or of the first where it has none."""
+
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
 OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
@@ -217,10 +223,16 @@ LOADS = {
 """Workload -> what it is called here."""
 
 HEADLINE = {
-    "mixed": "mixed load: 1000 requests, what the GPU computes of it",
-    "decode 64 at 80": "decoding, a step of 64 sequences, fastest of five; hosts disturb it",
+    "burst": "16 prompts of 1024 tokens",
+    "mixed": "1000 mixed requests",
+    "decode 64 at 80": "decoding 64 sequences",
 }
-"""README's words, where they are others."""
+"""README's words."""
+
+STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
+LOADS_NEWEST = {f"decode {n} at 80": f"decoding, a step of {n} sequence{'s' * (n > 1)}" for n in (1, 4, 8)} | {
+    "decode 64 at 600": "the same with 600 tokens each"
+}
 
 MIXTURE_LOADS = {
     "burst": LOADS["burst"],
@@ -262,21 +274,58 @@ def served_speedup(dtype: str, engine: str, load: str) -> float:
     return over
 
 
-def headline_speedup(engine: str, load: str) -> float:
-    """Over stock, in the newest vLLM; of the mixed load what the GPU computes, since the host kept it waiting."""
-    group = group_of(NEWEST)
-    measure = _computing if load == "mixed" else _undisturbed
-    return measure(group, STOCK, load) / measure(group, engine, load)
+Measure = Callable[[Group, str, str], float]
+
+
+def newest_ms(model: str, engine: str, load: str, measure: Measure) -> tuple[float, float] | None:
+    """Milliseconds of an engine in the newest vLLM, and how many times faster it is than the fastest stock INT8; None
+    where no record has it."""
+    groups_ = [group_of(H200 / f"serve/{name}.jsonl") for name in NEWEST[model]]
+    for group in groups_:
+        if load in group.records.get(engine, ()):
+            other = group if STOCK in group.records else groups_[0]
+            stock = [measure(other, one, load) for one in (STOCK, AGAIN) if load in other.records.get(one, ())]
+            own = measure(group, engine, load)
+            return 1e3 * own, min(stock) / own
+    return None
+
+
+def headline_speedup(engine: str, load: str, model: str = "7B") -> float | None:
+    """Over stock INT8 in the newest vLLM; of the mixed load what the GPU computes, since hosts kept it waiting."""
+    found = newest_ms(model, engine, load, _computing if load == "mixed" else _undisturbed)
+    return None if found is None else found[1]
 
 
 def served_headline() -> str:
     """README: engines under load."""
-    engines = (CONTROL, *IN_SIX_BITS)
-    rows = [
-        [HEADLINE.get(load, words), *(f"{headline_speedup(engine, load):.2f}x" for engine in engines)]
-        for load, words in LOADS.items()
-    ]
-    return markdown(("Qwen2.5-7B in INT8, over stock dense vLLM", "plugin, nothing pruned", *UNIFORM), rows)
+    rows = []
+    for model, load in (
+        ("7B", "burst"),
+        ("7B", "mixed"),
+        ("7B", "decode 64 at 80"),
+        ("32B", "mixed"),
+        ("32B", "decode 64 at 80"),
+    ):
+        found = (headline_speedup(engine, load, model) for engine in (*STOCK_RIVALS, *IN_SIX_BITS))
+        rows.append([f"{model}, {HEADLINE[load]}", *("-" if one is None else f"{one:.2f}x" for one in found)])
+    return markdown(("over stock INT8", *STOCK_RIVALS, *UNIFORM), rows)
+
+
+def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
+    """Engines of a model in the newest vLLM: milliseconds, and over the fastest stock INT8."""
+    rows = []
+    for load in loads:
+        measures: dict[str, Measure] = {LOADS_NEWEST.get(load) or MIXTURE_LOADS[load]: _undisturbed}
+        if load == "mixed":
+            measures["of it the GPU computes"] = _computing
+        for words, measure in measures.items():
+            stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
+            cells = [
+                "-" if one is None else f"{_ms(one[0])} ({one[1]:.2f})"
+                for one in (newest_ms(model, engine, load, measure) for engine in columns)
+            ]
+            rows.append([f"{words}, ms", _ms(min(stock)), *cells])
+    return markdown((f"{model}, INT8", STOCK, *columns.values()), rows)
 
 
 def served() -> str:
@@ -290,6 +339,19 @@ def served() -> str:
             ours = [f"{text[engine]} ({served_speedup(dtype, engine, load):.2f})" for engine in OURS]
             rows.append([f"{words}, ms", dtype.upper(), text[STOCK], text[AGAIN], text[GRAPHS], *ours])
     return markdown(("Qwen2.5-7B", "type", STOCK, AGAIN, GRAPHS, *OURS), rows, 2)
+
+
+def served_eagle() -> str:
+    """Answers of 256 tokens with EAGLE-3's drafts: tokens a second in stock and at 6:8, and decoding without drafts."""
+    group, rows = group_of(H200 / "serve/qwen2.5-7b-int8-eagle-0.33.jsonl"), []
+    for sequences in (1, 8, 64):
+        seconds = [group.seconds(engine, f"answers {sequences}") or 0.0 for engine in (STOCK, AT_6OF8)]
+        stock, ours = (256 * sequences / one for one in seconds)
+        plain = (newest_ms("7B", engine, f"decode {sequences} at 80", _undisturbed) for engine in (STOCK, AT_6OF8))
+        without = (f"{1e3 * sequences / one[0]:.0f}" for one in plain if one is not None)
+        rows.append([str(sequences), f"{stock:.0f}", f"{ours:.0f} ({ours / stock:.2f})", *without])
+    heads = ("stock", NAME_6OF8, "stock, no drafts", f"{NAME_6OF8}, no drafts")
+    return markdown(("sequences", *heads), rows)
 
 
 def served_targets() -> str:
@@ -914,13 +976,23 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "served-h200-6bit-auto": partial(served_forms, {"qwen2.5-7b-int8-6bit-auto": "7B"}, BY_AUTO),
     "served-0.33": partial(
-        served_forms,
-        {"qwen2.5-7b-int8-6bit-0.33": "7B", "qwen2.5-32b-int8-6bit-0.33": "32B"},
-        {CONTROL: CONTROL} | IN_SIX_BITS,
+        served_newest,
+        "7B",
+        {one: one.removeprefix("stock ") for one in (*STOCK_RIVALS, CONTROL)} | IN_SIX_BITS,
+        *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 8, 16, 64, 256))),
     ),
+    "served-0.33-32b": partial(
+        served_newest,
+        "32B",
+        {CONTROL: CONTROL} | IN_SIX_BITS,
+        *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 16, 64, 256))),
+    ),
+    "served-0.33-mixture": partial(served_forms, {"qwen3-30b-a3b-int8-6bit-0.33": "30B-A3B"}, {AT_6OF8: NAME_6OF8}),
+    "served-eagle": served_eagle,
     "served-0.33-again": partial(
         served_forms,
-        {f"qwen2.5-7b-int8-6bit-0.33-{host}-host": f"{host} host" for host in ("slow", "busy")},
+        {"qwen2.5-7b-int8-6bit-0.33": "first"}
+        | {f"qwen2.5-7b-int8-6bit-0.33-{host}-host": f"{host} host" for host in ("slow", "busy")},
         {CONTROL: CONTROL} | IN_SIX_BITS,
     ),
     "served-sglang": partial(served_forms, {"qwen2.5-7b-int8-6bit-sglang": "7B"}, IN_SIX_BITS),
