@@ -50,10 +50,3 @@ def test_help_card_and_plan_recommend_it(
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "int8"))
     card = (tmp_path / "s/README.md").read_text()
     assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", card)
-    text = str(write_text(tmp_path / "text.txt", 400))
-    words = ["--sparsity", "0.2", "--calibration", text, "--samples", "4", "--length", "16"]
-    capsys.readouterr()
-    assert main(["plan", str(tmp_path / "m"), *words, "--out", str(tmp_path / "p.json")]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert expected_cost(0.2, 0) in told
-    assert BEST in told
