@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, edited_config, write_text
+from checkpoints import edited_config
 from small_mixtures import MIXTURES
 from small_models import build, make
 
 import slidesparse
-from slidesparse.cli import main
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
@@ -23,7 +21,6 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -14,7 +14,6 @@ import slidesparse.models.causal as causal
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.causal import require_causal
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

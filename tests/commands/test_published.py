@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, make_checkpoint
 
 from slidesparse.cli import main
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -12,10 +12,7 @@ from small_models import make
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.float_linears import IN_FLOATS, LINEARS, linears_of_float_mixers
-from slidesparse.models.sparsify import run_once
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

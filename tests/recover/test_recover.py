@@ -28,7 +28,6 @@ from slidesparse.recover.options import RecoverOptions
 from slidesparse.recover.run import recover
 from slidesparse.recover.state import State
 from slidesparse.recover.training import Training
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_pattern
 
 WINDOW, WINDOWS = 32, 8
