@@ -305,7 +305,11 @@ def test_config_without_architecture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"pattern": "2:4"}, {"ignore": ()}, {"layers": {"re:.*o_proj": "4:6"}}, {"lm_head": True}]
+    "changes",
+    [
+        *({"pattern": "2:4"}, {"ignore": ()}, {"lm_head": True}, {"layers": {"re:.*o_proj": "4:6"}}),
+        {"layers": {"model.layers.0.self_attn.o_proj": "4:6"}},
+    ],
 )
 def test_what_is_pruned_in_floats_keeps_its_patterns(tmp_path: Path, changes: dict[str, Any]) -> None:
     """What was left dense, or kept more, would lose weights by magnitude, and nobody would be told."""

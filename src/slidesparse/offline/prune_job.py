@@ -68,8 +68,9 @@ class PruneJob:
         self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
         self.marker = Marker.from_config(checkpoint.config)
-        marked = {name: pattern for name, pattern in self._marked_patterns().items() if name in treated}
-        patterns = layer_patterns(treated, self.pattern, {**options.layers, **marked})
+        marked = self._marked_patterns()
+        kept = {name: marked[name] for name in treated if name in marked and name not in options.layers}
+        patterns = layer_patterns(treated, self.pattern, {**options.layers, **kept})
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self._require_marked_patterns()
