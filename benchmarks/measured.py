@@ -33,9 +33,7 @@ from slidesparse_bench.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record
 from slidesparse_bench.report.experts import MEMORY_RATE, operations, share
 from slidesparse_bench.report.numbers import Comparison, comparisons, median_us, points
 from slidesparse_bench.report.serve_numbers import Group, groups, timeline_bins
-from slidesparse_bench.serve.serve_plan import PLAN
 from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
-from slidesparse_bench.step_time import GPUS
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy/published"))
 import compare
@@ -197,7 +195,7 @@ IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UN
 """Engine that was told to take them -> what it is called here."""
 
 (AT_6OF8, NAME_6OF8), *SPARSER = IN_SIX_BITS.items()
-BY_AUTO = {CONTROL: CONTROL, PLAN: NAME_6OF8, **dict(SPARSER)}
+BY_AUTO = {CONTROL: CONTROL, "plan": NAME_6OF8, **dict(SPARSER)}
 EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
 OURS = (CONTROL, *UNIFORM)
 PUBLISHED = RESULTS / "accuracy/published/qwen2.5-coder-0.5b.jsonl"
@@ -1005,8 +1003,8 @@ TABLES: dict[str, Callable[[], str]] = {
         served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
     ),
     "mixed-steps": mixed_steps,
-    "layers": partial(layers, GPUS["H200"], TUNED),
-    "layers-h100": partial(layers, GPUS["H100"], TUNED_H100),
+    "layers": partial(layers, "NVIDIA H200", TUNED),
+    "layers-h100": partial(layers, "NVIDIA H100 80GB HBM3", TUNED_H100),
     "six-bits": six_bits,
     "six-bits-forms": forms_of_linears,
     "six-bits-experts": forms_of_experts,

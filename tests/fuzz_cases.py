@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = ("dense", "sharded", "w8a8", "pruned", "packed")
-COMMANDS = ("inspect", "prune", "pack", "eval", "plan", "load")
+COMMANDS = ("inspect", "prune", "pack", "eval", "load")
 
 
 @dataclass(frozen=True)
@@ -349,18 +349,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--batch": ("1", "4"),
         "--json": (),
     },
-    "plan": {
-        "--sparsity": ("0.1", "0.25", "0.9"),
-        "--speedup": ("1.1", "9"),
-        "--memory": ("1", "0.00001"),
-        "--method": ("magnitude", "sparsegpt"),
-        "--patterns": ("6:8", "2:4", "dense"),
-        "--mma-gain": ("2", "1.6", "3"),
-        "--recipe": ("absmax", "6bit"),
-        "--ignore": ("re:.*mlp.*", "re:.*", "lm_head"),
-        "--seed": ("0", "7"),
-        "--json": (),
-    },
 }
 
 USUAL: dict[str, list[str]] = {
@@ -369,10 +357,6 @@ USUAL: dict[str, list[str]] = {
     "pack": [],
     "prune": ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
-    "plan": [
-        *("--sparsity", "0.1", "--method", "wanda", "--patterns", "6:8", "--calibration", "TEXT"),
-        *("--samples", "2", "--length", "16", "--device", "cpu"),
-    ],
 }
 
 
@@ -393,7 +377,7 @@ def command_line(case: Case, folder: Path) -> list[str]:
             words.append(rng.choice(known[option]) if rng.random() < 0.75 else rng.choice(WORDS))
     named = {"TEXT": str(folder / "text.txt"), "SOURCE": str(folder / "m")}
     words = [named.get(word, word) for word in words]
-    out = {"prune": [str(folder / "out")], "plan": ["--out", str(folder / "out.json")]}.get(case.command, [])
+    out = [str(folder / "out")] if case.command == "prune" else []
     if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and case.command == "prune":
         out = [
             random.Random(case.arguments[0]).choice(

@@ -26,15 +26,14 @@ def offered(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["slidesparse", "p"], ["prune", "plan", "pack"]),
+        (["slidesparse", "p"], ["prune", "pack"]),
         (["slidesparse", "--v"], ["--version"]),
         (["slidesparse", "prune", "--dr"], ["--dry-run"]),
         (["slidesparse", "prune", "--method", ""], ["magnitude", "sparsegpt", "wanda"]),
         (["slidesparse", "prune", "m", "q", "--recipe", "t"], ["ternary"]),
-        (["slidesparse", "plan", "m", "--recipe", ""], ["absmax", "6bit"]),
         (["slidesparse", "-v", "completion", ""], ["bash", "fish", "zsh"]),
         (["slidesparse", "prune", "./"], []),
-        (["slidesparse", "prune", "--plan", "f"], []),
+        (["slidesparse", "prune", "--pattern", "f"], []),
         (["slidesparse", "none", "-"], []),
     ],
 )

@@ -37,7 +37,6 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.files.packed_file import FILE_NAME, write_packed
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.stored_plan import read_plan
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
@@ -51,10 +50,7 @@ WAITING_LIMIT = 600
 MEMORY = 16 << 30
 """Bytes by which the process may grow: a size that a file promises is not to take the machine down."""
 
-KEPT: tuple[Case, ...] = (
-    Case("pack", "packed", (("link", 237),), ()),
-    Case("plan", "sharded", (("blank", 296213060),), ()),
-)
+KEPT: tuple[Case, ...] = (Case("pack", "packed", (("link", 237),), ()),)
 """Cases that failed once."""
 
 
@@ -161,14 +157,9 @@ def given_way(case: Case, before: dict[str, tuple[Any, ...]]) -> set[str]:
 
 def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
     """Hold what a command that succeeded made against what it promises."""
-    if case.command == "plan":
-        assert read_plan(folder / "out.json").layers
-        prune = ["prune", words[1], str(folder / "out"), "--plan", str(folder / "out.json"), "--dtype", "int8"]
-        assert_success([*prune, "--method", "magnitude", "--links", "copy"])
-    made = Path(words[2]) if case.command == "prune" else folder / "out"
-    if case.command in ("prune", "plan"):
-        assert_success(["inspect", str(made)])
-        logits_of(made)
+    if case.command == "prune":
+        assert_success(["inspect", words[2]])
+        logits_of(Path(words[2]))
     if case.command == "pack":
         packed = logits_or_why(folder / "m")
         (folder / "m" / FILE_NAME).unlink()
@@ -214,7 +205,7 @@ def test_without_damage(command: str, source: str, sources: Path, tmp_path: Path
         "packed": ("inspect", "eval", "load"),
     }
     status = check(Case(command, source), sources, tmp_path / "w")
-    assert (status == 0) == (command in fits.get(source, ("inspect", "eval", "prune", "plan")))
+    assert (status == 0) == (command in fits.get(source, ("inspect", "eval", "prune")))
 
 
 @pytest.mark.parametrize("case", KEPT, ids=str)

@@ -38,7 +38,7 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
-OPTIONAL = {"cuda", "matplotlib", "scipy", "sglang", "transformers", "triton", "vllm"}
+OPTIONAL = {"cuda", "matplotlib", "sglang", "transformers", "triton", "vllm"}
 """Top-level packages that extras or GPUs bring."""
 
 FORBIDDEN = {

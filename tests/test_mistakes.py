@@ -14,23 +14,16 @@ from slidesparse.cli import main
 
 PRUNE = ["prune", "m", "s", "--pattern", "6:8", "--dtype", "int8"]
 WANDA = [*PRUNE, "--method", "wanda", "--calibration", "text.txt", "--samples", "2", "--length", "16"]
-PLAN = ["plan", "m", "--out", "p.json", "--speedup", "1.1", "--calibration", "text.txt", "--samples", "1"]
-PLAN += ["--length", "16", "--method", "wanda", "--patterns", "6:8"]
 EVAL = ["eval", "m", "--text", "text.txt"]
 
 COMMANDS = {
     **{f"prune on {device}": [*PRUNE, "--device", device] for device in ("CPU", "foo", "mps", "cuda:-1", "", "meta")},
     **{f"wanda on {device}": [*WANDA, "--device", device] for device in ("cuda:99", "foo")},
-    **{f"plan on {device}": [*PLAN, "--device", device] for device in ("CPU", "mps", "cuda:99")},
     **{f"eval on {device}": [*EVAL, "--device", device] for device in ("CPU", "cuda:99")},
     "demo on foo": ["demo", "--device", "foo"],
     **{f"seed {seed}": [*WANDA, "--seed", seed] for seed in ("18446744073709551616", "-1", "9" * 400)},
-    **{f"gain {gain}": [*PLAN, "--mma-gain", gain] for gain in ("1e-999999999", "1e-400", "nan", "0", "x")},
-    **{f"speed-up {speedup}": [*PLAN, "--speedup", speedup] for speedup in ("1e9", "inf", "nan", "-1")},
     "destination in bytes": [*PRUNE[:2], "caf\udce9", *PRUNE[3:]],
     "calibration in bytes": [*WANDA, "--calibration", "caf\udce9.txt"],
-    "plan in bytes": [*PRUNE[:3], "--plan", "caf\udce9.json", "--dtype", "int8"],
-    "plan into bytes": [*PLAN, "--out", "caf\udce9.json"],
     "text in bytes": [*EVAL, "--text", "caf\udce9.txt"],
     "inspect bytes": ["inspect", "caf\udce9"],
     "loop as destination": [*PRUNE[:2], "loop", *PRUNE[3:]],
@@ -39,22 +32,16 @@ COMMANDS = {
     "pipe as calibration": [*WANDA, "--calibration", "pipe"],
     "device as text": [*EVAL, "--text", "/dev/zero"],
     "pipe as records": ["report", "pipe", "--out", "r"],
-    "folder as plan": [*PRUNE[:3], "--plan", "m", "--dtype", "int8"],
-    "deep plan": [*PRUNE[:3], "--plan", "deep.json", "--dtype", "int8"],
     "deep lines": [*WANDA, "--calibration", "deep.jsonl"],
     "deep records": ["report", "deep.json", "--out", "r"],
-    "long number": [*PRUNE[:3], "--plan", "long.json", "--dtype", "int8"],
+    "long number": ["report", "long.json", "--out", "r"],
     "list as text": [*WANDA, "--calibration", "numbers.json"],
 }
 
 
 EMPTY = [
     *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
-    [*PRUNE[:3], "--plan", "", "--dtype", "int8"],
     [*WANDA, "--calibration", ""],
-    ["plan", "", *PLAN[2:]],
-    [*PLAN, "--out", ""],
-    [*PLAN, "--calibration", ""],
     ["eval", "", *EVAL[2:]],
     [*EVAL, "--text", ""],
     ["inspect", ""],
@@ -64,7 +51,7 @@ EMPTY = [
     ["tune", "--share", ""],
     ["tune", "--from", ""],
     ["bench", "gemm", "--out", ""],
-    *(["bench", "serve", "--out", "r.jsonl", option, ""] for option in ("--plan", "--scratch")),
+    ["bench", "serve", "--out", "r.jsonl", "--scratch", ""],
     ["report", "", "--out", "r"],
     ["report", "text.txt", "--out", ""],
 ]
@@ -147,7 +134,7 @@ CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("command", ["inspect", "prune", "eval", "plan"])
+@pytest.mark.parametrize("command", ["inspect", "prune", "eval"])
 def test_a_wrong_config_is_one_line(
     folder: Path,
     tmp_path: Path,
@@ -156,7 +143,7 @@ def test_a_wrong_config_is_one_line(
     command: str,
     name: str,
 ) -> None:
-    words = {"inspect": ["inspect", "m"], "prune": PRUNE, "eval": EVAL, "plan": PLAN}[command]
+    words = {"inspect": ["inspect", "m"], "prune": PRUNE, "eval": EVAL}[command]
     (tmp_path / "m").mkdir()
     for file in (folder / "m").iterdir():
         (tmp_path / "m" / file.name).symlink_to(file)

@@ -11,7 +11,6 @@ from slidesparse.cli import main
 PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
 TEXT = ["--calibration", "MISSING.txt"]
 WANDA = [*PRUNE, "--method", "wanda", *TEXT]
-PLAN = ["plan", "MISSING", "--out", "p.json", "--speedup", "1.2", *TEXT]
 IDLE = "calibration windows; got {} without --calibration"
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -45,15 +44,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),
     "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
     "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0"),
-    "no pattern of a plan": ([*PLAN, "--patterns", "6:8", "6_8"], "not a pattern; got '6_8'"),
-    "samples of a plan by magnitude": (
-        [*PLAN, "--method", "magnitude", "--samples", "64"],
-        "options without effect; got --samples with --method magnitude",
-    ),
-    "a plan of six bits in FP8": (
-        [*PLAN, "--recipe", "6bit", "--dtype", "fp8"],
-        "the 6bit recipe ends in INT8 storage; got fp8",
-    ),
     "windows of tasks": (
         ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],
         "options without effect; got --window, --stride without --text",

@@ -21,7 +21,7 @@ from slidesparse_bench.serve.serve import run
 from slidesparse_bench.serve.serve_load import FULL, QUICK
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_options import ServeOptions
-from slidesparse_bench.serve.serve_plan import ServeProfile, adapt
+from slidesparse_bench.serve.serve_profile import ServeProfile, adapt
 from slidesparse_bench.served_figures import Latency, Power
 from slidesparse_bench.served_records import (
     ServeRecord,
@@ -146,37 +146,6 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     assert Pretender.stopped == 6
 
 
-def plan_file(path: Path, layers: int = 28) -> Path:
-    """Qwen2.5-7B, half of its MLPs at 2:4 and all else dense."""
-    leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
-    chosen = {
-        f"model.layers.{i}.{leaf}": "2:4" if "mlp" in leaf and i % 2 else "dense"
-        for i in range(layers)
-        for leaf in leaves
-    }
-    path.write_text(json.dumps({"version": 1, "method": "sparsegpt", "layers": chosen}))
-    return path
-
-
-def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path) -> None:
-    plan = plan_file(tmp_path / "plan.json")
-    profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=plan, engines=["stock", "plan"])
-    run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
-    records = read(ServeRecord, [tmp_path / "r.jsonl"])
-    assert engines(records) == ["stock", "plan"]
-    made = Pretender.started[1]
-    assert (made.plugin, made.additional) == (True, {"slidesparse": {"backend": "auto"}})
-    assert json.loads((made.folder / "config.json").read_text()) == {"pattern": "2:4", "exceptions": 28 * 7 - 14 * 3}
-    assert records[-1].key.pattern == profile.plan.name  # type: ignore[union-attr]
-    assert made.folder.name == f"Qwen2.5-7B-28-int8-{records[-1].key.pattern.replace(' ', '-')}"
-    other = adapt(plan=plan_file(tmp_path / "other.json", 2), layers=2)
-    assert other.plan != profile.plan
-    with pytest.raises(
-        InputError, match=r"--plan; got a plan that differs at model.layers.10.* needed one of Qwen2.5-7"
-    ):
-        adapt(plan=tmp_path / "other.json")
-
-
 def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     models, backends = ["Qwen3-30B-A3B"], ["auto", "hopper"]
     profile = adapt(quick=True, models=models, dtypes=["int8"], patterns=["6:8"], layers=12, backends=backends)
@@ -189,12 +158,6 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
     attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
-
-
-def test_a_plan_says_nothing_of_an_output_embedding(tmp_path: Path) -> None:
-    plan = plan_file(tmp_path / "plan.json", 28)
-    with pytest.raises(InputError, match="differs at lm_head"):
-        adapt(models=["Qwen2.5-7B+lm_head"], dtypes=["int8"], plan=plan)
 
 
 def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:

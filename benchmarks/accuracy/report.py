@@ -17,7 +17,6 @@ from six_bits import METHODS as ROUNDED_METHODS
 from six_bits import SIX_BITS
 from speeds import served_speeds
 
-from slidesparse.offline.plan.choose_patterns import modelled_bytes
 from slidesparse.weights.pattern import Pattern
 
 PATTERNS = ("6:8", "4:6", "2:4")
@@ -275,7 +274,7 @@ def experts_bytes(record: Record) -> float:
     """Of a weight in 8 bits, over dense, in the form that packed experts have now."""
     if record["method"] == "reap":
         return float(record["experts_kept"])
-    return float(modelled_bytes(Pattern.parse(record["pattern"]), 1, 1, experts=True))
+    return float(Pattern.parse(record["pattern"]).bytes_per_weight("counts"))
 
 
 def mixture_table(runs: Runs) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, influence, judge, save, served
-from speeds import ServedTime, served_speeds
 
 from slidesparse import HeldZeros
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
@@ -31,10 +30,8 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.offline.plan.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
-from slidesparse.offline.plan.sensitivity import measure_sensitivities
 from slidesparse.prune import get_pruner
-from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import is_nonzero
 
 PATTERNS = ("6:8", "4:6", "2:4")
@@ -43,12 +40,8 @@ METHODS = (MATCHED, "sparsegpt", "magnitude")
 LAYERS_LEFT_OUT = (2, 4)
 """Of 14, which makes the model about as fast as 4:6 and 2:4 do."""
 
-PLANS = (1.2,)
-"""Served speeds over stock vLLM at which patterns are mixed."""
-
 MATCH_STEPS = 200
 CALIBRATION_WINDOWS = 512
-SENSITIVITY_WINDOWS = 32  # on which the damage of single sets is measured
 EIGHT_BITS = ("int8", "fp8")
 
 
@@ -79,17 +72,16 @@ class Job:
     seed: int
     methods: tuple[str, ...] = ()
     left_out: tuple[int, ...] = ()
-    plans: tuple[float, ...] = ()
 
 
 JOBS = (
-    *(Job("30m", seed, METHODS, LAYERS_LEFT_OUT, PLANS) for seed in range(3)),
+    *(Job("30m", seed, METHODS, LAYERS_LEFT_OUT) for seed in range(3)),
     *(Job("30m-12", seed) for seed in range(3)),
-    Job("100m", 0, METHODS, LAYERS_LEFT_OUT, PLANS),
+    Job("100m", 0, METHODS, LAYERS_LEFT_OUT),
 )
 """In the order of what they tell."""
 
-TINY = (Job("tiny", 0, METHODS, (1,), PLANS), Job("tiny-3", 0))
+TINY = (Job("tiny", 0, METHODS, (1,)), Job("tiny-3", 0))
 """To try the script on a CPU."""
 
 
@@ -170,10 +162,8 @@ class Experiment:
                 self.pruned(pattern, method)
         for count in job.left_out:
             self.leave_out(count)
-        for speed in job.plans:
-            self.pruned(f"plan@{speed}", MATCHED)
         for recovery in RECOVERIES if job.methods else ():
-            for pattern in (*PATTERNS, *(f"plan@{speed}" for speed in job.plans)):
+            for pattern in PATTERNS:
                 self.pruned(pattern, MATCHED, recovery)
         for count in job.left_out:
             for recovery in RECOVERIES_LEFT_OUT:
@@ -237,10 +227,7 @@ class Experiment:
                 self.model.load_state_dict(self.kept[pattern, method])
                 found: dict[str, Any] = {}
             else:
-                patterns = self.patterns(pattern)
-                found = self.prune(patterns, method)
-                if pattern.startswith("plan"):
-                    found["patterns"] = {name: str(chosen) for name, chosen in patterns.items()}
+                found = self.prune(pattern, method)
                 self.kept[pattern, method] = self.copied()
             if recovery is None:
                 return found
@@ -251,39 +238,7 @@ class Experiment:
 
         self.one(f"{pattern} {method} {recovery or 0}", make)
 
-    def patterns(self, text: str) -> dict[str, Pattern]:
-        """One pattern everywhere, or those that lose least at a served speed: ``plan@1.2``."""
-        name, _, speed = text.partition("@")
-        if name != "plan":
-            return dict.fromkeys(self.linears, Pattern.parse(text))
-        speeds = served_speeds("mixed")
-        target = Target(speedup=float(speed) / speeds["dense"])
-        return dict(choose_patterns(self.plan_sets(), target, [ServedTime(speeds)]).patterns)
-
-    def plan_sets(self) -> list[PlanSet]:
-        """The damage of each pattern in each set of linears, measured once."""
-        if "sensitivities" not in self.log.done:
-            self.restore()
-            self.model.eval()
-            started = time.perf_counter()
-            held_out = calibration(self.data, SENSITIVITY_WINDOWS, 5000 + self.job.seed)
-            found = measure_sensitivities(
-                self.model,
-                {tuple(names): [Pattern.parse(text) for text in PATTERNS] for names in self.sets},
-                get_pruner("sparsegpt"),
-                self.calibration[:8],
-                held_out,
-            )
-            damages = [[list(one.names), one.pattern, one.damage] for one in found]
-            self.log.write("sensitivities", seconds=time.perf_counter() - started, damages=damages)
-        choices: dict[tuple[str, ...], list[PatternChoice]] = {}
-        for names, pattern, damage in self.log.done["sensitivities"]["damages"]:
-            kept = choices.setdefault(tuple(names), [PatternChoice(DENSE, 0.0)])
-            kept.append(PatternChoice(Pattern.parse(pattern), damage))
-        shapes = {name: (linear.out_features, linear.in_features) for name, linear in self.linears.items()}
-        return [PlanSet(names, tuple(shapes[n] for n in names), tuple(found)) for names, found in choices.items()]
-
-    def prune(self, patterns: dict[str, Pattern], method: str) -> dict[str, Any]:
+    def prune(self, pattern: str, method: str) -> dict[str, Any]:
         self.restore()
         self.model.eval()
         layer_list = find_layer_list(self.model, self.linears)
@@ -293,7 +248,7 @@ class Experiment:
             self.model,
             layer_list,
             self.sets,
-            patterns,
+            dict.fromkeys(self.linears, Pattern.parse(pattern)),
             pruner,
             samples,
             matching=matching if method == MATCHED else None,

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from slidesparse.offline.plan.choose_patterns import PlanSet
-from slidesparse.weights.pattern import Pattern
-
 RECORDS = Path(__file__).parents[2] / "results/h200/serve"
 ENGINES = {"control": "dense", "6:8": "6:8", "4:6": "4:6", "2:4": "2:4"}
 """Engine of the records -> pattern of all its layers; the control is the plugin with nothing pruned."""
@@ -23,16 +20,3 @@ def served_speeds(workload: str, dtype: str = "int8") -> dict[str, float]:
             seconds.setdefault(record["key"]["engine"], []).append(mean(record["seconds"]))
     stock = mean(seconds["stock"] + seconds["stock again"])
     return {pattern: stock / mean(seconds[engine]) for engine, pattern in ENGINES.items()}
-
-
-class ServedTime:
-    """The time of a step if each linear takes the share of it that its weights have, at its pattern's served speed."""
-
-    name, rest, rest_before = "mixed load", 0.0, 0.0
-
-    def __init__(self, speeds: dict[str, float]) -> None:
-        self.speeds = speeds
-
-    def of(self, one: PlanSet, pattern: Pattern) -> float:
-        """See :class:`slidesparse.offline.plan.choose_patterns.StepTime`."""
-        return sum(out * columns for out, columns in one.shapes) / self.speeds[str(pattern)]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, edited_config, write_text
+from checkpoints import edited_config
 from small_mixtures import MIXTURES
 from small_models import build, make
 
 import slidesparse
-from slidesparse.cli import main
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
@@ -25,12 +21,8 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.plan.choose_patterns import Target
-from slidesparse.offline.plan.plan import plan_checkpoint
-from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
 
@@ -339,96 +331,15 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_plan_gives_the_experts_of_a_layer_one_pattern(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    with edited_config(tmp_path / "m") as config:
-        config["output_router_logits"] = True  # of all layers, also of those that a measurement need not run
-    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    patterns = ("6:8", "2:4", "6:8@50%")
-    options = PlanOptions(Target(sparsity=0.3), text, "magnitude", patterns)
-    plan = plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", options)
-    assert 0.3 <= plan.sparsity < 0.35
-    experts = {key: str(pattern) for key, pattern in plan.patterns.items() if "experts" in key}
-    layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    assert sorted(experts) == sorted(f"{layer}.{leaf}" for layer in layers for leaf in ("gate_up_proj", "down_proj"))
-    assert all(experts[f"{layer}.gate_up_proj"] == experts[f"{layer}.down_proj"] for layer in layers)
-    lines = (tmp_path / "plan.sensitivities.jsonl").read_text().splitlines()
-    measured = {(one["names"][0], one["pattern"]): one for one in map(json.loads, lines[1:])}
-    assert {pattern for key, pattern in measured if "experts" in key} == {"6:8", "2:4"}
-    found = measured[f"{layers[1]}.gate_up_proj", "2:4"]
-    assert found["names"] == [f"{layers[1]}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
-    # The damage by its definition, of a model whose experts are masked.
-    ids = calibration_windows(tmp_path / "m", model.config, replace(text, samples=8))[:4]
-    with torch.no_grad():
-        before = model.eval()(ids).logits.double().log_softmax(-1)
-        for leaf in ("gate_up_proj", "down_proj"):
-            weight = model.get_parameter(f"{layers[1]}.{leaf}")
-            rows = (weight.movedim(-2, -1) if name in TRANSPOSED else weight).reshape(-1, 4)
-            kept = torch.where(rows.abs() >= rows.abs().sort(1).values[:, 2:3], rows, 0)
-            turned = kept.reshape(weight.movedim(-2, -1).shape if name in TRANSPOSED else weight.shape)
-            weight.copy_(turned.movedim(-2, -1) if name in TRANSPOSED else turned)
-        after = model(ids).logits.double().log_softmax(-1)
-    assert found["damage"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
-    words = ["prune", tmp_path / "m", tmp_path / "s", "--plan", tmp_path / "plan.json", "--dtype", "fp32"]
-    assert main([*map(str, words)]) == 0
-    assert "no pattern" not in capsys.readouterr().err
-    assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
-        key: pattern if pattern != "dense" else None for key, pattern in experts.items()
-    }
-
-
-@pytest.mark.parametrize("name", ["granitemoe", "mixtral"])
-def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name])
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "text.txt")
-    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.2", "--calibration", text]
-    assert (
-        main([*map(str, words), "--length", "16", "--method", "magnitude", "--patterns", "6:8", "--dtype", "fp8"]) == 0
-    )
-    *lines, last = capsys.readouterr().out.splitlines()
-    kept = MIXTURES[name].not_quantised is not None
-    said = "these experts cannot be quantised as they are stored: prune keeps bf16, in which they run dense"
-    assert any(line.startswith(said) for line in lines) == kept
-    assert last.endswith("--dtype bf16" if kept else "--dtype fp8")
-    six = [*words[:3], tmp_path / "six.json", *words[4:], "--length", "16", "--method", "magnitude", "--recipe", "6bit"]
-    assert main([*map(str, six), "--patterns", "6:8"]) == kept
-    refused = "these experts cannot be quantised as they are stored; got --recipe 6bit; leave it out, or add --ignore"
-    assert (refused in capsys.readouterr().err) == kept
-    command = shlex.split(last.partition("slidesparse ")[2])
-    paths = {"SRC": str(tmp_path / "m"), "DST": str(tmp_path / "s")}
-    assert main([paths.get(word, word) for word in command]) == 0
-
-
-def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "text.txt")
-    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.2", "--calibration", text]
-    words += ["--samples", "4", "--length", "16", "--patterns", "6:8", "--method", "wanda"]
-    assert main([*map(str, words), "--ignore", "re:.*experts"]) == 0
-    assert "experts count" not in capsys.readouterr().out
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    rows = {name: 32 if name.endswith(("k_proj", "v_proj")) else 64 for name in plan["layers"]}
-    every = 64 * (sum(rows.values()) + 2 * 2 * 3 * 152)  # two experts of each layer, of three matrices, for a token
-    saved = 64 * sum(rows[name] / 4 for name, pattern in plan["layers"].items() if pattern == "6:8")
-    assert plan["modelled"]["speedup"] == pytest.approx(every / (every - saved))
-    assert not any("experts" in name for name in json.loads((tmp_path / "plan.json").read_text())["layers"])
-    (tmp_path / "plan.json").unlink()
-    (tmp_path / "plan.sensitivities.jsonl").unlink()
-    assert main([*map(str, words), "--ignore", "re:.*experts.down_proj"]) == 1
-    assert (
-        "experts of a layer get one pattern; got --ignore of model.layers.0.mlp.experts.down_proj"
-        in capsys.readouterr().err
-    )
-    assert main([*map(str, words)]) == 0
-    assert (
-        "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
-        in capsys.readouterr().out
-    )
+def test_experts_that_are_pruned_keep_their_patterns(tmp_path: Path, name: str) -> None:
+    """Those of a layer that kept more would lose weights by magnitude, and nobody would be told."""
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    layers = {r"re:.*layers\.1\..*experts": "6:8"}
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("2:4", "fp32", layers=layers))
+    prune_checkpoint(tmp_path / "s", tmp_path / "t", PruneOptions("2:4", "fp32"))
+    found = [{one.name: one.marked for one in inspect_checkpoint(tmp_path / at).expert_layers} for at in "st"]
+    assert found[0] == found[1] == {one: "6:8" if "layers.1." in one else "2:4" for one in found[0]}
+    assert all(torch.equal(one, tensors(tmp_path / "t")[key]) for key, one in tensors(tmp_path / "s").items())
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -304,13 +304,22 @@ def test_config_without_architecture(tmp_path: Path) -> None:
             prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-@pytest.mark.parametrize("changes", [{"pattern": "2:4"}, {"ignore": ()}, {"layers": {}}, {"lm_head": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"pattern": "2:4"}, {"ignore": ()}, {"lm_head": True}, {"layers": {"re:.*o_proj": "4:6"}}),
+        {"layers": {"model.layers.0.self_attn.o_proj": "4:6"}},
+    ],
+)
 def test_what_is_pruned_in_floats_keeps_its_patterns(tmp_path: Path, changes: dict[str, Any]) -> None:
     """What was left dense, or kept more, would lose weights by magnitude, and nobody would be told."""
     make_checkpoint(tmp_path / "m")
     options = {"pattern": "4:6", "ignore": ("re:.*down_proj",), "layers": {"re:.*o_proj": "6:8"}}
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(dtype="bf16", **options))
     prune_checkpoint(tmp_path / "s", tmp_path / "t", PruneOptions(dtype="int8", **options))
+    told = prune_checkpoint(tmp_path / "s", tmp_path / "kept", PruneOptions(dtype="int8", **{**options, "layers": {}}))
+    assert {name.rpartition(".")[2] for name, pattern in told.patterns.items() if pattern == "6:8"} == {"o_proj"}
+    assert contents(tmp_path / "t") == contents(tmp_path / "kept")
     with pytest.raises(InputError, match=r"pattern of .*; got .* is pruned; repeat the options of that run"):
         prune_checkpoint(tmp_path / "s", tmp_path / "u", PruneOptions(dtype="int8", **{**options, **changes}))
 

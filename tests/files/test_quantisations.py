@@ -92,7 +92,7 @@ def test_what_changes_the_result_is_refused_by_name(sources: Path, tmp_path: Pat
     assert error.value.remedy
 
 
-@pytest.mark.parametrize("command", ["inspect", "prune", "eval", "plan", "load", "recover"])
+@pytest.mark.parametrize("command", ["inspect", "prune", "eval", "load", "recover"])
 def test_every_command_refuses_it(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -108,7 +108,6 @@ def test_every_command_refuses_it(
         "inspect": [folder],
         "prune": [folder, new, "--pattern", "6:8"],
         "eval": [folder, "--text", text],
-        "plan": [folder, "--out", new, "--speedup", "1.1", "--calibration", text],
         "recover": [folder, "--dense", str(sources / "m"), "--out", new, "--tokens", "1M", "--text", text],
     }[command]
     capsys.readouterr()

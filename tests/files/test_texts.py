@@ -241,7 +241,7 @@ def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DEFAULT_FILE.stat().st_size < 100_000
     text = DEFAULT_FILE.read_text("utf-8")
     assert not [line for line in text.splitlines() if "http" in line or "/home" in line or "/tmp/wt" in line]
-    assert len(text) / 128 > 132 * 4.8  # enough windows for prune and plan at 4.8 signs a token, which is many
+    assert len(text) / 128 > 132 * 4.8  # enough windows for prune at 4.8 signs a token, which is many
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "m")

@@ -21,8 +21,7 @@ from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.lifting.expert_order import arrange, rows_needed
 from slidesparse.lifting.layout import Lifted
-from slidesparse.offline.plan.choose_patterns import modelled_bytes
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import COUNTED, Pattern
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.slide import gather
 
@@ -58,11 +57,13 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
 
 @pytest.mark.parametrize(("recipe", "bits"), [("absmax", 8), ("6bit", 6)])
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "16:18"])
-def test_plans_count_the_bytes_that_experts_take(pattern: str, recipe: Rounding, bits: int) -> None:
+def test_experts_take_the_bytes_of_their_form(pattern: str, recipe: Rounding, bits: int) -> None:
     out, columns = 256, 32 * 720  # whole bundles of all of these patterns
     experts = packed_experts(2, out, columns, INT8, pattern, recipe=recipe)
-    modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True, bits=bits)
-    assert HopperExperts().prepare(experts).weights.nbytes == pytest.approx(float(modelled), rel=2e-3)
+    parsed = Pattern.parse(pattern)
+    share = parsed.bytes_per_weight("counts" if parsed.windows in COUNTED else "2:4", bits)
+    nbytes = HopperExperts().prepare(experts).weights.nbytes
+    assert nbytes == pytest.approx(2 * out * columns * float(share), rel=2e-3)
 
 
 @pytest.mark.parametrize("pairs", [1, 64, 4096, 131072])

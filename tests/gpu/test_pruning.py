@@ -14,9 +14,6 @@ from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
-from slidesparse.offline.plan.choose_patterns import Target
-from slidesparse.offline.plan.plan import plan_checkpoint
-from slidesparse.offline.plan.plan_options import PlanOptions
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_options import Recipe
 from slidesparse.prune import prune_mask
@@ -93,11 +90,8 @@ def test_as_good_as_on_the_cpu_and_the_same_twice(source: Path, method: str, pat
             assert torch.equal(weight, again.tensor(f"{linear}.weight"))
 
 
-def test_plan_and_eval(source: Path) -> None:
+def test_eval(source: Path) -> None:
     text = source.parent / "text.txt"
-    options = PlanOptions(Target(speedup=1.2), Calibration(str(text), 8, 32), patterns=("8:10", "6:8", "2:4"))
-    plan = plan_checkpoint(source, source.parent / "plan.json", options, device="cuda")
-    assert plan.speedup >= 1.2
     measured = [evaluate(source, text=text, window=64, device=device).perplexity for device in ("cpu", "cuda")]
     assert measured[0] is not None
     assert measured[1] is not None

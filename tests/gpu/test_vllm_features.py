@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, rea
 
 COMPILED = {"enforce_eager": False}
 JOINED = COMPILED | {"additional_config": {"slidesparse": {"backend": "dense"}}}
-"""Every linear dense, and joined with the norm or the activation before it, as a plan's dense linears are."""
+"""Every linear dense, and joined with the norm or the activation before it, as a checkpoint's dense linears are."""
 SIX_BITS = {"additional_config": {"slidesparse": {"backend": "hopper-6bit"}}}
 MODES = {"eager": {}, "compiled": COMPILED}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}

@@ -69,7 +69,7 @@ RENAMED: dict[str, dict[str, Any]] = {
 def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was held to the common pattern: a planned checkpoint was refused, as one whose weights belie it."""
+    """It was held to the common pattern: a checkpoint with others was refused, as one whose weights belie it."""
     known = getattr(transformers, name)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = known.config_class(vocab_size=128, max_position_embeddings=64, **sizes, **RENAMED[name])
@@ -124,7 +124,7 @@ def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() 
 
 
 def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
-    """A damaged weight ran dense, and was told to be so by the checkpoint, where a plan left a later layer dense."""
+    """A damaged weight ran dense, and was told to be so by the checkpoint, where a later layer was left dense."""
     from slidesparse.integrations.names import NamedLayer
     from slidesparse.integrations.vllm.model_state import ModelState
     from slidesparse.integrations.vllm.status import ModelStatus

@@ -12,14 +12,8 @@ from small_models import make
 
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.float_linears import IN_FLOATS, LINEARS, linears_of_float_mixers
-from slidesparse.models.sparsify import run_once
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.dry_run import dry_run
-from slidesparse.offline.plan.choose_patterns import Target
-from slidesparse.offline.plan.plan_options import PlanOptions
-from slidesparse.offline.plan.plan_sets import find_sets
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 MIXER = {f"model.layers.0.mamba.{leaf}" for leaf in LINEARS}
@@ -63,18 +57,6 @@ def test_they_stay_dense_in_8_bits(jamba: Path, dtype: str) -> None:
 def test_they_are_pruned_in_floats(jamba: Path) -> None:
     done = prune_checkpoint(jamba, jamba.parent / "out", PruneOptions("6:8", "bf16"))
     assert MIXER & set(done.patterns) == MIXER - {"model.layers.0.mamba.dt_proj"}
-
-
-def test_a_plan_leaves_them_dense(jamba: Path) -> None:
-    checkpoint = Checkpoint(jamba)
-    meta = build_meta_model(checkpoint)
-    options = PlanOptions(Target(speedup=1.1), Calibration(jamba / "text.txt"))
-    planned = find_sets(meta, checkpoint, options, run_once(meta.model))
-    assert not MIXER & set(planned.shapes)
-    assert {name for one in planned.dense for name in one.names} >= MIXER
-    layers = dict.fromkeys(planned.shapes, "6:8")
-    done = prune_checkpoint(jamba, jamba.parent / "out", PruneOptions("6:8", "int8", layers=layers))
-    assert set(done.patterns) | set(done.experts) == set(layers)
 
 
 def test_where_nothing_else_is_left_the_remedy_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from slidesparse.recover.options import RecoverOptions
 from slidesparse.recover.run import recover
 from slidesparse.recover.state import State
 from slidesparse.recover.training import Training
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_pattern
 
 WINDOW, WINDOWS = 32, 8
@@ -41,13 +40,14 @@ def options(folder: Path, steps: int = 6, **changes: Any) -> RecoverOptions:
     return RecoverOptions(**{**usual, **changes})
 
 
-def make_pair(folder: Path, name: str = "llama", pattern: str = "2:4", **changes: Any) -> None:
+def make_pair(
+    folder: Path, name: str = "llama", pattern: str = "2:4", layers: dict[str, str] | None = None, **changes: Any
+) -> None:
     """A dense checkpoint, a pruned one and a text."""
     make_checkpoint(folder / "base", name, **changes)
     add_tokenizer(folder / "base")
     write_text(folder / "text.txt", 900)
-    words = ["prune", str(folder / "base"), str(folder / "pruned"), "--pattern", pattern, "--dtype", "bf16"]
-    assert main(words) == 0
+    prune_checkpoint(folder / "base", folder / "pruned", PruneOptions(pattern, "bf16", layers=layers or {}))
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +97,18 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_what_prune_said_of_it_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that it loads, and is rounded under its own pattern alone; a plan that it follows is not called another's."""
-    make_pair(tmp_path, pattern="6:8")
+def test_what_prune_said_of_it_stays(tmp_path: Path) -> None:
+    """So that it loads, and is rounded under its own patterns alone, those of single layers among them."""
+    make_pair(tmp_path, pattern="6:8", layers={"re:.*o_proj": "8:10"})
     recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=4))
-    assert Marker.require(Checkpoint(tmp_path / "out").config, tmp_path).pattern == Pattern.parse("6:8")
+    marker = Marker.require(Checkpoint(tmp_path / "out").config, tmp_path)
+    assert (str(marker.pattern), set(map(str, marker.layers.values()))) == ("6:8", {"8:10"})
     assert slidesparse.load(tmp_path / "out")
     assert "`slidesparse recover` trained it on 1024 tokens" in (tmp_path / "out/README.md").read_text()
     with pytest.raises(InputError, match=r"as .*out is pruned"):
         prune_checkpoint(tmp_path / "out", tmp_path / "other", PruneOptions("4:6", "int8"))
-    linears = [name.removesuffix(".weight") for name in tensors(tmp_path / "out") if "_proj.weight" in name]
-    plan = {"version": 1, "method": "magnitude", "weights": "others", "layers": dict.fromkeys(linears, "6:8")}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    capsys.readouterr()
-    words = ["prune", tmp_path / "out", tmp_path / "served", "--plan", tmp_path / "plan.json", "--dtype", "int8"]
-    assert main([*map(str, words)]) == 0
-    assert "another checkpoint" not in capsys.readouterr().err
+    prune_checkpoint(tmp_path / "out", tmp_path / "served", PruneOptions("6:8", "int8"))
+    assert Marker.require(Checkpoint(tmp_path / "served").config, tmp_path) == marker
 
 
 def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,9 +59,6 @@ def add_bench(commands: Commands, text: str) -> None:
     served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
-    served.add_argument(
-        "--plan", type=named_path, metavar="FILE", help="serve what slidesparse plan chose, too: engine plan"
-    )
     served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
     served.add_argument(
         "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
@@ -152,7 +149,7 @@ def _require_own_options(options: argparse.Namespace) -> None:
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
         ("serve",): (
-            *("quick", "engines", "plan", "gpus", "timeline", "workloads", "soak", "http"),
+            *("quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
             *("server", "rivals", "eagle"),
         ),
     }
@@ -188,9 +185,9 @@ def _bench_vllm(options: argparse.Namespace) -> int:
 
 
 def _bench_serve(options: argparse.Namespace) -> int:
-    from slidesparse_bench.serve import serve, serve_plan
+    from slidesparse_bench.serve import serve, serve_profile
 
-    profile = serve_plan.adapt(
+    profile = serve_profile.adapt(
         quick=options.quick,
         dtypes=options.dtype,
         models=options.models,
@@ -203,12 +200,11 @@ def _bench_serve(options: argparse.Namespace) -> int:
         timeline=options.timeline,
         workloads=options.workloads,
         soak_s=options.soak,
-        http=options.http or serve_plan.AUTO_HTTP,
+        http=options.http or serve_profile.AUTO_HTTP,
         server=options.server or "vllm",
         rivals=options.rivals,
         eagle=options.eagle,
         budget_s=options.budget_s,
-        plan=options.plan,
     )
     summary = serve.run(profile, options.out, options.scratch)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())

@@ -2,7 +2,6 @@
 
     python regimes.py DENSE OUT                       # the dense regime
     python regimes.py PRUNED OUT                      # the zeros of a pruned BF16 checkpoint held
-    python regimes.py DENSE OUT --moving 6:8          # the mask follows the weights (SR-STE: Zhou et al., ICLR 2021)
 
 All regimes see the same questions in the same order, at the same rate: those of :mod:`reasoning`'s generators, with
 seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py --parts reasoning`` judges.
@@ -22,41 +21,13 @@ import reasoning
 import torch
 from rivals import save
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slidesparse import HeldZeros, InputError, prune_mask
-from slidesparse.models.targets import find_targets
+from slidesparse import HeldZeros, InputError
 from slidesparse.recover.options import rate_share
 from slidesparse.recover.training import BETAS, CLIP
 
-DECAY = 2e-4
-"""SR-STE's lambda: how strongly weights that the mask leaves out are drawn to zero."""
-
 NO_LOSS = -100
-
-
-class Moving(nn.Module):
-    """A weight under the mask of its largest values; the gradient is that of the weight, and pruned ones decay."""
-
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self.pattern = pattern
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return _Masked.apply(weight, prune_mask(weight.detach(), self.pattern))
-
-
-class _Masked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight, mask)
-        return weight * mask
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight, mask = ctx.saved_tensors
-        return grads[0] + DECAY * weight * ~mask, None
 
 
 def examples(tokenizer: Any, number: int, seed: int = 0) -> list[tuple[list[int], int]]:
@@ -137,7 +108,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("start", type=Path, help="a dense checkpoint, or one that is pruned in BF16")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--moving", metavar="PATTERN", help="choose the mask anew in each step")
     parser.add_argument("--questions", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=256, help="questions of a step")
     parser.add_argument("--rate", type=float, default=2e-5)
@@ -146,13 +116,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device).train()
     model.gradient_checkpointing_enable()  # activations of a step would nearly fill an H200
-    linears = list(find_targets(model).linears.values()) if options.moving else []
-    for linear in linears:
-        parametrize.register_parametrization(linear, "weight", Moving(options.moving))
     tokens = train(model, examples(tokenizer, options.questions), options)
-    for linear in linears:
-        parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
-    about = {"kind": "regime", "moving": options.moving, "rate": options.rate, "trained_on": tokens}
+    about = {"kind": "regime", "rate": options.rate, "trained_on": tokens}
     save(model.to(torch.bfloat16), tokenizer, options.start, options.out, about)
     print(json.dumps(about))
 

@@ -29,9 +29,6 @@ HERE = Path(__file__).parent
 SPEEDUPS = {"6:8": "1.14", "4:6": "1.18", "2:4": "1.42"}
 """How much faster served dense INT8 models are at a pattern, by the records' mixed load: depth is cut for the same."""
 
-PLAN, ZEROS = "plan", "0.3333"
-"""In the place of a pattern: one for each layer, with as many zeros as 4:6 has."""
-
 KINDS = {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"], "fp8": ["--dtype", "fp8"]}
 """In which types pruned and recovered models are served."""
 
@@ -62,10 +59,9 @@ class Jobs:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.found = options, dict[str, Job]()
         self.texts = [f"--text={options.text}:1", f"--chats={options.chats}:{options.share}"]
-        self.plan = f"{self.path(PLAN)}.json"
         self.text = ["--calibration", options.chats, "--samples", "256", "--length", "512"]
         self.add("dense", [], options.dense)
-        for pattern in (*options.patterns, PLAN):
+        for pattern in options.patterns:
             self.pruned(pattern)
         for pattern in options.patterns:
             self.baselines(pattern)
@@ -89,15 +85,8 @@ class Jobs:
     def calibrated(self, tag: str, pattern: str, *how: str) -> None:
         """Add a model that is pruned with calibration."""
         sparsegpt = ["--dtype", "bf16", "--method", "sparsegpt", *self.text, *how]
-        made = [self.prune(self.options.dense, self.path(tag), *self.chosen(pattern), *sparsegpt)]
-        if pattern == PLAN:
-            how_plan = ["--out", self.plan, "--sparsity", ZEROS, "--patterns", *self.options.patterns, *self.text]
-            planned = [sys.executable, "-m", "slidesparse", "plan", self.options.dense, *how_plan]
-            made = [["rm", "-f", self.plan], planned, *made]  # a plan is made again from the measurements that it kept
+        made = [self.prune(self.options.dense, self.path(tag), "--pattern", pattern, *sparsegpt)]
         self.add(tag, made, self.path(tag))
-
-    def chosen(self, pattern: str) -> list[str]:
-        return ["--plan", self.plan] if pattern == PLAN else ["--pattern", pattern]
 
     def pruned(self, pattern: str) -> None:
         """Add one shot, recovery by each budget, and the types in which the best is served."""
@@ -113,7 +102,7 @@ class Jobs:
             for kind, how in KINDS.items():
                 tag = f"{source} {kind}"
                 calibrated = ["--method", "sparsegpt", *self.text]
-                made = self.prune(self.path(source), self.path(tag), *self.chosen(pattern), *how, *calibrated)
+                made = self.prune(self.path(source), self.path(tag), "--pattern", pattern, *how, *calibrated)
                 self.add(tag, [made], self.path(tag), (source,), "--served")
 
     def baselines(self, pattern: str) -> None:
@@ -140,15 +129,12 @@ class Jobs:
                 self.add(best, [train], self.path(best), (tag,))
 
     def regimes(self) -> None:
-        """Add the model trained to answer questions: dense, with the zeros of one shot held, with moving masks."""
-        runs: dict[str, tuple[str, tuple[str, ...], list[str]]] = {"dense": (self.options.dense, (), [])}
-        for pattern in self.options.patterns:
-            start = f"{pattern} match"
-            runs[pattern] = self.path(start), (start,), []
-            runs[f"{pattern} moving"] = self.options.dense, (), ["--moving", pattern]
-        for name, (start, after, how) in runs.items():
+        """Add the model trained to answer questions: dense, and with the zeros of one shot held."""
+        runs: dict[str, tuple[str, tuple[str, ...]]] = {"dense": (self.options.dense, ())}
+        runs |= {one: (self.path(f"{one} match"), (f"{one} match",)) for one in self.options.patterns}
+        for name, (start, after) in runs.items():
             tag = f"{name} regime"
-            made = [sys.executable, str(HERE / "regimes.py"), start, self.path(tag), *how]
+            made = [sys.executable, str(HERE / "regimes.py"), start, self.path(tag)]
             self.add(tag, [made], self.path(tag), after, "--parts", "reasoning")
 
 

@@ -21,10 +21,9 @@ WINDOWS = ("samples", "length", "seed")
 whether somebody asked for it; :class:`slidesparse.offline.calibrate.calibration.Calibration` has the usual values."""
 
 
-def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+def add_calibration(parser: argparse.ArgumentParser, text: str) -> None:
     """Add the options of calibration text, which :func:`calibration_of` reads; ``text`` says what it is for."""
     add_texts(parser, "calibration", f"{text}; may be given again, with weights")
-    parser.set_defaults(needs_calibration=required)
     add_own_chats(parser, "the model")
     add_no_bos(parser)
     parser.add_argument("--samples", type=int, help="calibration windows (default: 128)")
@@ -67,8 +66,6 @@ def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Cali
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
     if texts := [*options.calibration, *own]:
         return Calibration(texts[0], **given, more=tuple(texts[1:]), bos=not options.no_bos)
-    if options.needs_calibration:
-        raise InputError("no text to measure on", remedy="add --calibration FILE, or --self NUMBER")
     if names := [*(f"--{name}" for name in given), *(["--no-bos"] if options.no_bos else [])]:
         got = f"{', '.join(names)} without --calibration"
         remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"

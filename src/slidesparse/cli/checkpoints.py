@@ -17,18 +17,17 @@ from slidesparse.cli.arguments import (
     show,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.pruning import add_chats, add_plan, add_prune, add_recover
+from slidesparse.cli.pruning import add_chats, add_prune, add_recover
 from slidesparse.errors import InputError
 
 PLOT = Path("slidesparse-demo.png")
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, demo, prune, plan, eval, pack, inspect, recover and chats."""
+    """Add info, demo, prune, eval, pack, inspect, recover and chats."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
     _add_demo(commands)
     add_prune(commands)
-    add_plan(commands)
     _add_eval(commands)
     text = "Write the packed form of a pruned checkpoint into its folder, to load it faster."
     add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH")

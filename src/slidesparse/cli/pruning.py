@@ -1,15 +1,10 @@
-"""The commands that prune, choose patterns, train on, and write chats: their arguments, and what they print."""
+"""The commands that prune, train on, and write chats: their arguments, and what they print."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from slidesparse.cli.arguments import (
     Commands,
@@ -33,15 +28,13 @@ from slidesparse.cli.calibration import (
     planned_chats,
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
-from slidesparse.errors import InputError, printable
+from slidesparse.errors import InputError
 from slidesparse.offline.published import BEST, COSTS
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
-    from slidesparse.offline.calibrate.calibration import Calibration
     from slidesparse.offline.dry_run import DryRun
     from slidesparse.offline.outcome import PruneSummary
-    from slidesparse.offline.prune_options import Recipe
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
 """Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
@@ -53,12 +46,10 @@ def add_prune(commands: Commands) -> None:
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
     add = prune.add_argument
     add("destination", type=named_path, metavar="DST", help="folder to make")
-    which = prune.add_mutually_exclusive_group(required=True)
-    which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
-    which.add_argument("--plan", type=named_path, metavar="FILE", help="patterns that slidesparse plan chose")
+    add("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
     text = "int8 or fp8 (docs/cards.md compares them); bf16, fp16 or fp32 to prune only (default: a quantised source's)"
     add("--dtype", help=text)
-    add("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
+    add("--method", choices=METHODS, default="magnitude", help="how weights are chosen (default: %(default)s)")
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
     add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
@@ -67,9 +58,9 @@ def add_prune(commands: Commands) -> None:
     add_device(prune, "where weights are pruned and calibration runs: cpu or cuda")
     text = (
         "how INT8 weights are rounded: one scale a channel, BitNet b1.58's -1, 0, 1, or a scale a channel and six bits,"
-        " which take 0.8 of the memory on an H100 or H200 (default: absmax, or the plan's)"
+        " which take 0.8 of the memory on an H100 or H200 (default: %(default)s)"
     )
-    add("--recipe", choices=("absmax", "ternary", "6bit"), help=text)
+    add("--recipe", choices=("absmax", "ternary", "6bit"), default="absmax", help=text)
     add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)")
     text = "another pattern for a layer (name or re:...)"
     add("--layer", action="append", default=[], metavar="NAME=PATTERN", help=text)
@@ -88,7 +79,6 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.prune import prune_checkpoint
     from slidesparse.offline.prune_options import PruneOptions, check_options
-    from slidesparse.offline.stored_plan import as_options, read_plan
 
     if options.dry_run and options.own_chats:
         raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")
@@ -97,21 +87,9 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
-    pattern, method, ignore = options.pattern, options.method or "magnitude", tuple(options.ignore)
-    recipe: Recipe = options.recipe or "absmax"
-    plan = None
-    if options.plan is not None:
-        if layers:
-            raise InputError("--layer and --plan", needed="one of them")
-        plan = read_plan(options.plan).without(ignore)
-        pattern, layers = as_options(plan.layers)
-        ignore = plan.ignore
-        method, recipe = options.method or plan.method, options.recipe or plan.recipe
-    same = ("dtype", "lm_head", "part", "match", "smooth")
-    wanted = PruneOptions(
-        pattern=pattern, method=method, calibration=calibration, recipe=recipe, ignore=ignore, layers=layers,
-        **{name: getattr(options, name) for name in same},
-    )  # fmt: skip
+    same = ("pattern", "dtype", "method", "recipe", "lm_head", "part", "match", "smooth")
+    how = {name: getattr(options, name) for name in same}
+    wanted = PruneOptions(calibration=calibration, ignore=tuple(options.ignore), layers=layers, **how)
     check_options(wanted)  # before a model of the hub is fetched
     with ranks.first_alone(of_machine=True):
         source = source_of(options)
@@ -119,83 +97,13 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     if own := own_chats_of(options, source, device, ranks):
         wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary
-    how: dict[str, Any] = {"device": device, "links": options.links, "followed": plan}
+    where: dict[str, Any] = {"device": device, "links": options.links}
     if not options.dry_run:
-        summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
+        summary = prune_checkpoint(source, options.destination, wanted, **where, ranks=ranks)
     elif ranks.is_first:
-        summary = dry_run(source, options.destination, wanted, **how)
+        summary = dry_run(source, options.destination, wanted, **where)
     if ranks.is_first:
         print_outcome(options, summary)
-    return 0
-
-
-def add_plan(commands: Commands) -> None:
-    """Add plan."""
-    text = "Choose a pattern for every layer: the least damage at a speed, share of zeros or size."
-    plan = add_command(commands, "plan", _plan, text)
-    add_source(plan, "SRC", "folder with config.json and safetensors in a float type, or NAMESPACE/NAME on the hub")
-    add = plan.add_argument
-    add("--out", type=named_path, required=True, metavar="FILE.json", help="plan to make, for prune --plan")
-    target = plan.add_mutually_exclusive_group(required=True).add_argument
-    target("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
-    target("--sparsity", type=float, help="share of zeros: 0.25")
-    target("--memory", type=float, metavar="GB", help="treated weights in 2:4 form, of 8 bits or 6 (--recipe)")
-    pace = plan.add_mutually_exclusive_group().add_argument
-    text = "served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
-    pace("--at", metavar="LOADS", help=text)
-    pace("--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)")
-    text = "to be served, for --at (%(default)s)"
-    add("--dtype", choices=("int8", "fp8"), default="int8", help=text)
-    text = "how INT8 weights will be rounded, for sizes and --at: as prune does by this name (%(default)s)"
-    add("--recipe", choices=("absmax", "6bit"), default="absmax", help=text)
-    text = "H100 or H200, for --at: the one to serve on (default: that of --device, H200 with cpu)"
-    add("--gpu", type=str.upper, help=text)
-    add("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
-    add("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
-    add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
-    add_device(plan, "cpu or cuda; it holds the whole model, in float32")
-    add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
-
-
-@contextmanager
-def _standard_output_kept_clean() -> Iterator[None]:
-    """Send to standard error what libraries print: the solver's C code prints lines that no option turns off."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # what C code printed may still wait for its turn
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from slidesparse.base.ranks import ALONE
-    from slidesparse.files.checkpoint import Checkpoint
-    from slidesparse.offline.plan.choose_patterns import Target
-    from slidesparse.offline.plan.plan import plan_checkpoint
-    from slidesparse.offline.plan.plan_file import describe
-    from slidesparse.offline.plan.plan_options import CANDIDATES, PlanOptions, parse_gain, refuse_samples
-
-    refuse_samples(options.samples, options.method)
-    source, device = source_of(options), device_of(options)
-    own = own_chats_of(options, source, device, ALONE)
-    same = {name: getattr(options, name) for name in ("method", "dtype", "gpu", "recipe")}
-    wanted = PlanOptions(
-        target=Target(options.speedup, options.sparsity, options.memory),
-        calibration=cast("Calibration", calibration_of(options, own)),  # there is one, or an error
-        patterns=tuple(options.patterns or CANDIDATES),
-        mma_gain=parse_gain(options.mma_gain),
-        at=() if options.at is None else tuple(dict.fromkeys(options.at.split(","))),
-        ignore=tuple(options.ignore),
-        **same,
-    )
-    with _standard_output_kept_clean():
-        plan = plan_checkpoint(source, options.out, wanted, device=device)
-    said = options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out, Checkpoint(source))
-    print(printable(said, keep="\n"))
     return 0
 
 

@@ -6,7 +6,6 @@ of modules. transformers has both, and from its version 5 on mostly the first, w
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -63,11 +62,6 @@ class Experts:
         """
         layer = self.layer(leaf)
         return layer.replace(f"{self.name}.*.", f"{self.name}.{expert}.") if self.members else f"{layer}.{expert}"
-
-    def rows(self, leaf: str) -> tuple[int, int]:
-        """Return the rows of one of ``weights`` of all experts together, and K."""
-        columns = self.columns(leaf)
-        return self.count * math.prod(self.weights[leaf][-2:]) // columns, columns
 
     def columns(self, leaf: str) -> int:
         """Return K of one of ``weights``, whose orientation must be known."""

@@ -31,7 +31,7 @@ from slidesparse.weights.quant import dequantize, quantize_rows
 
 AT_ONCE = 2**32
 """Most bytes of gram matrices of experts at a time. While processes share a text, each holds up to four such sums. The
-layer runs once more for each further part of its experts; ``plan`` does so at each pattern."""
+layer runs once more for each further part of its experts."""
 
 
 def tokens_of(name: str) -> str:

@@ -117,7 +117,7 @@ class LayerList:
         yield from ((f"{self.name}.{i}", layer) for i, layer in enumerate(self.layers))
 
 
-def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
+def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
     """Return the list of layers that holds all linears to be pruned; an InputError names those outside of it."""
     names = list(linears)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -125,15 +125,14 @@ def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None
     best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
     if best is None or not inside[best]:
         raise _cannot_calibrate(
-            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList", remedy
+            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList"
         )
     outside = [name for name in names if name not in inside[best]]
     if outside:
-        others = [] if remedy is None else [LEFT_DENSE, remedy]
         raise InputError(
             f"pruning layer by layer goes through {best} only",
             got=f"{counted(len(outside), 'linear')} outside of it: {', '.join(outside[:3])}",
-            remedy=", or ".join(["put them on the ignore list (--ignore)", *others]),
+            remedy=f"put them on the ignore list (--ignore), or {LEFT_DENSE}, or {BY_MAGNITUDE}",
         )
     return LayerList(best, list(lists[best]))
 
@@ -160,8 +159,10 @@ def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable
             )
 
 
-def _cannot_calibrate(model: nn.Module, got: str, needed: str, remedy: str | None = BY_MAGNITUDE) -> InputError:
-    return InputError(f"cannot calibrate {type(model).__name__} layer by layer", got=got, needed=needed, remedy=remedy)
+def _cannot_calibrate(model: nn.Module, got: str, needed: str) -> InputError:
+    return InputError(
+        f"cannot calibrate {type(model).__name__} layer by layer", got=got, needed=needed, remedy=BY_MAGNITUDE
+    )
 
 
 def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
@@ -198,15 +199,6 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
             )
         samples += found
     return samples
-
-
-def try_record(model: nn.Module, layer_list: LayerList, batches: Sequence[Batch]) -> list[Sample]:
-    """Return what :func:`record_inputs` does; nothing for a model whose layers cannot run one at a time."""
-    try:
-        require_single_passes(model, layer_list, lambda: model(**batches[0]))
-        return record_inputs(model, layer_list, batches)
-    except InputError:
-        return []
 
 
 def _either_way(model: nn.Module, run: Callable[[Give], list[Sample]]) -> list[Sample]:
@@ -279,31 +271,15 @@ def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[...
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
     """Return the hidden state that a layer computes from a sample's; what else later layers read the sample keeps."""
-    out = _out(layer, sample, index)
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return found
-
-
-def _out(layer: nn.Module, sample: Sample, index: int) -> Any:
     args, kwargs = sample.inputs(index)
     out = layer(sample.hidden, *args, **kwargs)
     if isinstance(out, tuple) and len(out) > 1:
         sample.keep_second(index, out[1])
-    return out
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
 
 
 def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
     """Run a layer on all samples: what it gives is what the next one reads."""
     for sample in samples:
         sample.hidden = run_layer(layer, sample, index)
-
-
-@torch.no_grad()
-def run_rest(model: nn.Module, layer_list: LayerList, batch: Batch, sample: Sample, index: int) -> Any:
-    """Return what a model gives for a batch whose sample has come before a layer. The sample stays there."""
-    rest, last = sample.apart(), len(layer_list.layers) - 1
-    for number in range(index, last):
-        rest.hidden = run_layer(layer_list.layers[number], rest, number)
-    out = _out(layer_list.layers[last], rest, last)
-    with _forwards(layer_list.layers, lambda _: lambda *_, **__: out):
-        return model(**batch)

@@ -1,1 +1,1 @@
-"""All that makes or judges a checkpoint: prune, plan, inspect, eval."""
+"""All that makes or judges a checkpoint: prune, inspect, eval."""

@@ -19,7 +19,6 @@ from slidesparse.models.layer_kinds import alike
 from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.prune import Prepared, job_record, prepare
 from slidesparse.offline.prune_options import PruneOptions
-from slidesparse.offline.stored_plan import StoredPlan
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,12 @@ def dry_run(
     *,
     device: str | torch.device = "cpu",
     links: Links = "refuse",
-    followed: StoredPlan | None = None,
 ) -> DryRun:
     """Return what :func:`slidesparse.offline.prune.prune_checkpoint` would do; it has the same arguments and errors.
 
     A disk that is too small is no error here, since the sizes are what one wants to know then.
     """
-    prepared = prepare(source, destination, options, device, links, followed)
+    prepared = prepare(source, destination, options, device, links)
     job, files = prepared.job, prepared.files
     size = prepared.n_bytes + files.n_bytes
     missing = bytes_to_write(prepared.destination, lambda: job_record(prepared, options), size)

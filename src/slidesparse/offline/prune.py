@@ -23,7 +23,6 @@ from slidesparse.base.version import __version__
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import write_index, write_json
-from slidesparse.files.marker import Marker
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
@@ -38,7 +37,6 @@ from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
-from slidesparse.offline.stored_plan import StoredPlan
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
 
@@ -52,7 +50,6 @@ class Prepared:
         files: Other files of the source.
         job: How every tensor is treated.
         outputs: File name -> tensor -> type and shape, of the new checkpoint.
-        weights: Fingerprint of the source, where it was needed already; else None.
     """
 
     checkpoint: Checkpoint
@@ -60,7 +57,6 @@ class Prepared:
     files: SourceFiles
     job: PruneJob
     outputs: dict[str, dict[str, Stored]]
-    weights: str | None
 
     @property
     def n_bytes(self) -> int:
@@ -85,12 +81,7 @@ class Prepared:
 
 
 def prepare(
-    source: str | Path,
-    destination: str | Path,
-    options: PruneOptions,
-    device: str | torch.device,
-    links: Links,
-    followed: StoredPlan | None = None,
+    source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
 ) -> Prepared:
     """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
     check_options(options)
@@ -99,15 +90,9 @@ def prepare(
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     require_fetched(files)
-    weights = None
-    if followed is not None:
-        weights = fingerprint(checkpoint, checkpoint.config)
-        # Linears that are pruned already follow the plan, or are refused.
-        if (marker := Marker.from_config(checkpoint.config)) is None or marker.experts:
-            followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
-    job = PruneJob(checkpoint, options, where, followed)
+    job = PruneJob(checkpoint, options, where)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
-    return Prepared(checkpoint, destination, files, job, outputs, weights)
+    return Prepared(checkpoint, destination, files, job, outputs)
 
 
 def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
@@ -117,7 +102,7 @@ def job_record(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
         "version": MARKER_VERSION,
         "slidesparse": __version__,
         "options": {**asdict(options), "smooth": bool(prepared.job.folds)},
-        "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
+        "source": fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
         return record
@@ -132,7 +117,6 @@ def prune_checkpoint(
     *,
     device: str | torch.device = "cpu",
     links: Links = "refuse",
-    followed: StoredPlan | None = None,
     progress: bool | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneSummary:
@@ -147,7 +131,7 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    prepared = prepare(source, destination, options, device, links, followed)
+    prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")

@@ -35,13 +35,6 @@ from slidesparse.weights.quant import QUANTISED, dequantize, loadable, quantize_
 from slidesparse.weights.support import check_weight
 
 
-def can_be_quantised(name: str, tensor: ExpertTensor, stored: Stored, architecture: str) -> bool:
-    """Say whether experts that are stored in a float type can be written in 8 bits."""
-    if len(stored.shape) == 2:
-        return not tensor.transposed and name.endswith(".weight")
-    return single_experts(architecture, name) is not None
-
-
 class ExpertJob:
     """The experts of a checkpoint, and how they are treated.
 
@@ -106,9 +99,9 @@ class ExpertJob:
         return ((name, tensor) for name, tensor in self.tensors.items() if tensor.layer not in self.dense)
 
     def _can_be_quantised(self, name: str, tensor: ExpertTensor, stored: Stored) -> bool:
-        if self.source_dtype is not None and len(stored.shape) != 2:
-            return False
-        return can_be_quantised(name, tensor, stored, type(self.meta.model).__name__)
+        if len(stored.shape) == 2:
+            return not tensor.transposed and name.endswith(".weight")
+        return self.source_dtype is None and single_experts(type(self.meta.model).__name__, name) is not None
 
     def _refuse_part_of_a_layer(self) -> None:
         """Refuse experts of which some are quantised and some not, where servers have one type or one form for all."""

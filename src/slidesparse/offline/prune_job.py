@@ -14,6 +14,7 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_tensors import marker_name
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import without_code
@@ -34,7 +35,6 @@ from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
-from slidesparse.offline.stored_plan import StoredPlan
 from slidesparse.offline.treated import find_treated
 from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
 from slidesparse.prune.round_outputs import FP8, SIX_BITS
@@ -55,9 +55,7 @@ from slidesparse.weights.support import check_weight
 class PruneJob:
     """A checkpoint and the options, from which follows how every tensor is treated."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device) -> None:
         self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
         self.rounding = options.rounding
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
@@ -69,9 +67,10 @@ class PruneJob:
         self.run = run_once(self.meta.model)
         self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
-        if followed is not None:
-            followed.compare_names(treated, checkpoint.path)
-        patterns = layer_patterns(treated, self.pattern, options.layers)
+        self.marker = Marker.from_config(checkpoint.config)
+        marked = self._marked_patterns()
+        kept = {name: marked[name] for name in treated if name in marked and name not in options.layers}
+        patterns = layer_patterns(treated, self.pattern, {**options.layers, **kept})
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self._require_marked_patterns()
@@ -117,14 +116,23 @@ class PruneJob:
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 
+    def _marked_patterns(self) -> dict[str, Pattern]:
+        """Return the patterns that a pruned source names of single linears and of experts, which it keeps."""
+        if self.marker is None:
+            return {}
+        tensors, stored = self.experts.tensors, self.checkpoint.stored
+        experts = {one.layer: marker_name(name, len(stored(name).shape)) for name, one in tensors.items()}
+        known = self.marker.experts
+        return {**self.marker.layers, **{layer: known[name] for layer, name in experts.items() if name in known}}
+
     def _require_marked_patterns(self) -> None:
         """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
-        marker = Marker.from_config(self.checkpoint.config)
+        marker = self.marker
         for name, pattern in self.patterns.items():
             was = pattern if marker is None else DENSE if name in marker.ignore else marker.pattern_of(name)
             if pattern != was:
                 needed = f"{was}, as {self.checkpoint.path} is pruned"
-                remedy = "repeat the options of that run (--pattern, --plan, --layer, --ignore, --lm-head)"
+                remedy = "repeat the options of that run (--pattern, --layer, --ignore, --lm-head)"
                 raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:

@@ -10,6 +10,8 @@ BEST = "--method sparsegpt --match 200 with text like the model's use, then slid
 """What lost least of all that was measured."""
 
 COSTS = (
+    ("SmolLM2-135M-Instruct", 135e6, "6:8", "3.8 %", "1.5 %"),
+    ("SmolLM2-135M-Instruct", 135e6, "4:6", "9.7 %", "4.1 %"),
     ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "6:8", "4.1 %", "1.9 %"),
     ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "4:6", "9.3 %", "3.0 %"),
     ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "2:4", "36.3 %", "13.3 %"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,13 +27,11 @@ class Linears:
         pattern: The pattern that all of them get.
         input_gram: ``sum over tokens of x x^T``, float32 [in, in], for methods that need calibration; its diagonal
             holds the squared column norms that Wanda reads, and the whole matrix is SparseGPT's Hessian.
-        shared: Where a method keeps what other patterns of the same linears need again; None: it keeps nothing.
     """
 
     weights: Mapping[str, torch.Tensor]
     pattern: Pattern
     input_gram: torch.Tensor | None = None
-    shared: dict[str, Any] | None = None
 
 
 class Pruner(Protocol):

@@ -42,13 +42,10 @@ class SparseGPT:
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
         weights, gram = linears.weights, checked_gram(linears)
-        shared = {} if linears.shared is None else linears.shared
-        if "factor" not in shared:
-            shared["factor"] = inverse_factor(gram, ", ".join(weights))
-        factor, damping = shared["factor"]
+        factor, damping = inverse_factor(gram, ", ".join(weights))
         stacked = torch.cat([weight.to(torch.float32) for weight in weights.values()])
         swept = sweep(stacked, factor, linears.pattern)
-        del factor, shared  # solving needs its memory
+        del factor  # solving needs its memory
         solved = solve_kept(stacked, swept, gram, damping)
         rows = [len(weight) for weight in weights.values()]
         pruned = {}

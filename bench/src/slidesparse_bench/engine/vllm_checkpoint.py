@@ -7,7 +7,6 @@ usual power: dummy weights near zero raise the clocks. The pruned checkpoints ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,6 @@ def write_checkpoint(
     dtype: torch.dtype,
     pattern: Pattern,
     device: torch.device,
-    layers: Mapping[str, Pattern] | None = None,
     recipe: Rounding = "absmax",
     lm_head: bool = False,
     four_bits: str | None = None,
@@ -168,14 +166,12 @@ def write_checkpoint(
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
         pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
         device: Device on which the weights are drawn.
-        layers: Linear -> pattern, where it is not the common one.
         recipe: How weights are rounded.
         lm_head: Whether the output embedding is stored as linears are.
         four_bits: ``w4a8`` or ``w4a16`` in place of the type; nothing is pruned then.
     """
     folder.mkdir(parents=True)
-    exceptions = layers or {}
-    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, recipe, four_bits)
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), recipe, four_bits)
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
@@ -197,7 +193,7 @@ def write_checkpoint(
     if pattern != DENSE:
         leaves = ("gate_proj", "up_proj", "down_proj")
         treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
-        extra[MARKER_KEY] = Marker(pattern, tuple(alone), exceptions, treated).to_config()
+        extra[MARKER_KEY] = Marker(pattern, tuple(alone), experts=treated).to_config()
     (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
 
 
@@ -227,7 +223,6 @@ class _Writer:
     dtype: torch.dtype
     pattern: Pattern
     generator: torch.Generator
-    exceptions: Mapping[str, Pattern]
     recipe: Rounding
     four_bits: str | None
 
@@ -251,9 +246,8 @@ class _Writer:
             bias: Whether they have one.
         """
         weight = self.gaussian(sum(rows.values()), columns)
-        pattern = self.exceptions.get(next(iter(rows)), self.pattern)
-        if pattern != DENSE:
-            weight = weight * prune_mask(weight, pattern)
+        if self.pattern != DENSE:
+            weight = weight * prune_mask(weight, self.pattern)
         tensors: dict[str, torch.Tensor] = {}
         for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
             if self.four_bits is not None:
@@ -261,7 +255,7 @@ class _Writer:
             elif self.dtype == torch.bfloat16:
                 tensors[f"{name}.weight"] = part
             else:
-                values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, pattern))
+                values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, self.pattern))
                 tensors[f"{name}.weight"] = values
                 tensors[f"{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:

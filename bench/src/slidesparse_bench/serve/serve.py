@@ -46,7 +46,7 @@ from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_memory import require_free
 from slidesparse_bench.serve.serve_options import SHARE, ServeOptions
-from slidesparse_bench.serve.serve_plan import OFF, ON, ServeProfile
+from slidesparse_bench.serve.serve_profile import OFF, ON, ServeProfile
 from slidesparse_bench.serve.serve_run import ServeRun
 from slidesparse_bench.serve.serve_server import why_no_http
 from slidesparse_bench.served_records import (
@@ -282,7 +282,7 @@ def _record(record: ServeRecord, workload: Workload, rate: float | None, measure
 
 def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
     """Write an engine's checkpoint, unless it is there already, and say how to serve it."""
-    folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key), run_.profile.plan)
+    folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key))
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if key.dtype == "bf16" and key.backend else {}
     if key.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}

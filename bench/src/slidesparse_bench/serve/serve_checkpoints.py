@@ -18,7 +18,7 @@ from slidesparse_bench.engine.eagle_head import write_eagle_head
 from slidesparse_bench.engine.four_bits import ACTIVATIONS, GROUP
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse_bench.kernels.operands import recipe_for
-from slidesparse_bench.serve.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
+from slidesparse_bench.serve.serve_profile import DTYPES, ServeProfile
 from slidesparse_bench.served_records import EngineKey
 
 SPARE_BYTES = 10**9
@@ -51,7 +51,7 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern, and as many bits, share it."""
-    pattern = key.pattern.replace(":", "of").replace(" ", "-")
+    pattern = key.pattern.replace(":", "of")
     recipe = recipe_for(key.backend, key.weights)
     return scratch / f"{key.model}-{key.layers}-{key.weights}-{pattern}{'' if recipe == 'absmax' else f'-{recipe}'}"
 
@@ -95,15 +95,13 @@ def require_space(scratch: Path, keys: Sequence[EngineKey], removable: Sequence[
         )
 
 
-def ready_checkpoint(
-    scratch: Path, key: EngineKey, removable: Sequence[EngineKey], plan: ServedPlan | None = None
-) -> Path:
+def ready_checkpoint(scratch: Path, key: EngineKey, removable: Sequence[EngineKey]) -> Path:
     """An engine's checkpoint, written unless it is there; those of other models and types are removed before."""
     folder = checkpoint_folder(scratch, key)
     if not folder.exists():
         for other in removable:
             shutil.rmtree(checkpoint_folder(scratch, other), ignore_errors=True)
-        _write(folder, key, plan if key.engine == PLAN else None)
+        _write(folder, key)
     return folder
 
 
@@ -129,20 +127,17 @@ def removable(profile: ServeProfile, key: EngineKey) -> list[EngineKey]:
     ]
 
 
-def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
+def _write(folder: Path, key: EngineKey) -> None:
     """All of it or nothing: a run may be stopped meanwhile."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(key.model, key.layers)
-    if plan is None:
-        common, layers, recipe = Pattern.parse(key.pattern), {}, recipe_for(key.backend, key.weights)
-    else:
-        common, layers, recipe = plan.common, plan.exceptions, plan.recipe
+    pattern = Pattern.parse(key.pattern)
     if key.weights in ACTIVATIONS:
-        write_checkpoint(partial, config, torch.bfloat16, common, device, four_bits=key.weights)
+        write_checkpoint(partial, config, torch.bfloat16, pattern, device, four_bits=key.weights)
     else:
-        lm_head = ARCHITECTURES[key.model].lm_head
-        write_checkpoint(partial, config, parse_dtype(key.weights), common, device, layers, recipe, lm_head)
+        recipe, lm_head = recipe_for(key.backend, key.weights), ARCHITECTURES[key.model].lm_head
+        write_checkpoint(partial, config, parse_dtype(key.weights), pattern, device, recipe, lm_head)
     torch.cuda.empty_cache()
     partial.rename(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slidesparse_bench.records import DENSE_VARIANT, Machine, open_records
 from slidesparse_bench.serve.serve_load import MIXED
-from slidesparse_bench.serve.serve_plan import ServeProfile
+from slidesparse_bench.serve.serve_profile import ServeProfile
 from slidesparse_bench.served_records import SOAK, STOCK, EngineKey, ServeRecord, TimelineRecord, Way, Workload, to_line
 
 FIRST_GUESS_S = 150.0

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,6 @@ STRETCH = 1 << 16
 
 CUT = re.compile(r"\n\n(?=\S)")
 """Where a text is cut: most tokenizers end a token there. SentencePiece's add a blank to what follows."""
-
-SHORTER = "use a longer text, or shorter windows (--length)"
-FEWER = "use a longer text, or fewer or shorter windows (--samples, --length)"
-"""What helps where a text is too short, if nobody or somebody can choose the number of windows."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,6 @@ class Calibration:
     def names(self) -> str:
         """The names of all texts, without their folders."""
         return ", ".join(Path(one.file).name for one in self.texts)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields; the later ones only where they are not as usual, as plan files have them."""
-        usual = {"more": (), "bos": True}
-        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -197,7 +188,6 @@ def sample_windows(
     length: int,
     seed: int,
     source: str = "the text",
-    remedy: str = FEWER,
     before: Sequence[int] | torch.Tensor = (),
 ) -> torch.Tensor:
     """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
@@ -210,7 +200,7 @@ def sample_windows(
             f"{source} is too short for calibration",
             got=f"{len(tokens)} tokens, {len(windows)} windows of {length}",
             needed=f"{samples} windows",
-            remedy=remedy,
+            remedy="use a longer text, or fewer or shorter windows (--samples, --length)",
         )
     return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]]
 
@@ -225,7 +215,7 @@ def is_default(file: str) -> bool:
     return file == DEFAULT and not os.path.lexists(file)
 
 
-def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
+def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
     small = any(is_default(one.file) for one in calibration.texts)
     usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
@@ -240,7 +230,7 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration, too
     for one, count, inside in zip(calibration.texts, counts, documents, strict=True):
         tokens = encode(tokenizer, as_text(inside, tokenizer))
         check_tokens(tokens, config, folder)
-        found.append(sample_windows(tokens, count, length, calibration.seed, one.file, too_short, before))
+        found.append(sample_windows(tokens, count, length, calibration.seed, one.file, before))
     if len(found) == 1:
         return found[0]
     mixed = torch.cat(found)

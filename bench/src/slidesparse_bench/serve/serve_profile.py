@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
-from slidesparse.offline.stored_plan import read_plan
 from slidesparse.offline.tune_job import select, select_patterns
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import Rounding, check_rounding, parse_dtype
+from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
@@ -34,50 +28,6 @@ HTTP = (AUTO_HTTP, ON, OFF)
 
 OWN_GRAPHS = 512
 """Tokens of the largest CUDA graph that vLLM captures by itself."""
-
-PLAN = "plan"
-"""The engine of a plan."""
-
-
-@dataclass(frozen=True)
-class ServedPlan:
-    """A plan that is served.
-
-    Attributes:
-        common: The most frequent pattern but dense.
-        layers: Linear -> pattern, of all linears.
-        recipe: How their weights are rounded.
-    """
-
-    common: Pattern
-    layers: Mapping[str, Pattern]
-    recipe: Rounding = "absmax"
-
-    @property
-    def exceptions(self) -> dict[str, Pattern]:
-        """Linear -> pattern, where it is not the common one."""
-        return {name: pattern for name, pattern in self.layers.items() if pattern != self.common}
-
-    @property
-    def name(self) -> str:
-        """``plan`` and a digest, in the place of a pattern."""
-        text = json.dumps({name: str(pattern) for name, pattern in sorted(self.layers.items())})
-        text += "" if self.recipe == "absmax" else self.recipe
-        return f"{PLAN} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def served_plan(path: Path | None) -> ServedPlan | None:
-    """Read the plan to serve.
-
-    Raises:
-        InputError: The file is no plan.
-    """
-    if path is None:
-        return None
-    stored = read_plan(path)
-    layers = {name: Pattern.parse(text) for name, text in stored.layers.items()}
-    pruned = Counter(pattern for pattern in layers.values() if pattern != DENSE)
-    return ServedPlan(max(pruned, key=pruned.__getitem__, default=DENSE), layers, stored.recipe)
 
 
 @dataclass(frozen=True)
@@ -98,7 +48,6 @@ class ServeProfile:
         timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
         budget_s: No engine is started that would end later; None: no limit.
         http: One of :data:`HTTP`.
-        plan: A file of ``slidesparse plan``, whose mixture of patterns gets an engine; None: no such engine.
         server: ``vllm`` or ``sglang``.
         rivals: Labels out of :data:`slidesparse_bench.served_records.RIVALS`.
         eagle: Tokens that a step gives in the mean by EAGLE-3's drafts, whose acceptance is forced; None: no drafts.
@@ -116,7 +65,6 @@ class ServeProfile:
     timeline: int | None = None
     budget_s: float | None = None
     http: str = AUTO_HTTP
-    plan: ServedPlan | None = None
     server: str = VLLM
     rivals: tuple[str, ...] = ()
     eagle: float | None = None
@@ -136,8 +84,6 @@ class ServeProfile:
             for pattern in self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
-        if self.plan is not None:
-            keys.append(key(PLAN, self.plan.name, AUTO, self.graphs))
         keys += [key(rival, DENSE_VARIANT, "", None) for rival in self.rivals if RIVALS[rival] != dtype]
         graphs = self.graphs or larger_graphs(model, self.gpus)
         if graphs is not None and self.server == VLLM:  # in SGLang the plugin leaves graphs alone
@@ -172,7 +118,6 @@ def adapt(
     workloads: Sequence[str] | None = None,
     soak_s: float | None = None,
     http: str = AUTO_HTTP,
-    plan: Path | None = None,
     server: str = VLLM,
     rivals: Sequence[str] | None = None,
     eagle: float | None = None,
@@ -211,7 +156,6 @@ def adapt(
         timeline=timeline,
         budget_s=budget_s,
         http=http,
-        plan=served_plan(plan),
         server=server,
         rivals=select([f"{STOCK} {name.upper()}" for name in rivals or ()], tuple(RIVALS), (), "rival"),
         eagle=eagle,
@@ -219,11 +163,6 @@ def adapt(
     mixtures = [name for name in profile.models if ARCHITECTURES[name].mixture is not None]
     if mixtures and "bf16" in profile.dtypes:
         raise InputError(f"bf16 of {mixtures[0]}", got="experts that nothing packs", needed="int8 or fp8")
-    if profile.plan is not None:
-        for model in profile.models:
-            _require_names(profile.plan, model, layers)
-        for dtype in profile.dtypes:
-            check_rounding(profile.plan.recipe, parse_dtype(dtype))
     keys = [key for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)]
     known = {key.engine: key.graphs for key in keys}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
@@ -231,21 +170,6 @@ def adapt(
         needed = f"one of ours among --engines, or '{STOCK}, graphs to {graphs}': others have vLLM's own"
         raise InputError("--graphs", got=f"--engines {' '.join(map(repr, chosen))}", needed=needed)
     return dataclasses.replace(profile, engines=chosen)
-
-
-def _require_names(plan: ServedPlan, model: str, layers: int | None) -> None:
-    """Refuse a plan of another model.
-
-    Raises:
-        InputError: Naming a linear.
-    """
-    attention, mlp = (f"self_attn.{x}_proj" for x in "qkvo"), (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
-    count = layers or ARCHITECTURES[model].layers
-    known = {f"model.layers.{i}.{leaf}" for leaf in (*attention, *mlp) for i in range(count)}
-    known |= {"lm_head"} if ARCHITECTURES[model].lm_head else set()
-    odd = sorted(known ^ set(plan.layers))
-    if odd:
-        raise InputError("--plan", got=f"a plan that differs at {odd[0]}", needed=f"one of {model}, {count} layers")
 
 
 def _workloads(usual: Sequence[Workload], names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:

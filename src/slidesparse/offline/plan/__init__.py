@@ -1,1 +1,0 @@
-"""Which pattern each layer takes."""
