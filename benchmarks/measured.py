@@ -21,12 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slidesparse.gemm import cards as card_list
 from slidesparse.gemm.speed_files import file_name
 from slidesparse.offline.known_models import LAYERS, MODELS
-from slidesparse.weights.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse_bench.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
@@ -42,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
-DRAWN = ("accuracy", "cards", "fp4", "measured", "quickstart", "recipe")
+DRAWN = ("accuracy", "cards", "measured", "quickstart", "recipe")
 LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "rounding", "six-bits")
 PAGES = (
     ROOT / "README.md",
@@ -916,40 +913,6 @@ def authors() -> str:
     return markdown(head, rows, text_columns=2)
 
 
-# -- FP4 -----------------------------------------------------------------------------------------------------------
-
-
-def fp4_authors() -> str:
-    """What the paper's authors measured in FP4."""
-    gemms = json.loads((RESULTS / "authors.json").read_text())["fp4_2of4_and_6of8_over_dense"]
-    rows = [
-        (card, str(size), *(f"{gain:.2f}" for gain in gains))
-        for card, sizes in gemms.items()
-        for size, gains in sizes.items()
-    ]
-    return markdown(("FP4 over dense FP4", "M = N = K", "2:4", "6:8"), rows)
-
-
-def fp4_spans() -> str:
-    """Which columns share a scale, and what a weight takes: counted, not measured."""
-    rows = []
-    for pattern in ("2:4", "4:6", "6:8", "8:10"):
-        spans = {fp4.name: span(pattern, fp4) for fp4 in (NVFP4, MXFP4)}
-        columns = spans["nvfp4"].shared
-        packed = pack_pairs(quantize_fp4(torch.zeros(1, columns), NVFP4), pattern)
-        rows.append(
-            [
-                pattern,
-                *(str(found.columns) for found in spans.values()),
-                *(str(found.shared) for found in spans.values()),
-                f"{8 * packed.n_bytes / columns:.2f}",
-                f"{float(Pattern.parse(pattern).expansion) * (4 + 8 / NVFP4.vector):.2f}",
-            ]
-        )
-    head = ("over pairs", "span, NVFP4", "span, MXFP4", "shared, NVFP4", "shared, MXFP4")
-    return markdown((*head, "bits a weight", "bits an activation"), rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "qwen2.5-7b": seven,
     "graphs": graphs,
@@ -1027,8 +990,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cards": cards,
     "authors": authors,
-    "fp4-authors": fp4_authors,
-    "fp4-spans": fp4_spans,
 }
 
 

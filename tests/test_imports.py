@@ -46,7 +46,6 @@ FORBIDDEN = {
     "errors": {"torch", "numpy"},
     "lifting": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
-    "weights/fp4": {"slidesparse.lifting", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "layer": {"safetensors"},  # a layer never sees files

@@ -11,7 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
-    "slidesparse.fp4": "slidesparse.weights.fp4 and slidesparse.prune.mask",
     "slidesparse.linear": "slidesparse.layer.linear",
     "slidesparse.packed": "slidesparse.weights.packed",
     "slidesparse.pattern": "slidesparse.weights.pattern",
@@ -19,7 +18,7 @@ MOVED = {
     "slidesparse.recovery": "slidesparse.models.held_zeros",
     "slidesparse.slide": "slidesparse.weights.slide",
 }
-"""Old name -> the module that has its names now, or several of them."""
+"""Old name -> the module that has its names now."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
@@ -31,8 +30,7 @@ class _MovedModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is {new} now; 0.4 drops the old name", FutureWarning, stacklevel=2)
-        for place in new.split(" and "):
-            vars(module).update({name: one for name, one in vars(import_module(place)).items() if name[:2] != "__"})
+        vars(module).update({name: one for name, one in vars(import_module(new)).items() if name[:2] != "__"})
 
 
 def keep_old_names() -> None:

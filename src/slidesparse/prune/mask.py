@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.weights.fp4 import check_even, uniform
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_weight, grouped, is_nonzero, require_dense
 
@@ -31,26 +30,6 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
     """
     check_weight(weight)
     return prune_masks([cost_of(weight, cost)], pattern)[0]
-
-
-def pair_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weights to keep, whole pairs: bool [out, in], at most ``keep`` pairs in every group of pairs.
-
-    Removing a pair, columns 2i and 2i + 1, costs the sum of what removing its two weights costs. For the arguments and
-    errors see :func:`prune_mask`; the pattern is uniform, and 6:8 keeps 12 of 16 weights.
-
-    >>> w = torch.tensor([[4.0, 3, 0, 1, 5, 6, 7, 8]])
-    >>> pair_mask(w, "2:4").int().tolist()
-    [[0, 0, 0, 0, 1, 1, 1, 1]]
-    """
-    check_weight(weight)
-    check_even(weight, "weight")
-    cost = cost_of(weight, cost)
-    check_cost(cost)
-    of_pairs = cost.to(torch.float64).unflatten(-1, (-1, 2)).sum(-1)
-    # Two huge costs may pass what float32 holds. They tie then, and neither is cheap.
-    (mask,) = prune_masks([of_pairs.clamp(max=torch.finfo(torch.float32).max)], uniform(pattern))
-    return mask.repeat_interleave(2, -1)
 
 
 def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
