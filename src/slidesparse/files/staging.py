@@ -49,7 +49,7 @@ class Workplace:
 
     Attributes:
         path: ``NAME.partial``.
-        output: The folder that becomes ``NAME``.
+        output: The folder that becomes ``NAME``; a run that writes a file puts that in its place.
         kept: Holds files that are not part of the output, from which a run goes on.
     """
 
