@@ -320,7 +320,8 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
         elif count and isinstance(error, LostRank):
             error.args = (f"{error}; {kept}: the same command goes on from there",)
         elif count and isinstance(error, SlideSparseError):
-            error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
+            after = "once that is mended, the same command goes on from there, and another one replaces them"
+            error.args = (f"{error}; {kept}: {after}",)
         raise
 
 
