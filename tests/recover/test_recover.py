@@ -381,7 +381,7 @@ def refused(folder: Path, said: str, kind: type[SlideSparseError] = InputError, 
 def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "other", intermediate_size=160)
     add_tokenizer(tmp_path / "other")
-    refused(pair, "do not belong together; got .*160", CheckpointError, dense=tmp_path / "other")
+    refused(pair, "do not belong together; got .*160.*; let --dense name", CheckpointError, dense=tmp_path / "other")
     make_checkpoint(tmp_path / "words", vocab_size=128)
     add_tokenizer(tmp_path / "words")
     refused(pair, "do not belong together; got vocabularies of 96 and 128", CheckpointError, dense=tmp_path / "words")
@@ -407,7 +407,7 @@ def test_tokenizers_that_differ(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "base", tmp_path / "base")
     reverse_letters(tmp_path / "base")
     refused(
-        pair, "have tokenizers of other vocabularies; got .* with 75 and 4", CheckpointError, dense=tmp_path / "base"
+        pair, "have tokenizers of other .*; got .* with 75 and 4; let --dense", CheckpointError, dense=tmp_path / "base"
     )
     shutil.copytree(pair / "pruned", tmp_path / "pruned")
     for name in ("base", "pruned"):

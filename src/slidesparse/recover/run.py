@@ -48,6 +48,7 @@ from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
 
 WINDOWS, BEFORE = "windows.safetensors", "before.json"
+OF_BEFORE = "let --dense name the model of before pruning"
 
 
 @dataclass(frozen=True)
@@ -191,21 +192,26 @@ class _Pair:
         return meta
 
     def _require_alike(self) -> None:
+        if (got := self._difference()) is not None:
+            apart = f"{self.pruned.path} and {self.dense.path} do not belong together"
+            raise CheckpointError(apart, got=got, remedy=OF_BEFORE)
+
+    def _difference(self) -> str | None:
         student, teacher = (one.model.state_dict(keep_vars=True) for one in (self.student, self.teacher))
         vocabularies = [vocabulary_of(one.model.config) for one in (self.student, self.teacher)]
-        apart = f"{self.pruned.path} and {self.dense.path} do not belong together"
         if vocabularies[0] != vocabularies[1]:
-            raise CheckpointError(apart, got=f"vocabularies of {vocabularies[0]} and {vocabularies[1]} tokens")
+            return f"vocabularies of {vocabularies[0]} and {vocabularies[1]} tokens"
         for name in student.keys() & teacher.keys():
             if student[name].shape != teacher[name].shape:
-                raise CheckpointError(apart, got=f"{name} {list(student[name].shape)} and {list(teacher[name].shape)}")
-        if other := sorted(student.keys() ^ teacher.keys()):
-            raise CheckpointError(apart, got=f"{other[0]} in one of them alone")
+                return f"{name} {list(student[name].shape)} and {list(teacher[name].shape)}"
+        other = sorted(student.keys() ^ teacher.keys())
+        return f"{other[0]} in one of them alone" if other else None
 
     def warn_of_another_teacher(self) -> None:
         """Warn of other input embeddings, which pruning leaves as they are; a model trained since may have its own."""
-        embedding = self.student.model.get_input_embeddings().weight
-        name = next(name for name, one in self.student.model.state_dict(keep_vars=True).items() if one is embedding)
+        model: Any = self.student.model
+        embedding = model.get_input_embeddings().weight
+        name = next(name for name, one in model.state_dict(keep_vars=True).items() if one is embedding)
         both = ((self.student, self.pruned), (self.teacher, self.dense))
         student, teacher = (meta.read(name, one.tensor).bfloat16() for meta, one in both)
         if not torch.equal(student, teacher) and not (self.pruned.path / RECORD).exists():
@@ -220,7 +226,7 @@ class _Pair:
             differing = sorted(first.items() ^ second.items(), key=str)[0][0]
             got = f"{differing!r} with {first.get(differing, 'no number')} and {second.get(differing, 'no number')}"
             both = f"{self.pruned.path} and {self.dense.path}"
-            raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got)
+            raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got, remedy=OF_BEFORE)
 
     def _round(self, options: RecoverOptions) -> None:
         """Let the student's linears round as they will be served."""
