@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from rank_processes import run_ranks
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.recover import answers
+from slidesparse.recover import answers, vllm_answers
 from slidesparse.recover.decode_attention import NAME, use_decode_attention
 from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
 from slidesparse.recover.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
@@ -98,6 +100,70 @@ def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert first.is_relative_to(tmp_path)
     with pytest.raises(TypeError):  # another number is another file
         kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), longest=4), "cpu")
+
+
+def interrupted_at(monkeypatch: Any, module: Any, name: str, number: int) -> list[Any]:
+    """Interrupt a call of a function, counted from 0; return the arguments of all calls, which grows."""
+    calls: list[Any] = []
+    run = getattr(module, name)
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) - 1 == number:
+            raise KeyboardInterrupt
+        return run(*arguments, **named)
+
+    monkeypatch.setattr(module, name, once)
+    return calls
+
+
+def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
+    model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(answers, "MOST_AT_ONCE", 2)
+    words = ["chats", str(model / "base"), "--prompts", str(model / "prompts.txt"), "--device", "cpu"]
+    words += ["--number", "5", "--longest", "8"]
+    assert main([*words, str(tmp_path / "whole.jsonl")]) == 0
+    out = tmp_path / "chats.jsonl"
+    calls = interrupted_at(monkeypatch, answers, "_answered", 2)
+    main([*words, str(out)])
+    assert "chats.jsonl.partial keeps 2 finished files, and the same command goes on" in capsys.readouterr().err
+    assert not out.exists()
+    (tmp_path / "chats.jsonl.partial/kept/answers-0-4.json.5a.tmp").write_text('["half a li')  # as a kill leaves it
+    assert main([*words, "--seed", "1", str(out)]) == 1
+    assert "another options.seed; needed those of that run, or another destination" in capsys.readouterr().err
+    assert len(calls) == 3
+    assert main([*words, str(out)]) == 0
+    assert "4 of 5 answers are there" in capsys.readouterr().err
+    assert len(calls) == 4
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["chats.jsonl", "whole.jsonl"]
+
+
+def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    class Engine:
+        def __init__(self, **_: Any) -> None: ...
+
+        def generate(self, batch: Any, *_: Any, **__: Any) -> Any:
+            texts = (f"{len(one['prompt_token_ids'])} tokens" for one in batch)
+            return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+
+    def in_this_process(words: list[str], **_: Any) -> Any:
+        vllm_answers.main(Path(words[-1]))
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    monkeypatch.setattr(answers.subprocess, "run", in_this_process)
+    monkeypatch.setattr(vllm_answers, "AT_ONCE", 2)
+    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
+    calls = interrupted_at(monkeypatch, Engine, "generate", 1)
+    with pytest.raises(KeyboardInterrupt, match="keeps 1 finished file"):
+        write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
+    assert [len(batch) for _, batch, *_ in calls] == [2, 2, 2, 1]
+    found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
+    asked = [f"(user) {chat[0]['content']}\n(assistant) " for chat in found]
+    assert [chat[1]["content"] for chat in found] == [f"{len(text)} tokens" for text in asked]
 
 
 def test_two_processes_write_one_file(model: Path, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
@@ -18,7 +20,7 @@ from rank_processes import run_ranks
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -309,6 +311,10 @@ def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None
     for name in experts:
         assert torch.equal(after[name] == 0, before[name] == 0)
         assert not torch.equal(after[name], before[name])
+    before[sorted(experts)[0]][..., 1, :] = 1
+    safetensors.torch.save_file(before, tmp_path / "pruned/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"experts.* violates 2:4 at row 1, group 0"):
+        recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "refused", options(tmp_path))
 
 
 def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Path, tmp_path: Path) -> None:
@@ -371,7 +377,7 @@ def refused(folder: Path, said: str, kind: type[SlideSparseError] = InputError, 
 def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "other", intermediate_size=160)
     add_tokenizer(tmp_path / "other")
-    refused(pair, "do not belong together; got .*160", CheckpointError, dense=tmp_path / "other")
+    refused(pair, "do not belong together; got .*160.*; let --dense name", CheckpointError, dense=tmp_path / "other")
     make_checkpoint(tmp_path / "words", vocab_size=128)
     add_tokenizer(tmp_path / "words")
     refused(pair, "do not belong together; got vocabularies of 96 and 128", CheckpointError, dense=tmp_path / "words")
@@ -380,11 +386,24 @@ def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
     refused(pair, "do not belong together; got model.layers.2", CheckpointError, dense=tmp_path / "deep")
 
 
+def test_a_teacher_of_other_weights_is_warned_of(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "base", tmp_path / "other")
+    other = tensors(tmp_path / "other")
+    other["model.embed_tokens.weight"][40, 0] += 1
+    safetensors.torch.save_file(other, tmp_path / "other/model.safetensors", {"format": "pt"})
+    with pytest.warns(SlideSparseWarning, match=r"is not of --dense .*other, it seems; got other input embeddings"):
+        recover(pair / "pruned", tmp_path / "other", tmp_path / "out", options(pair, steps=1, train="all"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlideSparseWarning)
+        recover(pair / "pruned", pair / "base", tmp_path / "same", options(pair, steps=1))
+        recover(tmp_path / "out", pair / "base", tmp_path / "trained", options(pair, steps=1))
+
+
 def test_tokenizers_that_differ(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "base", tmp_path / "base")
     reverse_letters(tmp_path / "base")
     refused(
-        pair, "have tokenizers of other vocabularies; got .* with 75 and 4", CheckpointError, dense=tmp_path / "base"
+        pair, "have tokenizers of other .*; got .* with 75 and 4; let --dense", CheckpointError, dense=tmp_path / "base"
     )
     shutil.copytree(pair / "pruned", tmp_path / "pruned")
     for name in ("base", "pruned"):

@@ -162,7 +162,7 @@ def _no_folder(path: Path) -> CheckpointError:
         return CheckpointError(f"no checkpoint folder at {path}", needed="a local folder")
     if path.suffix == ".gguf":
         return _gguf(path)
-    return CheckpointError(f"no checkpoint folder at {path}", got="a file", needed=NEEDED)
+    return CheckpointError(f"no checkpoint folder at {path}", got="a file", needed=NEEDED, remedy="give its folder")
 
 
 def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
@@ -180,7 +180,8 @@ def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
 
 def _lacks_weights(folder: Path, what: str) -> CheckpointError:
     pickled = any(file.suffix in PICKLES for file in folder.iterdir())
-    return _lacks_file(folder, what, "convert the weights to safetensors first" if pickled else "fetch the weights")
+    convert = "convert the weights to safetensors first: transformers' from_pretrained(), then save_pretrained()"
+    return _lacks_file(folder, what, convert if pickled else "fetch the weights")
 
 
 def _gguf(path: Path) -> CheckpointError:

@@ -240,7 +240,7 @@ def _explained(repository: str, revision: str | None, reached: bool) -> Iterator
             raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error
         what = f"there is no folder {repository}, and a model of that name cannot be fetched"
         got: str | None = first_line(error) if reached else f"no answer from {constants.ENDPOINT}"
-        needed, remedy = None, "correct the name, or run again: what was fetched is kept"
+        needed, remedy = None, "check the network and the name, and run again: what was fetched is kept"
         if isinstance(error, errors.GatedRepoError):
             what, got = f"{repository} is a gated model", None
             remedy = "request access on the model's page, and set HF_TOKEN"

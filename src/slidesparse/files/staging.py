@@ -49,7 +49,7 @@ class Workplace:
 
     Attributes:
         path: ``NAME.partial``.
-        output: The folder that becomes ``NAME``.
+        output: The folder that becomes ``NAME``; a run that writes a file puts that in its place.
         kept: Holds files that are not part of the output, from which a run goes on.
     """
 
@@ -320,7 +320,8 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
         elif count and isinstance(error, LostRank):
             error.args = (f"{error}; {kept}: the same command goes on from there",)
         elif count and isinstance(error, SlideSparseError):
-            error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
+            after = "once that is mended, the same command goes on from there, and another one replaces them"
+            error.args = (f"{error}; {kept}: {after}",)
         raise
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import LONGEST, CheckpointError, UnsupportedError, first_line
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import positions
@@ -44,27 +45,50 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RAN
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a checkpoint: prompts as token numbers, the most tokens of an answer, and a seed."""
+    """What is asked of a checkpoint: prompts as token numbers, the most tokens of an answer, and a seed.
+
+    ``kept`` begins the names of the files that keep answers, one for each batch: see :func:`kept_answers`.
+    """
 
     model: Path
     prompts: tuple[list[int], ...]
     longest: int
     seed: int
+    kept: str
 
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read."""
+    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
+
+    Longest prompts come first, and alike lengths together, so that little is padded. Batches that a run before has kept
+    are not asked again.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(job.model), **LOCAL)
     most = max(1, positions(config, 1 << 20) - job.longest)
-    job = replace(job, prompts=tuple(one[-most:] for one in job.prompts))
-    if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
-        return _of_vllm(job, ranks)
-    return _of_transformers(job, tokenizer, device)
+    order = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i]))
+    job = replace(job, prompts=tuple(job.prompts[i][-most:] for i in order))
+    if done := len(kept_answers(job.kept)):
+        LOG.warning("%d of %d answers are there from an interrupted run", done, len(order))
+    if done < len(order):
+        if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
+            _ask_vllm(job, done, ranks)
+        else:
+            _ask_transformers(job, done, tokenizer, device)
+    answers = dict(zip(order, kept_answers(job.kept), strict=True))
+    return [answers[i] for i in range(len(order))]
 
 
-def _of_transformers(job: Job, tokenizer: Any, device: str) -> list[str]:
+def kept_answers(kept: str) -> list[str]:
+    """Return the answers of all batches so far; the name of a batch says how many came before it."""
+    answers: list[str] = []
+    while (path := Path(f"{kept}-{len(answers)}.json")).exists():
+        answers += json.loads(path.read_bytes())
+    return answers
+
+
+def _ask_transformers(job: Job, done: int, tokenizer: Any, device: str) -> None:
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -75,39 +99,30 @@ def _of_transformers(job: Job, tokenizer: Any, device: str) -> list[str]:
             use_decode_attention(model)
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {job.model}", got=first_line(error)) from error
-    prompts = job.prompts
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # alike lengths together: little is padded
-    answers = [""] * len(prompts)
-    torch.manual_seed(job.seed)
-    with progress_bar("answers", len(prompts), unit="answers") as advance, torch.inference_mode():
-        for batch in _batches(model, prompts, order, job.longest, device):
-            found = _answered(model, tokenizer, [prompts[i] for i in batch], job.longest)
-            for i, answer in zip(batch, found, strict=True):
-                answers[i] = answer
+    with progress_bar("answers", len(job.prompts), unit="answers") as advance, torch.inference_mode():
+        advance(done)
+        while left := job.prompts[done:]:
+            batch = left[: _batch_size(model, len(left[0]) + job.longest, device)]
+            torch.manual_seed(job.seed + done)  # for each batch, so that it does not matter which ran before
+            replace_file(Path(f"{job.kept}-{done}.json"), json.dumps(_answered(model, tokenizer, batch, job.longest)))
+            done += len(batch)
             advance(len(batch))
     del model
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # for what comes after it in this process
-    return answers
 
 
-def _batches(
-    model: Any, prompts: Sequence[list[int]], order: list[int], longest: int, device: str
-) -> Iterator[list[int]]:
-    """Yield prompts, longest first, as many at a time as their keys and values leave room for."""
+def _batch_size(model: Any, length: int, device: str) -> int:
+    """Return how many texts of a length in tokens have room for their keys and values."""
     config = text_config(model.config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     room = CACHE_SHARE * torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 4e9
-    left = order[::-1]
-    while left:
-        count = max(1, min(MOST_AT_ONCE, int(room // (token * (len(prompts[left[0]]) + longest)))))
-        yield left[:count]
-        left = left[count:]
+    return max(1, min(MOST_AT_ONCE, int(room // (token * length))))
 
 
-def _answered(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int) -> list[str]:
+def _answered(model: Any, tokenizer: Any, prompts: Sequence[list[int]], longest: int) -> list[str]:
     padding = next(one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if one is not None)
     width = max(map(len, prompts))
     ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=model.device)
@@ -120,25 +135,23 @@ def _answered(model: Any, tokenizer: Any, prompts: list[list[int]], longest: int
     return answers
 
 
-def _of_vllm(job: Job, ranks: Ranks) -> list[str]:
+def _ask_vllm(job: Job, done: int, ranks: Ranks) -> None:
     """Ask vLLM in a process of its own, which gives all memory of the GPU back when it ends."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answers = Path(folder) / "job.json", Path(folder) / "answers.json"
-        said = {**asdict(job), "model": str(job.model.resolve()), "sampling": SAMPLING}
+        asked = Path(folder) / "job.json"
+        said = {**asdict(job), "model": str(job.model.resolve()), "done": done, "sampling": SAMPLING}
         asked.write_text(json.dumps(said))
-        LOG.info("asking vLLM for %d answers", len(job.prompts))
+        LOG.info("asking vLLM for %d answers", len(job.prompts) - done)
         ended = subprocess.run(
-            [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked), str(answers)],
+            [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked)],
             env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             check=False,
         )  # fmt: skip
-        if ended.returncode or not answers.exists():
+        if ended.returncode or len(kept_answers(job.kept)) < len(job.prompts):
             lines = [line for line in ended.stdout.splitlines() if line.strip()] or ["no word"]
             got = next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST]
             remedy = "write them with: slidesparse chats --writer transformers"
             raise UnsupportedError("vLLM cannot write the answers", got=got, remedy=remedy)
-        found: list[str] = json.loads(answers.read_text())
-        return found
 
 
 def _alone(ranks: Ranks) -> dict[str, str]:

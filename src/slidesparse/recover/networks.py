@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from slidesparse.base.torch_private import compile_forms
 from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.parts import text_config
 from slidesparse.recover.loss import Predictions, compare, distillation, divergence
@@ -118,21 +117,22 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 def fill(
     network: Network,
     meta: MetaModel,
-    checkpoint: Checkpoint,
+    tensor: Callable[[str], torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
     look: Callable[[str, torch.Tensor], None] = lambda *_: None,
 ) -> dict[str, nn.Parameter]:
     """Fill a network, divided or not, with a checkpoint's values, each process with its part.
 
-    ``look`` is called with each value of the state, whole and on the CPU. Returns the parameters by name.
+    ``tensor`` reads one of the checkpoint's tensors. ``look`` is called with each value of the state, whole and on the
+    CPU. Returns the parameters by name.
     """
     model = network.model
     values: dict[str, torch.Tensor] = {}
     for name, empty in model.state_dict(keep_vars=True).items():
         if name not in meta.filled:
             continue
-        value = meta.read(name, checkpoint.tensor)
+        value = meta.read(name, tensor)
         check_finite(value, name)
         look(name, value)
         value = value.to(dtype) if value.is_floating_point() else value

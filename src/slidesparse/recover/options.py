@@ -29,17 +29,18 @@ falls as one over the width (maximal update parametrisation, arXiv 2203.03466)."
 WARM_UP, START, LEAST = 0.1, 0.05, 0.1
 """The share of a run in which the rate rises, and the shares of the highest rate that it has first and last."""
 
-AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)", re.ASCII)
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)", re.ASCII)
 
 
 def parse_amount(text: str) -> int:
     """Return a number with a suffix: ``20M`` is 20 million.
 
-    >>> parse_amount("20M"), parse_amount("1.5k"), parse_amount("300")
-    (20000000, 1500, 300)
+    >>> parse_amount("20M"), parse_amount("1.5k"), parse_amount("100K"), parse_amount("300")
+    (20000000, 1500, 100000, 300)
     """
     found = AMOUNT.fullmatch(text)
-    amount = 0 if found is None else round(float(found[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[found[2]])
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+    amount = 0 if found is None else round(float(found[1]) * units[found[2].upper()])
     if amount < 1:
         raise InputError("an amount of tokens", got=shown(text), needed="a number above 0, such as 300k, 20M or 1G")
     return amount

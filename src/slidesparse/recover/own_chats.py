@@ -1,6 +1,7 @@
 """Chats that a model writes itself: text that is like its use, for calibration and for training a pruned form of it.
 
-Each process of a run writes its share. What is written is kept, under a name that says what decides it.
+Each process of a run writes its share. Answers are kept batch by batch, and an interrupted run goes on from them.
+Chats that a command needs itself are kept too, under a name that says what decides them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import LOG
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.write_errors import write_errors
+from slidesparse.files.shared_staging import staged_together
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
@@ -71,34 +74,39 @@ def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = AL
 def write_chats(model: Path, path: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> int:
     """Let a model write chats into a file, ``.jsonl``; return how many there are.
 
-    A model without a chat template goes on with the prompts, as texts.
+    A model without a chat template goes on with the prompts, as texts. What is answered is kept in ``NAME.partial``, as
+    :mod:`slidesparse.files.staging` says.
 
     Raises:
         InputError: There are no prompts, or the file exists.
-        CheckpointError: The model or its tokenizer cannot be loaded.
+        CheckpointError: The model or its tokenizer cannot be loaded; or an unfinished run of other options is there.
     """
     if ranks.is_first and path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
-    tokenizer = load_tokenizer(model)
+    tokenizer, checkpoint = load_tokenizer(model), Checkpoint(model)
     asked = _prompts(options)
-    share = asked[ranks.rank :: ranks.world]
-    is_chat = getattr(tokenizer, "chat_template", None) is not None
-    with write_errors(path, "free some space and run again"):
-        part = path.with_name(f"{path.name}.part{ranks.rank}.tmp")
-        part.unlink(missing_ok=True)
-        ids = _ids(tokenizer, share, is_chat)
-        job = Job(model, tuple(ids), options.longest, options.seed + ranks.rank)
+    template = getattr(tokenizer, "chat_template", None)
+    record = {
+        **{"slidesparse": __version__, "options": asdict(options), "sampling": SAMPLING, "processes": ranks.world},
+        "prompts": hashlib.sha256(json.dumps([asked, template]).encode()).hexdigest(),
+        "weights": fingerprint(checkpoint, checkpoint.config),
+        "device": torch.device(device).type,
+    }
+    # Nothing but the config is in the way, so that chats may lie beside the weights.
+    with staged_together(ranks, path, model / "config.json", record, 0) as work:
+        share = asked[ranks.rank :: ranks.world]
+        ids = tuple(_ids(tokenizer, share, template is not None))
+        job = Job(model, ids, options.longest, options.seed + ranks.rank, str(work.kept / f"answers-{ranks.rank}"))
         answers = write_answers(job, tokenizer, options.writer, device, ranks)
-        lines = [_line(one, answer, is_chat) for one, answer in zip(share, answers, strict=True) if answer.strip()]
-        replace_file(part, "".join(lines))
+        pairs = zip(share, answers, strict=True)
+        lines = [_line(one, answer, template is not None) for one, answer in pairs if answer.strip()]
+        parts = [work.kept / f"chats-{rank}.jsonl" for rank in range(ranks.world)]
+        replace_file(parts[ranks.rank], "".join(lines))
         ranks.wait()
         if ranks.is_first:
-            parts = [path.with_name(f"{path.name}.part{rank}.tmp") for rank in range(ranks.world)]
-            if missing := [one for one in parts if not one.exists()]:
-                raise CheckpointError(f"{missing[0]} is not there", needed="a folder that all machines share")
-            replace_file(path, "".join(one.read_text(encoding="utf-8") for one in parts))
-            for one in parts:
-                one.unlink()
+            whole = work.kept / "chats.jsonl"
+            replace_file(whole, "".join(one.read_text(encoding="utf-8") for one in parts))
+            work.output = whole  # a file, where others make a folder
     return int(sum(ranks.gather(len(lines))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -18,9 +19,10 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning, UnsupportedError, first_line
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
+from slidesparse.files.expert_tensors import ExpertReader
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.marker import Marker, source_quantisation
@@ -46,6 +48,7 @@ from slidesparse.recover.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
 
 WINDOWS, BEFORE = "windows.safetensors", "before.json"
+OF_BEFORE = "let --dense name the model of before pruning"
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def recover(
     where = usable_device(device)
     pair = _Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
     destination = new_folder(usable_path(destination, "destination"), pair.pruned.path)
+    if ranks.is_first:
+        pair.warn_of_another_teacher()
     if options.windows % ranks.world:
         remedy = f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}"
         raise InputError("windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}", remedy=remedy)
@@ -187,16 +192,32 @@ class _Pair:
         return meta
 
     def _require_alike(self) -> None:
+        if (got := self._difference()) is not None:
+            apart = f"{self.pruned.path} and {self.dense.path} do not belong together"
+            raise CheckpointError(apart, got=got, remedy=OF_BEFORE)
+
+    def _difference(self) -> str | None:
         student, teacher = (one.model.state_dict(keep_vars=True) for one in (self.student, self.teacher))
         vocabularies = [vocabulary_of(one.model.config) for one in (self.student, self.teacher)]
-        apart = f"{self.pruned.path} and {self.dense.path} do not belong together"
         if vocabularies[0] != vocabularies[1]:
-            raise CheckpointError(apart, got=f"vocabularies of {vocabularies[0]} and {vocabularies[1]} tokens")
+            return f"vocabularies of {vocabularies[0]} and {vocabularies[1]} tokens"
         for name in student.keys() & teacher.keys():
             if student[name].shape != teacher[name].shape:
-                raise CheckpointError(apart, got=f"{name} {list(student[name].shape)} and {list(teacher[name].shape)}")
-        if other := sorted(student.keys() ^ teacher.keys()):
-            raise CheckpointError(apart, got=f"{other[0]} in one of them alone")
+                return f"{name} {list(student[name].shape)} and {list(teacher[name].shape)}"
+        other = sorted(student.keys() ^ teacher.keys())
+        return f"{other[0]} in one of them alone" if other else None
+
+    def warn_of_another_teacher(self) -> None:
+        """Warn of other input embeddings, which pruning leaves as they are; a model trained since may have its own."""
+        model: Any = self.student.model
+        embedding = model.get_input_embeddings().weight
+        name = next(name for name, one in model.state_dict(keep_vars=True).items() if one is embedding)
+        both = ((self.student, self.pruned), (self.teacher, self.dense))
+        student, teacher = (meta.read(name, one.tensor).bfloat16() for meta, one in both)
+        if not torch.equal(student, teacher) and not (self.pruned.path / RECORD).exists():
+            told = f"{self.pruned.path} is not of --dense {self.dense.path}, it seems; got other input embeddings"
+            needed = "needed the model of before pruning; go on if the embeddings were trained since, or this is meant"
+            warnings.warn(f"{told}; {needed}", SlideSparseWarning, stacklevel=2)
 
     def require_one_tokenizer(self) -> None:
         """Refuse tokenizers that call tokens otherwise: the dense model would read another text."""
@@ -205,7 +226,7 @@ class _Pair:
             differing = sorted(first.items() ^ second.items(), key=str)[0][0]
             got = f"{differing!r} with {first.get(differing, 'no number')} and {second.get(differing, 'no number')}"
             both = f"{self.pruned.path} and {self.dense.path}"
-            raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got)
+            raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got, remedy=OF_BEFORE)
 
     def _round(self, options: RecoverOptions) -> None:
         """Let the student's linears round as they will be served."""
@@ -233,7 +254,7 @@ def _train(
     if ranks.world > 1:
         divide(dense, mesh, compute)
     divide(student, mesh, compute, fit.recompute)
-    fill(dense, pair.teacher, pair.dense, compute, device)
+    fill(dense, pair.teacher, pair.dense.tensor, compute, device)
     dense.requires_grad_(False)
     if device.type == "cuda":
         choose_kernels(dense, windows.held[:1, :16].long().to(device), alone=ranks.world == 1)
@@ -243,7 +264,8 @@ def _train(
         if name in pair.prunable and has_held_zeros(name, value, pair.marker):
             zeros.add(name)
 
-    everything = fill(student, pair.student, pair.pruned, torch.float32, device, look)
+    reader = ExpertReader(pair.pruned, pair.student, "cpu")  # which checks the patterns of experts
+    everything = fill(student, pair.student, reader.tensor, torch.float32, device, look)
     dense.require_plain_head(windows.held[:1, :16].long().to(device))
     if compiled:
         compile_(dense)  # only now: what was looked at so far is of other shapes

@@ -1,4 +1,4 @@
-"""The process that asks vLLM for answers: ``python -m slidesparse.recover.vllm_answers JOB.json ANSWERS.json``."""
+"""The process that asks vLLM for answers: ``python -m slidesparse.recover.vllm_answers JOB.json``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import json
 import sys
 from pathlib import Path
 
+from slidesparse.base.whole_file import replace_file
 
-def main(job: Path, answers: Path) -> None:
-    """Answer the prompts of a job, and write the texts of the answers."""
+AT_ONCE = 8192
+"""Prompts of a batch, whose answers are kept together: some minutes of a GPU. vLLM runs 1024 at a time; fewer would
+often wait for the last of a batch."""
+
+
+def main(job: Path) -> None:
+    """Answer the prompts of a job from ``done`` on, and keep the texts of the answers, a file for each batch."""
     from vllm import LLM, SamplingParams
 
     asked = json.loads(job.read_text())
-    length = max(map(len, asked["prompts"])) + asked["longest"]
+    prompts, done = asked["prompts"], asked["done"]
+    length = max(map(len, prompts)) + asked["longest"]
     model = LLM(
-        model=asked["model"], dtype="bfloat16", max_model_len=length, max_num_seqs=1024, seed=asked["seed"],
+        model=asked["model"], dtype="bfloat16", max_model_len=length, max_num_seqs=1024, seed=asked["seed"] + done,
         disable_log_stats=True,
     )  # fmt: skip
     drawn = SamplingParams(max_tokens=asked["longest"], **asked["sampling"])
-    found = model.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], drawn, use_tqdm=False)
-    answers.write_text(json.dumps([one.outputs[0].text for one in found]))
+    for start in range(done, len(prompts), AT_ONCE):
+        batch = [{"prompt_token_ids": ids} for ids in prompts[start : start + AT_ONCE]]
+        found = model.generate(batch, drawn, use_tqdm=False)
+        replace_file(Path(f"{asked['kept']}-{start}.json"), json.dumps([one.outputs[0].text for one in found]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -95,6 +95,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} has no tokenizer that can be loaded",
             got=first_line(error) if has_tokenizer_files(folder) else "no file of one",
             needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
+            remedy="copy the tokenizer's files from where the weights are from",
         ) from error
     file = folder / "chat_template.json"  # where processors of multimodal models have had it
     if getattr(found, "chat_template", None) is None and file.exists():

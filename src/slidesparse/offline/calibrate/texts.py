@@ -113,7 +113,8 @@ def _files(folder: Path) -> list[Path]:
 def _of_file(path: Path) -> Iterable[Document]:
     kind = _kind(path)
     if not path.exists():
-        raise InputError(f"cannot read {path}", got="No such file or directory")
+        remedy = "correct the path; a data set of the hub is NAMESPACE/NAME"
+        raise InputError(f"cannot read {path}", got="No such file or directory", remedy=remedy)
     if kind in TABLES:
         remedy = 'write its texts as a .jsonl file, a {"text": "..."} a line'
         raise InputError(f"{path} is a table", got=kind, needed=f"text, or {', '.join(KINDS)}", remedy=remedy)
