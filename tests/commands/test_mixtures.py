@@ -340,6 +340,12 @@ def test_experts_that_are_pruned_keep_their_patterns(tmp_path: Path, name: str) 
     found = [{one.name: one.marked for one in inspect_checkpoint(tmp_path / at).expert_layers} for at in "st"]
     assert found[0] == found[1] == {one: "6:8" if "layers.1." in one else "2:4" for one in found[0]}
     assert all(torch.equal(one, tensors(tmp_path / "t")[key]) for key, one in tensors(tmp_path / "s").items())
+    alone = PruneOptions("2:4", "fp32", ignore=("re:.*experts",))
+    prune_checkpoint(tmp_path / "m", tmp_path / "alone", alone)
+    for source, changed in (("s", {"re:.*experts": "2:4"}), ("alone", {})):
+        with pytest.raises(InputError, match=r"pattern of .*experts.*; got 2:4; needed (6:8|dense), as .* is pruned"):
+            prune_checkpoint(tmp_path / source, tmp_path / "u", PruneOptions("2:4", "fp32", layers=changed))
+    prune_checkpoint(tmp_path / "alone", tmp_path / "v", alone)
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -118,20 +118,22 @@ class PruneJob:
 
     def _marked_patterns(self) -> dict[str, Pattern]:
         """Return the patterns that a pruned source names of single linears and of experts, which it keeps."""
-        if self.marker is None:
-            return {}
+        return {} if self.marker is None else {**self.marker.layers, **self._marked_experts(self.marker)}
+
+    def _marked_experts(self, marker: Marker) -> dict[str, Pattern]:
         tensors, stored = self.experts.tensors, self.checkpoint.stored
-        experts = {one.layer: marker_name(name, len(stored(name).shape)) for name, one in tensors.items()}
-        known = self.marker.experts
-        return {**self.marker.layers, **{layer: known[name] for layer, name in experts.items() if name in known}}
+        names = {one.layer: marker_name(name, len(stored(name).shape)) for name, one in tensors.items()}
+        return {layer: marker.experts[name] for layer, name in names.items() if name in marker.experts}
 
     def _require_marked_patterns(self) -> None:
         """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
-        marker = self.marker
-        for name, pattern in self.patterns.items():
-            was = pattern if marker is None else DENSE if name in marker.ignore else marker.pattern_of(name)
-            if pattern != was:
-                needed = f"{was}, as {self.checkpoint.path} is pruned"
+        if (marker := self.marker) is None:
+            return
+        marked = {name: DENSE if name in marker.ignore else marker.pattern_of(name) for name in self.patterns}
+        marked |= dict.fromkeys(self.experts.patterns, DENSE) | self._marked_experts(marker)
+        for name, pattern in {**self.patterns, **self.experts.patterns}.items():
+            if pattern != marked[name]:
+                needed = f"{marked[name]}, as {self.checkpoint.path} is pruned"
                 remedy = "repeat the options of that run (--pattern, --layer, --ignore, --lm-head)"
                 raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
 
