@@ -7,16 +7,17 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import run_ranks
 
+from slidesparse.base.ranks import Ranks
 from slidesparse.cli import main
-from slidesparse.errors import InputError
-from slidesparse.recover import answers, vllm_answers
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.recover import answers, own_chats, vllm_answers
 from slidesparse.recover.decode_attention import NAME, use_decode_attention
 from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
 from slidesparse.recover.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
@@ -100,6 +101,8 @@ def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert first.is_relative_to(tmp_path)
     with pytest.raises(TypeError):  # another number is another file
         kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), longest=4), "cpu")
+    monkeypatch.setattr(Ranks, "gather", lambda self, own: [own] * self.world)
+    assert kept_chats(model / "base", wanted, "cpu", Ranks(world=2)) == first  # whoever wrote it
 
 
 def interrupted_at(monkeypatch: Any, module: Any, name: str, number: int) -> list[Any]:
@@ -126,13 +129,14 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     assert main([*words, str(tmp_path / "whole.jsonl")]) == 0
     out = tmp_path / "chats.jsonl"
     calls = interrupted_at(monkeypatch, answers, "_answered", 2)
-    main([*words, str(out)])
+    assert main([*words, str(out)]) == 130
     assert "chats.jsonl.partial keeps 2 finished files, and the same command goes on" in capsys.readouterr().err
     assert not out.exists()
     (tmp_path / "chats.jsonl.partial/kept/answers-0-4.json.5a.tmp").write_text('["half a li')  # as a kill leaves it
     assert main([*words, "--seed", "1", str(out)]) == 1
     assert "another options.seed; needed those of that run, or another destination" in capsys.readouterr().err
     assert len(calls) == 3
+    assert json.loads((tmp_path / "chats.jsonl.partial/plan.json").read_bytes())["processes"] == 1
     assert main([*words, str(out)]) == 0
     assert "4 of 5 answers are there" in capsys.readouterr().err
     assert len(calls) == 4
@@ -140,30 +144,67 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["chats.jsonl", "whole.jsonl"]
 
 
-def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A vLLM of this process, that answers two prompts at a time with their lengths."""
+
     class Engine:
-        def __init__(self, **_: Any) -> None: ...
+        seeds: ClassVar[list[int]] = []
+
+        def __init__(self, seed: int, **_: Any) -> None:
+            self.seeds.append(seed)
 
         def generate(self, batch: Any, *_: Any, **__: Any) -> Any:
             texts = (f"{len(one['prompt_token_ids'])} tokens" for one in batch)
             return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
 
     def in_this_process(words: list[str], **_: Any) -> Any:
-        vllm_answers.main(Path(words[-1]))
+        try:
+            vllm_answers.main(Path(words[-1]))
+        except (RuntimeError, SystemExit) as error:
+            return SimpleNamespace(returncode=1, stdout=str(error))
         return SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
     monkeypatch.setattr(answers.subprocess, "run", in_this_process)
     monkeypatch.setattr(vllm_answers, "AT_ONCE", 2)
+    return Engine
+
+
+def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any, engine: Any) -> None:
     wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
-    calls = interrupted_at(monkeypatch, Engine, "generate", 1)
+    calls = interrupted_at(monkeypatch, engine, "generate", 1)
     with pytest.raises(KeyboardInterrupt, match="keeps 1 finished file"):
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
     assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
     assert [len(batch) for _, batch, *_ in calls] == [2, 2, 2, 1]
+    assert engine.seeds == [0, 2]
     found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
     asked = [f"(user) {chat[0]['content']}\n(assistant) " for chat in found]
     assert [chat[1]["content"] for chat in found] == [f"{len(text)} tokens" for text in asked]
+
+
+def test_transformers_goes_on_where_vllm_failed(
+    model: Path, tmp_path: Path, monkeypatch: Any, engine: Any, capsys: Any
+) -> None:
+    """As the error tells to; a vLLM whose command was killed writes nothing more."""
+    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--number", "5", "--longest", "8"]
+    words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--writer"]
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(vllm_answers.os, "getppid", lambda: next(parents))
+    assert main([*words, "vllm"]) == 1
+    assert "the command that asked was killed" in capsys.readouterr().err
+    assert [one.name for one in (tmp_path / "chats.jsonl.partial/kept").iterdir()] == ["answers-0-0.json"]
+    assert main([*words, "transformers"]) == 0
+    assert "2 of 5 answers are there" in capsys.readouterr().err
+    assert sum("tokens" in one["messages"][1]["content"] for one in lines(tmp_path / "chats.jsonl")) == 2
+
+
+def test_a_file_that_was_made_meanwhile_stays(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(own_chats, "_line", lambda *_: (tmp_path / "chats.jsonl").write_text("mine") and "line")
+    with pytest.raises(CheckpointError, match="made by something else meanwhile"):
+        write_chats(model / "base", tmp_path / "chats.jsonl", ChatOptions(1, longest=4), "cpu")
+    assert (tmp_path / "chats.jsonl").read_text() == "mine"
 
 
 def test_two_processes_write_one_file(model: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def staged_together(
         with _stopped_together(ranks), with_what_is_kept(work, destination):  # counts before others clear up
             if theirs != as_stored(record):
                 raise InputError(
-                    f"rank {ranks.rank} would prune otherwise than rank 0",
+                    f"rank {ranks.rank} was started otherwise than rank 0",
                     got=f"another {', '.join(differences(theirs, as_stored(record)))}",
                     needed="the same options, text and source, and one version and kind of device, for every process",
                 )

@@ -186,6 +186,8 @@ def new_folder(destination: Path, source: Path) -> Path:
 def _give_name(work: Workplace, destination: Path) -> None:
     """Give the output its name, unless something has got that name since the run began."""
     try:
+        if work.output.is_file() and os.path.lexists(destination):
+            raise FileExistsError(destination)  # which renaming a file would replace
         work.output.rename(destination)
     except OSError as error:
         if not os.path.lexists(destination):

@@ -70,7 +70,8 @@ def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: 
     order = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i]))
     job = replace(job, prompts=tuple(job.prompts[i][-most:] for i in order))
     if done := len(kept_answers(job.kept)):
-        LOG.warning("%d of %d answers are there from an interrupted run", done, len(order))
+        whose = f" of rank {ranks.rank}" if ranks.world > 1 else ""
+        LOG.warning("%d of %d answers%s are there from an interrupted run", done, len(order), whose)
     if done < len(order):
         if writer == "vllm" or (writer == "auto" and device.startswith("cuda") and find_spec("vllm") is not None):
             _ask_vllm(job, done, ranks)

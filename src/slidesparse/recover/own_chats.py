@@ -6,14 +6,13 @@ Chats that a command needs itself are kept too, under a name that says what deci
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import LOG
@@ -62,10 +61,11 @@ def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = AL
     said = json.dumps([__version__, asdict(options), SAMPLING, prompts])
     checkpoint = Checkpoint(model)
     key = hashlib.sha256(f"{fingerprint(checkpoint, checkpoint.config)} {said}".encode()).hexdigest()[:16]
-    path = cache_folder() / "chats" / f"{model.name}-{options.number}-{key}.jsonl"
-    there = ranks.gather(path.exists())
-    if not all(there):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+    folder, name = cache_folder() / "chats", f"{model.name}-{options.number}-{key}"
+    # As many processes as began a run must end it, but any number may read what it wrote.
+    path = next(iter(sorted(folder.glob(f"{glob.escape(name)}*.jsonl"))), folder / f"{name}-by-{ranks.world}.jsonl")
+    if not all(ranks.gather(path.exists())):
+        folder.mkdir(mode=0o700, exist_ok=True)
         write_chats(model, path, options, device, ranks)
     LOG.info("chats that %s wrote: %s", model, path)
     return path
@@ -86,11 +86,11 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     tokenizer, checkpoint = load_tokenizer(model), Checkpoint(model)
     asked = _prompts(options)
     template = getattr(tokenizer, "chat_template", None)
+    decides = asdict(replace(options, prompts=None, writer="auto"))  # prompts do by what they say, a writer does not
     record = {
-        **{"slidesparse": __version__, "options": asdict(options), "sampling": SAMPLING, "processes": ranks.world},
+        **{"slidesparse": __version__, "options": decides, "sampling": SAMPLING, "processes": ranks.world},
         "prompts": hashlib.sha256(json.dumps([asked, template]).encode()).hexdigest(),
         "weights": fingerprint(checkpoint, checkpoint.config),
-        "device": torch.device(device).type,
     }
     # Nothing but the config is in the way, so that chats may lie beside the weights.
     with staged_together(ranks, path, model / "config.json", record, 0) as work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def main(job: Path) -> None:
     """Answer the prompts of a job from ``done`` on, and keep the texts of the answers, a file for each batch."""
     from vllm import LLM, SamplingParams
 
-    asked = json.loads(job.read_text())
+    asked, parent = json.loads(job.read_text()), os.getppid()
     prompts, done = asked["prompts"], asked["done"]
     length = max(map(len, prompts)) + asked["longest"]
     model = LLM(
@@ -28,6 +29,8 @@ def main(job: Path) -> None:
     for start in range(done, len(prompts), AT_ONCE):
         batch = [{"prompt_token_ids": ids} for ids in prompts[start : start + AT_ONCE]]
         found = model.generate(batch, drawn, use_tqdm=False)
+        if os.getppid() != parent:
+            sys.exit("the command that asked was killed, and another may have its place")
         replace_file(Path(f"{asked['kept']}-{start}.json"), json.dumps([one.outputs[0].text for one in found]))
 
 
