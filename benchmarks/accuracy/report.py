@@ -27,7 +27,7 @@ ONE_SHOT = "0"
 RECOVERIES = {"0.03@0.05": "at 0.05", "0.01@0.05": "by 1 % at 0.05", "0.03@0.15": "at 0.15", "0.03@0.3": "at 0.3"}
 """End of a key: the share of the budget and of its rate -> what a column says of it, a share of 3 % unsaid."""
 
-GENTLEST, *_, STRONGEST = RECOVERIES
+GENTLEST, *_ = RECOVERIES
 COLUMNS = {
     "magnitude": ("magnitude", ONE_SHOT),
     "SparseGPT": ("sparsegpt", ONE_SHOT),
@@ -228,17 +228,6 @@ def smaller(folder: Path, runs: Runs, dtype: str = "") -> Iterator[tuple[str, fl
             fewer = next(iter(found.values()))["trained"]["layers"]
             loss = values(found, "dense none 0", "packages_perplexity", dtype, dtype, runs)
             yield f"trained with {fewer} layers", layers / fewer, loss
-
-
-def best_recovery(runs: Runs, key: str) -> str | None:
-    """The end of the recovery that leaves least of a rival's loss; None where the rates that it needs were not tried.
-
-    Fewer layers have most to recover: the strongest is their best or next to it.
-    """
-    known = {end for end in RECOVERIES if all(f"{key} {end}" in run for run in runs.values())}
-    if not known or ("left-out" in key and STRONGEST not in known):
-        return None
-    return min(known, key=lambda end: statistics.mean(values(runs, f"{key} {end}", "packages_perplexity")))
 
 
 def speed_table(folder: Path, runs: Runs) -> str:

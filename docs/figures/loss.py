@@ -40,9 +40,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "pattern": Kind("a pattern, served in six bits", "#0072b2", "o", "-"),
+    "pattern": Kind("a pattern before rounding, at the speed of six bits", "#0072b2", "o", "-"),
     "dense": Kind("INT8, nothing pruned", "#222222", "v", "none"),
-    "four": Kind("INT4 weights in groups of 128 (W4A16)", "#009e73", "D", "none"),
+    "four": Kind("INT4 to nearest, groups of 128 (W4A16)", "#009e73", "D", "none"),
     "fewer": Kind("four of 24 layers left out", "#d55e00", "s", "none"),
 }
 
@@ -108,7 +108,7 @@ def panel(axes: Axes, end: str) -> None:
     axes.set_xticks([0.8, 1, 1.2, 1.4], [f"{x:g}{TIMES}" for x in (0.8, 1, 1.2, 1.4)])
     axes.set(xlim=(0.62, 1.56), ylim=(-0.25, 1.35 * MOST))
     axes.set_title(PANELS[end], fontsize=11, color=INK, weight="bold", pad=8)
-    axes.set_xlabel("served speed over stock INT8: 1000 mixed requests to a 7B", fontsize=9, color=INK)
+    axes.set_xlabel("speed over stock INT8: GPU time of 1000 mixed requests to a 7B", fontsize=9, color=INK)
     axes.grid(color="#e5e5e5")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -128,7 +128,7 @@ def draw(path: Path) -> None:
             panel(axes, end)
         panels[0].set_ylabel("perplexity of held-out code over dense (%)", color=INK)
         panels[1].legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.4)
-        told = "Qwen2.5-Coder-0.5B before rounding to INT8 or six bits; speeds of Qwen2.5-7B, vLLM 0.33, H200"
+        told = "Qwen2.5-Coder-0.5B; six bits add about 1 %; speeds of Qwen2.5-7B, vLLM 0.33, H200"
         figure.text(0.97, 0.055, told, fontsize=9, color="#555555", ha="right")
         figure.savefig(path, metadata={"Date": None}, transparent=True)
 

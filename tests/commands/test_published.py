@@ -35,7 +35,7 @@ def test_the_nearest_pattern_is_taken(zeros: float, pattern: str) -> None:
     assert expected_cost(zeros, 0).startswith(f"{pattern} cost ")
 
 
-def test_help_card_and_plan_recommend_it(
+def test_help_and_card_recommend_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "2000")

@@ -148,14 +148,7 @@ class Pattern:
     @property
     def ideal_speedup(self) -> Fraction:
         """Speed-up over dense where 2:4 runs at twice the dense rate: ``N/(N-1)`` when uniform (Corollary 1.2)."""
-        return self.speedup(Fraction(2))
-
-    def speedup(self, mma_gain: Fraction) -> Fraction:
-        """Return the speed-up over dense where 2:4 runs ``mma_gain`` times as fast as a dense multiply of its size."""
-        gain = _fraction(mma_gain, "gain of a 2:4 multiply")
-        if gain <= 0:
-            raise InputError("gain of a 2:4 multiply", got=mma_gain, needed="more than 0")
-        slid = self.share * Fraction(self.slid_group, self.group) / gain
+        slid = self.share * Fraction(self.slid_group, self.group) / 2
         return 1 / (slid + (1 - self.share))
 
     @property
