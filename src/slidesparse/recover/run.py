@@ -215,11 +215,9 @@ class _Pair:
         both = ((self.student, self.pruned), (self.teacher, self.dense))
         student, teacher = (meta.read(name, one.tensor).bfloat16() for meta, one in both)
         if not torch.equal(student, teacher) and not (self.pruned.path / RECORD).exists():
-            told = (
-                f"{self.pruned.path} does not seem to come from --dense {self.dense.path}: its input embeddings differ"
-            )
+            told = f"{self.pruned.path} does not seem to come from --dense {self.dense.path}"
             remedy = "ignore this if they were trained since, or if it is intended"
-            warnings.warn(f"{told}; {remedy}", SlideSparseWarning, stacklevel=2)
+            warnings.warn(f"{told}: its input embeddings differ; {remedy}", SlideSparseWarning, stacklevel=2)
 
     def require_one_tokenizer(self) -> None:
         """Refuse tokenizers that call tokens otherwise: the dense model would read another text."""
