@@ -40,10 +40,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "pattern": Kind("a pattern before rounding, at the speed of six bits", "#0072b2", "o", "-"),
+    "pattern": Kind("a pattern, before rounding", "#0072b2", "o", "-"),
     "dense": Kind("INT8, nothing pruned", "#222222", "v", "none"),
-    "four": Kind("INT4 to nearest, groups of 128 (W4A16)", "#009e73", "D", "none"),
-    "fewer": Kind("four of 24 layers left out", "#d55e00", "s", "none"),
+    "four": Kind("INT4 to nearest (W4A16)", "#009e73", "D", "none"),
+    "fewer": Kind("20 of 24 layers", "#d55e00", "s", "none"),
 }
 
 
@@ -128,7 +128,7 @@ def draw(path: Path) -> None:
             panel(axes, end)
         panels[0].set_ylabel("perplexity of held-out code over dense (%)", color=INK)
         panels[1].legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.4)
-        told = "Qwen2.5-Coder-0.5B; six bits add about 1 %; speeds of Qwen2.5-7B, vLLM 0.33, H200"
+        told = "Qwen2.5-Coder-0.5B; six bits, as served, add about 1 %; speeds of Qwen2.5-7B, vLLM 0.33, H200"
         figure.text(0.97, 0.055, told, fontsize=9, color="#555555", ha="right")
         figure.savefig(path, metadata={"Date": None}, transparent=True)
 
