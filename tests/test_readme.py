@@ -22,7 +22,9 @@ def blocks(language: str) -> list[str]:
 
 def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2")
+    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
+    add_tokenizer(tmp_path / "Qwen2.5-7B")
+    write_text(tmp_path / "text.txt")
     prune = next(text for text in blocks("bash") if text.startswith("slidesparse prune"))
     for line in prune.splitlines():
         assert main(line.split()[1:]) == 0

@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import add_tokenizer, make_checkpoint
+from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
+from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.published import BEST, COSTS, expected_cost
 
@@ -48,6 +49,12 @@ def test_help_and_card_recommend_it(
     )
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "int8"))
-    card = (tmp_path / "s/README.md").read_text()
-    assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", card)
+    text = Calibration(str(write_text(tmp_path / "text.txt")), samples=4, length=16)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "bf16", method="sparsegpt", calibration=text))
+    prune_checkpoint(tmp_path / "m", tmp_path / "magnitude", PruneOptions("4:6", "int8"))
+    prune_checkpoint(tmp_path / "s", tmp_path / "rounded", PruneOptions("4:6", "int8"))
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("s", "magnitude", "rounded")}
+    assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", cards["s"])
+    assert re.search(rf"\| to expect \| magnitude loses .*{re.escape(BEST)} \|", cards["magnitude"])
+    assert "| method | zeros of the source kept |" in cards["rounded"]
+    assert "to expect" not in cards["rounded"]

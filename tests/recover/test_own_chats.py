@@ -55,6 +55,16 @@ def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> N
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
 
 
+def test_what_a_model_has_no_room_for_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    most = json.loads((model / "base/config.json").read_text())["max_position_embeddings"]
+    with pytest.raises(InputError, match=f"less than the {most} tokens"):
+        write_chats(model / "base", tmp_path / "chats.jsonl", ChatOptions(1, longest=most), "cpu")
+    assert not list(tmp_path.iterdir())
+    wanted = ChatOptions(3, str(model / "prompts.txt"), longest=most - 30)
+    write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    assert "of 1 prompts only the last 30 tokens are read" in caplog.text
+
+
 def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any) -> None:
     """Greedy answers to prompts of several lengths are those to each alone."""
     import transformers

@@ -47,8 +47,10 @@ NAMED = " --quantization slidesparse"
 """What makes vLLM ask the plugin where there is no ``quantization_config``."""
 
 
-def write_card(folder: Path, source: Path, summary: PruneSummary, options: PruneOptions, method: str) -> None:
-    """Write the card of a pruned checkpoint."""
+def write_card(
+    folder: Path, source: Path, summary: PruneSummary, options: PruneOptions, method: str, is_one_shot: bool
+) -> None:
+    """Write the card of a pruned checkpoint; ``is_one_shot``: of one that was dense before."""
     dtype, quantised = summary.dtype, parse_dtype(summary.dtype) in QUANTISED
     scales = ", a scale for each channel" if quantised else ""
     origin = hub_model(source)
@@ -63,7 +65,7 @@ def write_card(folder: Path, source: Path, summary: PruneSummary, options: Prune
         "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",
-        "to expect": f"{expected_cost(zeros, summary.source_bytes)}; least is lost by {BEST}" if zeros else "",
+        "to expect": _expected(options.method, zeros, summary.source_bytes) if zeros and is_one_shot else "",
     }
     by = "the slidesparse plugin" if quantised else "that option"
     card = None if summary.source_card is None else folder / summary.source_card
@@ -100,6 +102,12 @@ model = ss.load("THIS_FOLDER", device="cuda")
 {chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in left) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
+
+
+def _expected(method: str, zeros: float, n_bytes: int) -> str:
+    if method != "sparsegpt":
+        return f"{method} loses more than SparseGPT, magnitude many times more; least is lost by {BEST}"
+    return f"{expected_cost(zeros, n_bytes)}; least is lost by {BEST}"
 
 
 def _origin_words(origin: HubModel | None, name: str) -> str:

@@ -145,7 +145,9 @@ def prune_checkpoint(
         if ranks.is_first:
             _write_the_rest(prepared, work, files)
             words = _method_words(options, job.windows, bool(job.folds))
-            write_card(work.output, checkpoint.path, summary, options, words)
+            if job.marker is not None:
+                words = "zeros of the source kept" + ("" if job.windows is None else f", rounded with {words}")
+            write_card(work.output, checkpoint.path, summary, options, words, job.marker is None)
     return summary
 
 

@@ -22,7 +22,6 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import LONGEST, CheckpointError, UnsupportedError, first_line
 from slidesparse.models.parts import text_config
-from slidesparse.offline.calibrate.calibration import positions
 from slidesparse.recover.decode_attention import use_decode_attention
 
 Writer = Literal["auto", "vllm", "transformers"]
@@ -31,6 +30,9 @@ Writer = Literal["auto", "vllm", "transformers"]
 MOST_AT_ONCE = 4096
 """Prompts that transformers answers at once; fewer where their keys and values would take more than
 :data:`CACHE_SHARE` of the free memory."""
+
+MOST_ON_A_CPU = 32
+"""There, so that little is lost when a run is interrupted."""
 
 CACHE_SHARE = 0.4
 
@@ -58,17 +60,13 @@ class Job:
 
 
 def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: Ranks) -> list[str]:
-    """Return the answers to prompts, of which each process has its own; of too long ones the ends are read.
+    """Return the answers to prompts, of which each process has its own.
 
     Longest prompts come first, and alike lengths together, so that little is padded. Batches that a run before has kept
     are not asked again.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(job.model), **LOCAL)
-    most = max(1, positions(config, 1 << 20) - job.longest)
     order = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i]))
-    job = replace(job, prompts=tuple(job.prompts[i][-most:] for i in order))
+    job = replace(job, prompts=tuple(job.prompts[i] for i in order))
     if done := len(kept_answers(job.kept)):
         whose = f" of rank {ranks.rank}" if ranks.world > 1 else ""
         LOG.warning("%d of %d answers%s are there from an interrupted run", done, len(order), whose)
@@ -119,8 +117,9 @@ def _batch_size(model: Any, length: int, device: str) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    room = CACHE_SHARE * torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 4e9
-    return max(1, min(MOST_AT_ONCE, int(room // (token * length))))
+    if not device.startswith("cuda"):
+        return min(MOST_AT_ONCE, MOST_ON_A_CPU, max(1, int(4e9 // (token * length))))
+    return max(1, min(MOST_AT_ONCE, int(CACHE_SHARE * torch.cuda.mem_get_info(device)[0] // (token * length))))
 
 
 def _answered(model: Any, tokenizer: Any, prompts: Sequence[list[int]], longest: int) -> list[str]:

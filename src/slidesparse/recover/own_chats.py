@@ -16,6 +16,7 @@ from typing import Any
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import LOG
+from slidesparse.base.other_libraries import LOCAL
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import replace_file
@@ -23,7 +24,7 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.shared_staging import staged_together
-from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer
+from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
 from slidesparse.recover.answers import SAMPLING, Job, Writer, write_answers
@@ -84,7 +85,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     if ranks.is_first and path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
     tokenizer, checkpoint = load_tokenizer(model), Checkpoint(model)
-    asked = _prompts(options)
+    room, asked = _room_for_prompts(model, options.longest), _prompts(options)
     template = getattr(tokenizer, "chat_template", None)
     decides = asdict(replace(options, prompts=None, writer="auto"))  # prompts do by what they say, a writer does not
     record = {
@@ -95,8 +96,16 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     # Nothing but the config is in the way, so that chats may lie beside the weights.
     with staged_together(ranks, path, model / "config.json", record, 0) as work:
         share = asked[ranks.rank :: ranks.world]
-        ids = tuple(_ids(tokenizer, share, template is not None))
-        job = Job(model, ids, options.longest, options.seed + ranks.rank, str(work.kept / f"answers-{ranks.rank}"))
+        ids = _ids(tokenizer, share, template is not None)
+        if cut := sum(len(one) > room for one in ids):
+            LOG.warning("of %d prompts only the last %d tokens are read: the model has no room for more", cut, room)
+        job = Job(
+            model,
+            tuple(one[-room:] for one in ids),
+            options.longest,
+            options.seed + ranks.rank,
+            str(work.kept / f"answers-{ranks.rank}"),
+        )
         answers = write_answers(job, tokenizer, options.writer, device, ranks)
         pairs = zip(share, answers, strict=True)
         lines = [_line(one, answer, template is not None) for one, answer in pairs if answer.strip()]
@@ -108,6 +117,16 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
             replace_file(whole, "".join(one.read_text(encoding="utf-8") for one in parts))
             work.output = whole  # a file, where others make a folder
     return int(sum(ranks.gather(len(lines))))
+
+
+def _room_for_prompts(model: Path, longest: int) -> int:
+    """Return how many tokens of a prompt a model reads before so long an answer; an InputError where there are none."""
+    from transformers import AutoConfig
+
+    most = positions(AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20)
+    if longest >= most:
+        raise InputError("longest answer", got=longest, needed=f"less than the {most} tokens that {model} reads")
+    return most - longest
 
 
 def _prompts(options: ChatOptions) -> list[Document]:
