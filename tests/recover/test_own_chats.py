@@ -62,7 +62,7 @@ def test_what_a_model_has_no_room_for_is_said(model: Path, tmp_path: Path, caplo
     assert not list(tmp_path.iterdir())
     wanted = ChatOptions(3, str(model / "prompts.txt"), longest=most - 30)
     write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
-    assert "of 1 prompts only the last 30 tokens are read" in caplog.text
+    assert "of 2 prompts only the last 30 tokens are read" in caplog.text
 
 
 def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any) -> None:

@@ -100,12 +100,9 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
         if cut := sum(len(one) > room for one in ids):
             LOG.warning("of %d prompts only the last %d tokens are read: the model has no room for more", cut, room)
         job = Job(
-            model,
-            tuple(one[-room:] for one in ids),
-            options.longest,
-            options.seed + ranks.rank,
+            model, tuple(one[-room:] for one in ids), options.longest, options.seed + ranks.rank,
             str(work.kept / f"answers-{ranks.rank}"),
-        )
+        )  # fmt: skip
         answers = write_answers(job, tokenizer, options.writer, device, ranks)
         pairs = zip(share, answers, strict=True)
         lines = [_line(one, answer, template is not None) for one, answer in pairs if answer.strip()]
