@@ -50,7 +50,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "Pattern.parse": Pattern.parse,
     "Pattern.window": lambda v: Pattern(6, 8).window(v),
     "Pattern.groups": lambda v: Pattern(6, 8).groups(v),
-    "Pattern.speedup": lambda v: Pattern(6, 8).speedup(v),
     "Pattern.bytes_per_weight": lambda v: Pattern(6, 8).bytes_per_weight(v),
     "Pattern bits": lambda v: Pattern(6, 8).bytes_per_weight("2:4", v),
     "pack weight": lambda v: pack(v, "6:8"),

@@ -44,13 +44,6 @@ def test_a_share_becomes_a_fraction() -> None:
     assert hash(Pattern(4, 6, 0.25)) == hash(Pattern.parse("4:6@25%"))  # type: ignore[arg-type]
 
 
-def test_a_gain_is_more_than_nothing() -> None:
-    assert Pattern(6, 8).speedup(Fraction(1)) == Fraction(2, 3)
-    for gain in (0, Fraction(-1, 2)):
-        with pytest.raises(InputError, match="gain"):
-            Pattern(6, 8).speedup(Fraction(gain))
-
-
 def test_every_pattern_without_followers_is_dense() -> None:
     assert Pattern(6, 8, Fraction(0)) == Pattern.parse("4:6@0%") == DENSE
     assert (DENSE.expansion, DENSE.ideal_speedup, DENSE.bytes_per_weight("2:4")) == (1, 1, 1)
@@ -76,9 +69,8 @@ def test_partial_pattern_lies_between_dense_and_uniform() -> None:
     half = Pattern.parse("4:6@50%")
     assert half.expansion == (Fraction(4, 3) + 1) / 2
     assert half.density == (Fraction(2, 3) + 1) / 2
-    # At a gain of g a following group costs (4/3)/g of the dense time and an untouched one costs 1.
+    # A following group costs (4/3)/2 of the dense time, and an untouched one costs 1.
     assert half.ideal_speedup == 1 / ((Fraction(2, 3) + 1) / 2)
-    assert half.speedup(Fraction(8, 5)) == 1 / ((Fraction(5, 6) + 1) / 2)
     assert half.uniform == Pattern(4, 6)
 
 
