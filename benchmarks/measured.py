@@ -225,14 +225,15 @@ HEADLINE = {
 """README's words."""
 
 STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
-LOADS_NEWEST = {f"decode {n} at 80": f"decoding, a step of {n} sequence{'s' * (n > 1)}" for n in (1, 4, 8)} | {
-    "decode 64 at 600": "the same with 600 tokens each"
-}
 
 MIXTURE_LOADS = {
     "burst": LOADS["burst"],
     "mixed": LOADS["mixed"],
     **{f"decode {n} at 80": f"decoding, a step of {n} sequences" for n in (16, 64, 256)},
+}
+NEWEST_LOADS = MIXTURE_LOADS | {
+    "decode 1 at 80": "decoding, one sequence",
+    "decode 8 at 80": "decoding, a step of 8 sequences",
 }
 MOST = "arrivals at 80%"
 WAITS = {"first": "to the first token", "between": "between tokens"}
@@ -275,10 +276,10 @@ Measure = Callable[[Group, str, str], float]
 def newest_ms(model: str, engine: str, load: str, measure: Measure) -> tuple[float, float] | None:
     """Milliseconds of an engine in the newest vLLM, and how many times faster it is than the fastest stock INT8; None
     where no record has it."""
-    groups_ = [group_of(H200 / f"serve/{name}.jsonl") for name in NEWEST[model]]
-    for group in groups_:
+    found = [group_of(H200 / f"serve/{name}.jsonl") for name in NEWEST[model]]
+    for group in found:
         if load in group.records.get(engine, ()):
-            other = group if STOCK in group.records else groups_[0]
+            other = group if STOCK in group.records else found[0]
             stock = [measure(other, one, load) for one in (STOCK, AGAIN) if load in other.records.get(one, ())]
             own = measure(group, engine, load)
             return 1e3 * own, min(stock) / own
@@ -310,7 +311,7 @@ def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
     """Engines of a model in the newest vLLM: milliseconds, and over the fastest stock INT8."""
     rows = []
     for load in loads:
-        measures: dict[str, Measure] = {LOADS_NEWEST.get(load) or MIXTURE_LOADS[load]: _undisturbed}
+        measures: dict[str, Measure] = {NEWEST_LOADS[load]: _undisturbed}
         if load == "mixed":
             measures["of it the GPU computes"] = _computing
         for words, measure in measures.items():
