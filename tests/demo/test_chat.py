@@ -41,6 +41,18 @@ def test_it_prunes_asks_and_measures(model: Path, tmp_path: Path, capsys: pytest
         assert rows[pattern]["perplexity"] == measured.perplexity
 
 
+def test_an_interruption_promises_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pruned so far lies in a temporary folder, with which it goes."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt("/tmp/x keeps 21 finished files, and the same command goes on from there")
+
+    monkeypatch.setattr(chat, "_row", interrupted)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        chat.run_chat(str(model))
+    assert not stopped.value.args
+
+
 def test_the_package_of_the_usual_model_is_found_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

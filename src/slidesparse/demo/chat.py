@@ -95,11 +95,15 @@ def run_chat(source: str | None = None, device: str = "cpu") -> ChatReport:
     where, began, rows, name = usable_device(device), time.perf_counter(), [], source or _usual()
     with TemporaryDirectory(prefix="slidesparse-") as folder:
         dense = _dense(name, Path(folder, "dense"))
-        with progress_bar("demo", len(PATTERNS), unit="patterns") as advance:
-            for pattern in PATTERNS:
-                advance(0, pattern)
-                rows.append(_row(dense, pattern, Path(folder, "pruned"), where))
-                advance(1)
+        try:
+            with progress_bar("demo", len(PATTERNS), unit="patterns") as advance:
+                for pattern in PATTERNS:
+                    advance(0, pattern)
+                    rows.append(_row(dense, pattern, Path(folder, "pruned"), where))
+                    advance(1)
+        except KeyboardInterrupt as error:
+            error.args = ()  # what pruning says of files that it keeps: they go with the folder
+            raise
     return ChatReport(name, str(where), time.perf_counter() - began, tuple(rows))
 
 
