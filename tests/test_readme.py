@@ -20,11 +20,16 @@ def blocks(language: str) -> list[str]:
     return [text for found, text in BLOCKS if found == language]
 
 
-def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model and the text of the commands, in the folder where they run."""
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
     add_tokenizer(tmp_path / "Qwen2.5-7B")
     write_text(tmp_path / "text.txt")
+
+
+def test_prune_and_load_as_printed(source: None) -> None:
     prune = next(text for text in blocks("bash") if text.startswith("slidesparse prune"))
     for line in prune.splitlines():
         assert main(line.split()[1:]) == 0
@@ -32,11 +37,7 @@ def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     exec(load, {})
 
 
-def test_prune_recover_and_round_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
-    add_tokenizer(tmp_path / "Qwen2.5-7B")
-    write_text(tmp_path / "text.txt")
+def test_prune_recover_and_round_as_printed(source: None) -> None:
     (commands,) = (text for text in blocks("bash") if "slidesparse recover" in text)
     small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --held 2")
     for line in small.splitlines():

@@ -7,6 +7,7 @@ axis stands the perplexity of held-out code of a 0.5B over the dense model, both
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def points(end: str) -> list[Point]:
 
     def point(kind: str, name: str, fast: float, tag: str) -> Point:
         mean, _ = MEASURED["compare"].paired(found[tag]["code"]["loss"], found["dense"]["code"]["loss"])
-        return Point(kind, name, fast, 100 * (MEASURED["math"].exp(mean) - 1))
+        return Point(kind, name, fast, 100 * math.expm1(mean))
 
     shot = end or " match"
     drawn = [

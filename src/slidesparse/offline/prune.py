@@ -144,10 +144,7 @@ def prune_checkpoint(
         summary = _summary(prepared, files, resumed, kept_card)
         if ranks.is_first:
             _write_the_rest(prepared, work, files)
-            words = _method_words(options, job.windows, bool(job.folds))
-            if job.marker is not None:
-                words = "zeros of the source kept" + ("" if job.windows is None else f", rounded with {words}")
-            write_card(work.output, checkpoint.path, summary, options, words, job.marker is None)
+            write_card(work.output, checkpoint.path, summary, options, _method_words(options, job), job.marker is None)
     return summary
 
 
@@ -213,11 +210,13 @@ def _write_the_rest(prepared: Prepared, work: Workplace, files: SourceFiles) -> 
     write_json(work.output / "config.json", prepared.job.config())
 
 
-def _method_words(options: PruneOptions, windows: torch.Tensor | None, smooth: bool) -> str:
+def _method_words(options: PruneOptions, job: PruneJob) -> str:
     """Return the method and the text that it saw, without the folder of the text."""
-    if options.calibration is None or windows is None:
-        return options.method
-    samples, length = windows.shape
+    kept = "" if job.marker is None else "zeros of the source kept"
+    if options.calibration is None or job.windows is None:
+        return kept or options.method
+    samples, length = job.windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    before = "smoothing and " if smooth else ""
+    before = f"{kept}, rounded with " if kept else ""
+    before += "smoothing and " if job.folds else ""
     return f"{before}{options.method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

@@ -23,6 +23,7 @@ from slidesparse.files.expert_tensors import (
     marker_name,
     read_experts,
 )
+from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import single_experts
 from slidesparse.files.stored import STORED_NAMES, Stored
@@ -231,6 +232,13 @@ class ExpertJob:
             for name, tensor in self._treated()
             for part in self._written(name)[0]
         }
+
+    def marked(self, marker: Marker) -> dict[str, Pattern]:
+        """Return the patterns that the marker of a pruned source names, by layer: what :meth:`marker` wrote there."""
+        names = {
+            one.layer: marker_name(name, 2 if self._is_one_expert(name) else 3) for name, one in self.tensors.items()
+        }
+        return {layer: marker.experts[name] for layer, name in names.items() if name in marker.experts}
 
     def ignore_entries(self) -> list[str]:
         """Return entries of a quantisation's ignore list for the experts that it leaves alone."""

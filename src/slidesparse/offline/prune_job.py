@@ -14,7 +14,6 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.errors import InputError
 from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import marker_name
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import without_code
@@ -68,12 +67,13 @@ class PruneJob:
         self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
         self.marker = Marker.from_config(checkpoint.config)
-        marked = self._marked_patterns()
-        kept = {name: marked[name] for name in treated if name in marked and name not in options.layers}
+        marked_experts = {} if self.marker is None else self.experts.marked(self.marker)
+        named = {} if self.marker is None else {**self.marker.layers, **marked_experts}  # which a pruned source keeps
+        kept = {name: named[name] for name in treated if name in named and name not in options.layers}
         patterns = layer_patterns(treated, self.pattern, {**options.layers, **kept})
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
-        self._require_marked_patterns()
+        self._require_marked_patterns(marked_experts)
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
         self.pruner = get_pruner(options.method)
@@ -116,21 +116,12 @@ class PruneJob:
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 
-    def _marked_patterns(self) -> dict[str, Pattern]:
-        """Return the patterns that a pruned source names of single linears and of experts, which it keeps."""
-        return {} if self.marker is None else {**self.marker.layers, **self._marked_experts(self.marker)}
-
-    def _marked_experts(self, marker: Marker) -> dict[str, Pattern]:
-        tensors, stored = self.experts.tensors, self.checkpoint.stored
-        names = {one.layer: marker_name(name, len(stored(name).shape)) for name, one in tensors.items()}
-        return {layer: marker.experts[name] for layer, name in names.items() if name in marker.experts}
-
-    def _require_marked_patterns(self) -> None:
+    def _require_marked_patterns(self, experts: dict[str, Pattern]) -> None:
         """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
         if (marker := self.marker) is None:
             return
         marked = {name: DENSE if name in marker.ignore else marker.pattern_of(name) for name in self.patterns}
-        marked |= dict.fromkeys(self.experts.patterns, DENSE) | self._marked_experts(marker)
+        marked |= dict.fromkeys(self.experts.patterns, DENSE) | experts
         for name, pattern in {**self.patterns, **self.experts.patterns}.items():
             if pattern != marked[name]:
                 needed = f"{marked[name]}, as {self.checkpoint.path} is pruned"
