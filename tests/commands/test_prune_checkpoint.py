@@ -307,7 +307,8 @@ def test_config_without_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"pattern": "2:4"}, {"ignore": ()}, {"lm_head": True}, {"layers": {"re:.*o_proj": "4:6"}}),
+        *({"pattern": "2:4"}, {"lm_head": True}, {"layers": {"re:.*o_proj": "4:6"}}),
+        {"ignore": (), "layers": {"re:.*down_proj": "4:6"}},
         {"layers": {"model.layers.0.self_attn.o_proj": "4:6"}},
     ],
 )
@@ -317,7 +318,7 @@ def test_what_is_pruned_in_floats_keeps_its_patterns(tmp_path: Path, changes: di
     options = {"pattern": "4:6", "ignore": ("re:.*down_proj",), "layers": {"re:.*o_proj": "6:8"}}
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(dtype="bf16", **options))
     prune_checkpoint(tmp_path / "s", tmp_path / "t", PruneOptions(dtype="int8", **options))
-    told = prune_checkpoint(tmp_path / "s", tmp_path / "kept", PruneOptions(dtype="int8", **{**options, "layers": {}}))
+    told = prune_checkpoint(tmp_path / "s", tmp_path / "kept", PruneOptions("4:6", "int8"))
     assert {name.rpartition(".")[2] for name, pattern in told.patterns.items() if pattern == "6:8"} == {"o_proj"}
     assert contents(tmp_path / "t") == contents(tmp_path / "kept")
     with pytest.raises(InputError, match=r"pattern of .*; got .* is pruned; repeat the options of that run"):

@@ -7,7 +7,7 @@ tensor are cut into such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
 from slidesparse.offline.prune_options import PruneOptions, check_type
+from slidesparse.offline.treated import unless_named
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANTISED, dequantize, loadable, quantize_weight, requantize, rounding_of
 from slidesparse.weights.support import check_weight
@@ -42,6 +43,7 @@ class ExpertJob:
     Attributes:
         tensors: Tensor of the source -> what it holds, of all experts.
         dense: Experts' weights that are left alone -> why.
+        marked: Experts' weights -> pattern, as the marker of a pruned source has them.
         patterns: Experts' weights that are treated -> pattern. Set by :meth:`choose`.
     """
 
@@ -50,6 +52,7 @@ class ExpertJob:
         checkpoint: Checkpoint,
         meta: MetaModel,
         options: PruneOptions,
+        marker: Marker | None,
         source_dtype: torch.dtype | None,
         dtype: torch.dtype,
     ) -> None:
@@ -57,9 +60,10 @@ class ExpertJob:
         self.rounding = options.rounding
         self.found = find_experts(meta.model)
         names = [one.layer(leaf) for one in self.found for leaf in one.weights]
-        self.dense = {
-            name: "on the ignore list" for name in names for entry in options.ignore if matches_entry(name, entry)
-        }
+        self.marked = {} if marker is None else self._marked(names, marker)
+        left = () if marker is None else unless_named(set(names) - self.marked.keys(), options.layers)
+        ignore = [*options.ignore, *left]
+        self.dense = {name: "on the ignore list" for name in names for entry in ignore if matches_entry(name, entry)}
         if options.part == "vision":
             self.dense |= dict.fromkeys(names, "in the language model")
         wanted = len(self.dense) < len(names)
@@ -233,10 +237,12 @@ class ExpertJob:
             for part in self._written(name)[0]
         }
 
-    def marked(self, marker: Marker) -> dict[str, Pattern]:
-        """Return the patterns that the marker of a pruned source names, by layer: what :meth:`marker` wrote there."""
+    def _marked(self, layers: Iterable[str], marker: Marker) -> dict[str, Pattern]:
+        """Return what :meth:`marker` wrote in a source, by layer."""
         names = {
-            one.layer: marker_name(name, 2 if self._is_one_expert(name) else 3) for name, one in self.tensors.items()
+            layer: marker_name(name, 2 if self._is_one_expert(name) else 3)
+            for layer in layers
+            for name in self.stored(layer)
         }
         return {layer: marker.experts[name] for layer, name in names.items() if name in marker.experts}
 

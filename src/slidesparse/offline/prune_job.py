@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
-from slidesparse.offline.treated import find_treated
+from slidesparse.offline.treated import find_treated, unless_named
 from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
 from slidesparse.prune.round_outputs import FP8, SIX_BITS
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -61,19 +62,21 @@ class PruneJob:
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
         refuse_faults(self.meta, checkpoint)
-        self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
+        self.marker = Marker.from_config(checkpoint.config)
+        self.experts = ExpertJob(checkpoint, self.meta, options, self.marker, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
         self.run = run_once(self.meta.model)
         self.targets = self._find_targets(options, options.ignore)
+        if left := self._left_by_the_source(options):
+            options = replace(options, ignore=(*options.ignore, *left))
+            self.targets = self._find_targets(options, options.ignore)
         treated = [*self.targets.linears, *self.experts.layers]
-        self.marker = Marker.from_config(checkpoint.config)
-        marked_experts = {} if self.marker is None else self.experts.marked(self.marker)
-        named = {} if self.marker is None else {**self.marker.layers, **marked_experts}  # which a pruned source keeps
+        named = {} if self.marker is None else {**self.marker.layers, **self.experts.marked}  # a pruned source's
         kept = {name: named[name] for name in treated if name in named and name not in options.layers}
         patterns = layer_patterns(treated, self.pattern, {**options.layers, **kept})
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
-        self._require_marked_patterns(marked_experts)
+        self._require_marked_patterns()
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
         self.pruner = get_pruner(options.method)
@@ -102,6 +105,12 @@ class PruneJob:
             part=options.part,
         )
 
+    def _left_by_the_source(self, options: PruneOptions) -> list[str]:
+        """Return the linears that a pruned source left alone, and that no option names."""
+        found, ignored = self.targets.linears, () if self.marker is None else self.marker.ignore
+        head = treated_head(self.meta.model, found)  # which --lm-head names
+        return unless_named((name for name in found if name in ignored and name != head), options.layers)
+
     @property
     def rounds(self) -> bool:
         """Whether weights of a float type become 8 bits."""
@@ -116,16 +125,16 @@ class PruneJob:
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 
-    def _require_marked_patterns(self, experts: dict[str, Pattern]) -> None:
+    def _require_marked_patterns(self) -> None:
         """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
         if (marker := self.marker) is None:
             return
         marked = {name: DENSE if name in marker.ignore else marker.pattern_of(name) for name in self.patterns}
-        marked |= dict.fromkeys(self.experts.patterns, DENSE) | experts
+        marked |= dict.fromkeys(self.experts.patterns, DENSE) | self.experts.marked
         for name, pattern in {**self.patterns, **self.experts.patterns}.items():
             if pattern != marked[name]:
                 needed = f"{marked[name]}, as {self.checkpoint.path} is pruned"
-                remedy = "repeat the options of that run (--pattern, --layer, --ignore, --lm-head)"
+                remedy = "repeat the options of that run (--pattern, --layer, --lm-head)"
                 raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:

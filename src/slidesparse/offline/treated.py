@@ -63,3 +63,8 @@ def _of_linears(entries: Iterable[str], linears: set[str], others: Sequence[str]
         return any(matches_entry(name, entry) for name in names)
 
     return [entry for entry in entries if matches(linears, entry) or not matches(others, entry)]
+
+
+def unless_named(left: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Return what a pruned source left alone, but for what an entry of ``layers`` asks to treat."""
+    return [name for name in left if not any(matches_entry(name, entry) for entry in layers)]
