@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
+from no_gpu import too_old
 
 from slidesparse.cli import main
 
@@ -99,6 +102,28 @@ def test_a_mistake_is_one_line(
     if status == 1:
         assert told.err.count("\n") == 1
     told.err.encode("utf-8", "backslashreplace")
+    assert listed(folder) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--number", "2"]),
+        ["recover", "m", "--dense", "m", "--out", "r", "--tokens", "1k", "--text", "text.txt"],
+    ],
+    ids=" ".join,
+)
+def test_a_gpu_that_is_not_there_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    before = listed(folder)
+    capsys.readouterr()
+    assert main([*words, "--device", "cuda"]) == 1
+    assert re.fullmatch(
+        r"slidesparse: no CUDA device here; got .* too old .*; use device='cpu'\n", capsys.readouterr().err
+    )
     assert listed(folder) == before
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import progress_bar
@@ -90,6 +91,7 @@ def kept_answers(kept: str) -> list[str]:
 def _ask_transformers(job: Job, done: int, tokenizer: Any, device: str) -> None:
     from transformers import AutoModelForCausalLM
 
+    device = str(usable_device(device))
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     try:
         with other_library():

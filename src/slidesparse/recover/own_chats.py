@@ -81,6 +81,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     Raises:
         InputError: There are no prompts, or the file exists.
         CheckpointError: The model or its tokenizer cannot be loaded; or an unfinished run of other options is there.
+        UnsupportedError: There is no such device.
     """
     if ranks.is_first and path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
