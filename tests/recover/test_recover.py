@@ -360,6 +360,14 @@ def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     assert found.seconds >= 1.2
 
 
+def test_a_budget_of_less_than_a_step_is_said(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens, said in ((WINDOW * WINDOWS, False), (100, True)):
+        capsys.readouterr()
+        found = recover(pair / "pruned", pair / "base", tmp_path / str(tokens), options(pair, tokens=tokens))
+        assert found.tokens == 256
+        assert ("a step takes 256 tokens, more than --tokens" in capsys.readouterr().err) == said
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
