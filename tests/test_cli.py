@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -168,6 +169,25 @@ def test_how_much_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert not {word for word in ("on which", "another library", "a report") if word in told["--json"]}
     for words in ("on which backend", "slow", "of ours", "bar"):
         assert words in told["--verbose"]
+
+
+def test_a_log_has_lines_where_a_terminal_has_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt", words=60)
+    words = ["prune", str(tmp_path / "m"), "--pattern", "6:8", "--dtype", "bf16", "--method", "wanda"]
+    words += ["--calibration", str(text), "--samples", "2", "--length", "16", "--device", "cpu"]
+    told = []
+    for seconds, more in ((30.0, []), (0.0, []), (0.0, ["-q"])):
+        monkeypatch.setattr(progress, "LINE_S", seconds)
+        capsys.readouterr()
+        assert main([*words, str(tmp_path / str(len(told))), *more]) == 0
+        told.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("wanda: ")])
+    assert [len(lines) for lines in told] == [0, 2, 0]
+    assert re.fullmatch(r"wanda: 1/2 layers, loss [0-9.e-]+", told[1][0])
+    assert re.fullmatch(r"wanda: 2/2 layers, loss [0-9.e-]+, 0:00:00 left", told[1][1])
 
 
 @pytest.mark.slow

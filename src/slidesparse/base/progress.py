@@ -1,10 +1,11 @@
-"""Progress bars and tables on a terminal."""
+"""Progress as bars on a terminal and as lines elsewhere, and tables."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,12 @@ BETWEEN = "   "
 WIDEST = 10_000
 """Columns of a table that goes into a file: enough for every row."""
 
+LINE_S = 30.0
+"""Seconds from one line to the next where no bar can be drawn, as in a log."""
+
+SPEED_S = 600.0
+"""Seconds from which a speed is estimated: a layer may take minutes."""
+
 _HIDDEN = ContextVar("hidden bars", default=False)
 
 
@@ -36,17 +43,28 @@ def progress_bar(
 ) -> Iterator[Callable[..., None]]:
     """Show a bar on standard error and yield the function that advances it, up to ``total``; of 0 no bar is shown.
 
-    The function takes an amount, and a note to show after the title. The unit is ``bytes``, or anything else for plain
-    counts; for ``show`` see :func:`bars_shown`.
+    Where that is no terminal and ``show`` is None, a line now and then says the same. The function takes an amount, and
+    a note to show after the title. The unit is ``bytes``, or anything else for plain counts; for ``show`` see
+    :func:`bars_shown`.
     """
     shown = bars_shown(show) and total > 0
-    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+    lines = show is None and not shown and sys.stderr is not None and bars_shown(True)
+    said = time.monotonic()
+    count, left = DownloadColumn() if unit == "bytes" else MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, left)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not shown, speed_estimate_period=SPEED_S) as bar:
         task = bar.add_task(printable(title), total=total)
 
         def advance(amount: int, note: str = "") -> None:
+            nonlocal said
             bar.update(task, advance=amount, description=printable(f"{title} {note}".rstrip()))
+            if lines and time.monotonic() - said >= LINE_S:
+                said, now = time.monotonic(), bar.tasks[0]
+                done = count.render(now).plain.strip() + ("" if unit == "bytes" else f" {unit}")
+                rest = "" if now.time_remaining is None else f"{left.render(now).plain} left"
+                words = ", ".join(filter(None, (done, note, rest)))
+                print(printable(f"{title}: {words}"), file=sys.stderr, flush=True)
 
         yield advance
 

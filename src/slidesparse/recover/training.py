@@ -30,9 +30,6 @@ CLIP = 1.0
 MOST_LEFT_OUT = 10
 """Steps without a finite loss in a row that end a run."""
 
-LINE_S = 10.0
-"""Seconds between two lines where no bar can be drawn."""
-
 
 class Training:
     """A run: both networks divided and filled, and the student's parameters that are trained.
@@ -142,30 +139,22 @@ class Training:
 
 
 class _Report:
-    """Shows how a run goes: a bar on a terminal, else a line now and then."""
+    """Shows how a run goes."""
 
     def __init__(self, options: RecoverOptions, progress: Progress) -> None:
         self.options, self.progress = options, progress
-        self.begun = self.said = time.monotonic()
-        self.first, self.from_ = progress.step, options.done(progress.step, progress.seconds)
+        self.begun, self.first = time.monotonic(), progress.step
         self.smooth, self.shown = math.nan, 0
-        self.lines = bars_shown(True) and not bars_shown()
         self.total = options.tokens or round(60 * (options.minutes or 0))
 
     def step(self, advance: Callable[..., None], loss: float, done: float) -> None:
         """Show one more step."""
         if math.isfinite(loss):
             self.smooth = loss if math.isnan(self.smooth) else 0.9 * self.smooth + 0.1 * loss
-        now, options = time.monotonic(), self.options
-        speed = (self.progress.step - self.first) * options.step_tokens / (now - self.begun)
-        words = f"loss {self.smooth:.4f}, {speed:.0f} tokens/s"
+        steps, seconds = self.progress.step - self.first, time.monotonic() - self.begun
+        words = f"loss {self.smooth:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
         advance(round(done * self.total) - self.shown, words)
         self.shown = round(done * self.total)
-        if self.lines and (now - self.said > LINE_S or done >= 1):
-            self.said = now
-            left = (now - self.begun) / max(done - self.from_, 1e-9) * (1 - done)
-            minutes, seconds = divmod(round(left), 60)
-            say(f"step {self.progress.step}, {words}, {minutes}:{seconds:02} left")
 
 
 def say(words: str) -> None:
