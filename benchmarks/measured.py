@@ -26,7 +26,7 @@ from slidesparse.gemm.speed_files import file_name
 from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.expert_sizes import DOWN, GATE_UP, LAYER
-from slidesparse_bench.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
+from slidesparse_bench.records import COPY, DENSE_VARIANT, PLAIN, read_records
 from slidesparse_bench.report.experts import MEMORY_RATE, operations, share
 from slidesparse_bench.report.numbers import Comparison, comparisons, median_us, points
 from slidesparse_bench.report.serve_numbers import Group, groups, timeline_bins
@@ -48,13 +48,9 @@ PAGES = (
 )
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
 TYPES = {"int8": "INT8", "fp8": "FP8", "bf16": "BF16"}
 ANCHORS = {"torch": "torch", "Humming": "Humming", "this kernel": "ours, dense"}
 """Other dense layers -> what a column calls them."""
-
-Engines = dict[tuple[str, int], Comparison]
-"""(prefill or decode, tokens) -> the engines of one comparison."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -64,76 +60,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: i
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]]) + "\n"
 
 
-# -- engines -------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=32)
-def engines(name: str) -> Engines:
-    """The whole engines of a record."""
-    found = comparisons(read_records([H200 / "vllm" / name]))
-    return {(one.case.layer, one.case.tokens): one for one in found if one.case.benchmark == ENGINE}
-
-
-def timed(one: Comparison, variant: str) -> Record | None:
-    """An engine of ours as it comes, or stock."""
-    return one.best(variant if variant == DENSE_VARIANT else f"auto {variant}")
-
-
-def speedup(one: Comparison | None, pattern: str) -> float | None:
-    """Over stock dense, by medians of the rounds."""
-    ours, dense = (None, None) if one is None else (timed(one, pattern), timed(one, DENSE_VARIANT))
-    return None if ours is None or dense is None else median_us(dense) / median_us(ours)
-
-
-def spread(one: Comparison) -> float:
-    """Of dense timed twice, or between the rounds of the engine that repeats itself least: the larger one."""
-    timings = [record.timing for record in one.records if record.timing is not None]
-    again = max(record.noise or 0.0 for record in one.records)
-    return max(again, *((timing.p80_us - timing.p20_us) / timing.median_us for timing in timings))
-
-
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %" if value >= 0.01 else f"{100 * value:.1f} %"
 
 
 def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def milliseconds(one: Comparison) -> str:
-    dense = timed(one, DENSE_VARIANT)
-    assert dense is not None
-    value = median_us(dense) / 1e3
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-SEVEN = {"int8": "q7-int8-auto.jsonl", "fp8": "q7-fp8-auto.jsonl"}
-LONG = [("prefill", m) for m in (4096, 16384, 65536)] + [("decode", m) for m in (64, 128, 256)]
-
-
-def seven() -> str:
-    """Qwen2.5-7B, both types."""
-    rows = []
-    for kind, tokens in LONG:
-        cells = [f"{kind} {tokens}"]
-        for name in SEVEN.values():
-            one = engines(name).get((kind, tokens))
-            if one is None:
-                cells += ["-"] * 6
-            else:
-                cells += [milliseconds(one), *(shown(speedup(one, p)) for p in PATTERNS), percent(spread(one))]
-        rows.append(cells)
-    columns = [column for kind in ("INT8", "FP8") for column in (f"{kind} dense, ms", *PATTERNS, "spread")]
-    return markdown(("", *columns), rows)
-
-
-def graphs() -> str:
-    """Qwen2.5-7B with larger CUDA graphs."""
-    rows = []
-    for (kind, tokens), one in engines("q7-int8-graphs.jsonl").items():
-        cells = [shown(speedup(one, pattern)) for pattern in ("2:4", "4:6", "6:8")]
-        rows.append([f"{kind.partition(',')[0]} {tokens}", milliseconds(one), *cells, percent(spread(one))])
-    return markdown(("INT8, graphs up to 2048 tokens", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
 
 
 # -- served loads --------------------------------------------------------------------------------------------------
@@ -912,8 +844,6 @@ def authors() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "qwen2.5-7b": seven,
-    "graphs": graphs,
     "served-headline": served_headline,
     "served": served,
     "served-targets": served_targets,

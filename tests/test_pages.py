@@ -60,7 +60,7 @@ def test_the_index_names_every_record_and_nothing_else() -> None:
     assert INDEX["INDEX"].read_text() == INDEX["index"](), "run python benchmarks/index_results.py --write"
 
 
-REPORTS = ["h200/report-gemm/report.md", "h200/report-vllm/report.md", "h200/serve/report/serve.md"]
+REPORTS = ["h200/report-gemm/report.md", "h200/serve/report/serve.md"]
 
 
 @pytest.mark.parametrize("report", REPORTS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slidesparse_bench.serve.serve_timeline import read_steps, reduce_steps
+from slidesparse_bench.serve.serve_timeline import by_class, read_steps, reduce_steps
 
 
 def event(kind: str, name: str, start: float, length: float, correlation: int | None = None) -> dict[str, Any]:
@@ -62,3 +62,22 @@ def test_what_a_step_launched_is_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 3])
 def test_a_trace_without_two_steps_has_none(kept: int) -> None:
     assert reduce_steps(EVENTS[:kept]) == []
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    names = {
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>": "attention",
+        "void cutlass::device_kernel<enable_sm90_or_later<cutlass::gemm::kernel::GemmUniversal<...>>>": "gemm",
+        "sparse_gemm": "gemm",
+        "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT": "gemm",
+        "triton_red_fused_cutlass_scaled_mm_fused_add_rms_norm_2": "elementwise",
+        "sm90_xmma_sparse_gemm_i8i32_i8i32_i32_tn_n": "gemm",
+        "scale_kernel": "gemm",
+        "held_kernel": "lift",
+        "void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16, float>": "elementwise",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "elementwise",
+        "void vllm::reshape_and_cache_flash_kernel<...>": "rest",
+        "Memcpy HtoD (Pinned -> Device)": "rest",
+    }
+    for name, kind in names.items():
+        assert by_class({name: 2.0})[kind] == 2.0, name

@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm_answers import SETTINGS, TOKENS, Answers, ask_one_by_one, checkpoint, difference, prompts
 from vllm_data_parallel import serve_on_two
+from vllm_driver import serve
 
 from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
 
@@ -47,7 +48,7 @@ def ask_both(
         for pattern in patterns:
             for ours in (False, True):
                 path = checkpoint(folder, (torch.int8, pattern))
-                engines[pattern, ours] = Engine(EngineOptions(path, ours, sparse, arguments, kv_cache_gb=1.0))
+                engines[pattern, ours] = Engine(EngineOptions(path, ours, sparse, arguments), serve)
                 stack.callback(engines[pattern, ours].stop)
         for engine in engines.values():
             engine.ready()
@@ -86,7 +87,7 @@ def test_data_parallel_gives_every_token_of_stock_vllm_on_each_gpu(folder: Path)
     arguments = SETTINGS | {"enforce_eager": True}
     with ExitStack() as stack:
         ours = Engine(EngineOptions(path, True, {"slidesparse": {"backend": "hopper"}}, arguments), serve_on_two)
-        stock = Engine(EngineOptions(path, False, {}, arguments, kv_cache_gb=1.0))
+        stock = Engine(EngineOptions(path, False, {}, arguments), serve)
         for engine in (ours, stock):
             stack.callback(engine.stop)
             engine.ready()

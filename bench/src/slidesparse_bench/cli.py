@@ -22,7 +22,7 @@ USUAL = "quick"
 def add_bench(commands: Commands, text: str) -> None:
     """Add ``slidesparse bench``, with its help."""
     bench = add_command(commands, "bench", _bench, text)
-    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "serve"))
     bench.add_argument("--profile", choices=(USUAL, "full"), help=f"(default: {USUAL})")
     bench.add_argument(
         "--out",
@@ -38,25 +38,14 @@ def add_bench(commands: Commands, text: str) -> None:
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )
     bench.add_argument(
-        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; serve: auto)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     bench.add_argument("--grouped", action="store_true", help="gemm only: the experts of mixtures, and whole layers")
-    engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
-    engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
-    engine.add_argument(
-        "--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512; serve: the plugin's)"
-    )
-    engine.add_argument(
-        "--scratch", type=named_path, metavar="DIR", help="where checkpoints are written; serve reuses them"
-    )
-    isolated = bench.add_argument_group("vllm only: isolated requests and steps")
-    isolated.add_argument(
-        "--sequences", nargs="+", type=int, metavar="M", help="sequences of a decoding step; --tokens are of prefill"
-    )
-    isolated.add_argument("--rounds", type=int, metavar="N", help="rounds over all engines (default: 9)")
-    isolated.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
     served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
+    served.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    served.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: the plugin's)")
+    served.add_argument("--scratch", type=named_path, metavar="DIR", help="where checkpoints are written and kept")
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
     served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
@@ -77,8 +66,6 @@ def _bench(options: argparse.Namespace) -> int:
     from slidesparse_bench import problems, runner
 
     _require_own_options(options)
-    if options.benchmark == "vllm":
-        return _bench_vllm(options)
     if options.benchmark == "serve":
         return _bench_serve(options)
     if options.grouped:
@@ -142,14 +129,12 @@ def _bench_grouped(options: argparse.Namespace) -> int:
 def _require_own_options(options: argparse.Namespace) -> None:
     """Refuse options of bench that mean nothing to the benchmark asked for."""
     owners = {
-        ("gemm", "kernels", "linear", "pack", "all", "vllm"): ("profile",),
-        ("gemm", "linear", "pack", "all", "vllm", "serve"): ("models",),
-        ("gemm", "kernels", "linear", "all", "vllm"): ("tokens",),
+        ("gemm", "kernels", "linear", "pack", "all"): ("profile",),
+        ("gemm", "linear", "pack", "all", "serve"): ("models",),
+        ("gemm", "kernels", "linear", "all"): ("tokens",),
         ("gemm",): ("grouped",),
-        ("vllm", "serve"): ("layers", "graphs", "scratch"),
-        ("vllm",): ("sequences", "rounds", "alone"),
         ("serve",): (
-            *("quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
+            *("layers", "graphs", "scratch", "quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
             *("server", "rivals", "eagle"),
         ),
     }
@@ -158,30 +143,6 @@ def _require_own_options(options: argparse.Namespace) -> None:
         if given and options.benchmark not in benchmarks:
             named = ", ".join(f"--{name}" for name in given)
             raise InputError(named, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
-
-
-def _bench_vllm(options: argparse.Namespace) -> int:
-    from slidesparse_bench.engine import vllm, vllm_profile
-
-    if options.budget_s is not None:
-        raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
-    profile = vllm_profile.adapt(
-        vllm_profile.PROFILES[options.profile or USUAL],
-        options.dtype,
-        options.models,
-        patterns=options.patterns,
-        tokens=options.tokens,
-        sequences=options.sequences,
-        rounds=options.rounds,
-        layers=options.layers,
-        graphs=options.graphs,
-        alone=options.alone,
-        backends=options.backends,
-    )
-    records = vllm.run(profile, options.out, options.scratch)
-    summary = {"path": str(options.out), "records": len(records)}
-    print(json.dumps(summary) if options.json else f"{len(records)} records: {options.out}")
-    return 0
 
 
 def _bench_serve(options: argparse.Namespace) -> int:

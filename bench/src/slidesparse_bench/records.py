@@ -37,12 +37,7 @@ GROUPED = "grouped"
 """Benchmark of a mixture's experts."""
 SQUARE = "square"
 ALL = "*"
-ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
-"""Benchmarks of whole engines: times of requests, and of the kernels of a prefill and of a decoding step."""
-
-BENCHMARKS = ("gemm", GROUPED, "kernels", "linear", "pack", ENGINE, KERNELS, STEP_KERNELS)
-PREFILL, DECODE = "prefill", "decode"
-"""Work of a whole engine, as ``Case.layer``; more words may follow after a comma."""
+BENCHMARKS = ("gemm", GROUPED, "kernels", "linear", "pack")
 
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
@@ -58,14 +53,11 @@ class Case:
     """One problem that is measured.
 
     Attributes:
-        benchmark: ``gemm``, ``grouped``, ``kernels``, ``linear``, ``pack``, ``vllm``, ``vllm kernels`` or ``vllm step
-            kernels``.
+        benchmark: ``gemm``, ``grouped``, ``kernels``, ``linear`` or ``pack``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
-        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, or the work of
-            kernels (``gemm``, ...); of experts ``gate_up, balanced``; empty where there is no model, or its
-            engine failed.
+        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of experts ``gate_up, balanced``; empty where there is no model.
         dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
-        tokens: M, rows of the activations (tokens of a prefill, sequences of a decoding step); 0 where there are none.
+        tokens: M, rows of the activations; 0 where there are none.
         out_features: N, rows of the weight; 0 where there is none.
         in_features: K, columns of the weight before lifting.
         scaled: Scales are applied and the output is rounded to bf16 (fp16 for fp16); False: a bare product, as in the
@@ -103,8 +95,7 @@ class Timing:
         p80_us: 80th percentile.
         samples: How many samples; each is the mean of one pass over all operand copies.
         copies: Operand copies that a pass rotates through, so that the L2 cache is cold.
-        method: ``graph`` (CUDA graph replay), ``events`` (eager calls between events), ``engine`` (the host's clock
-            around requests) or ``profiler`` (the sum of kernel times).
+        method: ``graph`` (CUDA graph replay) or ``events`` (eager calls between events).
         host_us: Host time of an eager call, where it was measured.
     """
 
@@ -176,11 +167,10 @@ class Record:
         tried: Every algorithm that was tried to find it.
         timing: The times; None when there are none, and ``why_not`` says why.
         why_not: A refusal, a failure, or a budget that was spent; None when there is a time.
-        error: Relative error of the result, checked before timing; None without a time, and for whole engines.
+        error: Relative error of the result, checked before timing; None without a time.
         noise: Relative difference of the medians of one variant timed twice in this comparison.
         ideal_speedup: Speed-up over dense if 2:4 were twice as fast as dense; None where it means nothing.
-        n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once. Of a whole engine the
-            bytes of its weights.
+        n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once.
         format: Version of this schema.
     """
 
@@ -231,11 +221,8 @@ class Record:
 def _check(record: Record) -> None:
     """Refuse names that no table has, and numbers that nobody can have measured."""
     case, timing = record.case, record.timing
-    known = {"benchmark": BENCHMARKS, "dtype": TYPES}
-    if case.benchmark == ENGINE and timing is not None:
-        known["layer"] = (PREFILL, DECODE)
-    for name, names in known.items():
-        if getattr(case, name).partition(",")[0] not in names:
+    for name, names in {"benchmark": BENCHMARKS, "dtype": TYPES}.items():
+        if getattr(case, name) not in names:
             raise InputError(f"record.case.{name}", got=repr(getattr(case, name)), needed=f"one of {', '.join(names)}")
     require_printable(case, "record.case")
     require_printable(record.machine, "record.machine")

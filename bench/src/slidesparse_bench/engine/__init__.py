@@ -1,1 +1,1 @@
-"""Whole models in vLLM, sparse through the plugin against stock dense vLLM: isolated requests and steps."""
+"""The engines that are measured: their processes, and the checkpoints that they serve."""

@@ -93,8 +93,6 @@ ARCHITECTURES = {
     ),
 }
 
-DENSE_MODELS = tuple(name for name, kind in ARCHITECTURES.items() if kind.mixture is None)
-
 ARCHITECTURES |= {
     f"{name}{LM_HEAD}": replace(ARCHITECTURES[name], lm_head=True) for name in ("Llama-3-8B", "Qwen2.5-7B")
 }

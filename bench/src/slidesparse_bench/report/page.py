@@ -9,7 +9,7 @@ from typing import Any
 
 from slidesparse.errors import InputError, system_words
 from slidesparse_bench.records import Machine, Record
-from slidesparse_bench.report import engines, experts, tables
+from slidesparse_bench.report import experts, tables
 from slidesparse_bench.report.numbers import Comparison, Limits, comparisons, limits
 from slidesparse_bench.report.table import Table, file_name
 
@@ -41,17 +41,6 @@ ABOUT_FUSED = """\
 `over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
 rate of the copy of the same comparison."""
 
-ABOUT_ENGINES = """\
-Median over rounds of the time of `LLM.generate`, scheduling included, against stock vLLM on unpruned weights in them.
-Prefill: M tokens in prompts of 1024, one output token each. Decode: one step of M sequences. Random weights.
-`auto`: the plugin as it comes, which leaves a layer dense where measurement says so. `noise`: between dense first and
-last in a round, or between the rounds of the engine that repeats itself least, whichever is larger."""
-
-ABOUT_BREAKDOWN = """\
-A prefill, and a decoding step, under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings;
-each side fuses them in its own way. Kernels that start early wait on the clock: their sum may exceed the step.
-`weights GB` is what parameters and buffers take, both forms where two are kept."""
-
 ABOUT_LIBRARY = """\
 A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
 same comparison; each problem is in `library.csv`."""
@@ -67,8 +56,6 @@ SECTIONS: tuple[Section, ...] = (
     ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
     ("Experts of mixtures", ABOUT_EXPERTS, experts.expert_tables),
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
-    ("vLLM, end to end", ABOUT_ENGINES, engines.engine_tables),
-    ("vLLM, where the time goes", ABOUT_BREAKDOWN, engines.breakdown_tables),
     ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
     ("Backends and their libraries", ABOUT_LIBRARY, tables.library_summary_tables),

@@ -280,8 +280,7 @@ def everything(found: Sequence[Comparison]) -> Table:
             if record.timing is None:
                 continue
             timing, clocks = record.timing, record.clocks_after
-            # A profiler may see no kernel of a kind.
-            speedup = median_us(dense) / timing.median_us if dense is not None and timing.median_us else None
+            speedup = None if dense is None else median_us(dense) / timing.median_us
             rows.append(
                 (
                     *(case.benchmark, case.model, case.layer, case.dtype, str(case.scaled)),

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 
-from slidesparse_bench.engine.vllm_engine import FIRST_TOKEN, VOCABULARY
 from slidesparse_bench.served_figures import Latency
 from slidesparse_bench.served_records import ARRIVALS, AT_ONCE, BURST_LOAD, DECODE, MIXED_LOAD, SOAK, Workload
 
 SEED = 18
+
+FIRST_TOKEN, VOCABULARY = 10, 100_000
+"""Token ids of random prompts."""
 
 
 BURST = Workload(BURST_LOAD, AT_ONCE, 16, (1024, 1024), (1, 1), repeats=5, seconds=10.0)

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS, EngineOptions
+from slidesparse_bench.engine.vllm_engine import EngineOptions
 from slidesparse_bench.serve.serve_load import LONGEST
 from slidesparse_bench.served_records import SGLANG, VLLM
+
+BATCHED_TOKENS = 16384
+"""The largest batch."""
 
 SEQUENCES = 256
 """Requests that run at a time; more wait."""

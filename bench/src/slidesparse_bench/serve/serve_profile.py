@@ -14,10 +14,10 @@ from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
-from slidesparse_bench.engine.vllm_engine import BATCHED_TOKENS
 from slidesparse_bench.kernels.linear import AUTO
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
+from slidesparse_bench.serve.serve_options import BATCHED_TOKENS
 from slidesparse_bench.served_records import AGAIN, CONTROL, RIVALS, SGLANG, STOCK, VLLM, EngineKey, Workload
 
 DTYPES = ("int8", "fp8", "bf16")

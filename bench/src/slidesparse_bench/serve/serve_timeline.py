@@ -17,10 +17,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slidesparse_bench.engine.vllm import by_class
 from slidesparse_bench.served_records import Step
 
 LIFT = "lift"
+"""Quantise and lift, with norm or activation."""
+
+CLASSES = {
+    LIFT: re.compile("held_kernel|walking_kernel"),
+    "attention": re.compile("flash::|FlashAttn|flash_fwd|attention|fmha"),
+    "gemm": re.compile("^(?!triton).*(gemm|cutlass|xmma|nvjet)|^scale_kernel", re.IGNORECASE),
+    "elementwise": re.compile("triton|quant|norm|silu", re.IGNORECASE),
+    "rest": re.compile(""),
+}
+"""Class of a kernel -> names that belong to it; the first match counts. Attention's are CUTLASS kernels too, cuBLASLt's
+are called nvjet, and Inductor names its kernels after their neighbours in the graph, products included. Norms,
+activations, quantisation and rotary embeddings are one class, since each engine fuses them in its own way."""
 
 MARK = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")
 
@@ -29,9 +40,6 @@ HOST, GPU = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memse
 
 SCOPES = ("user_annotation", "gpu_model_runner: ")
 """Category, and the beginning of the names, of vLLM's own parts of a step; with VLLM_CUSTOM_SCOPES_FOR_PROFILING."""
-
-OWN_KERNELS = re.compile("held_kernel|walking_kernel")
-"""Quantise and lift, with norm or activation."""
 
 MOST_NAMES, NAME_LENGTH = 8, 120
 """Calls into CUDA, and kernels, that a step tells of, the slowest, and how much of a kernel's name."""
@@ -122,7 +130,7 @@ def _step(
         gpu_us=_rounded(then - first),
         busy_us=_rounded(covered([(event["ts"], event["ts"] + event["dur"]) for event in work])),
         lead_us=_rounded(first - start),
-        kernels_us=_by_class(names),
+        kernels_us=by_class(names),
         launches=len(work),
         calls_us=_largest(calls),
         scopes_us=_largest(parts),
@@ -143,10 +151,16 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return length
 
 
-def _by_class(names: Mapping[str, float]) -> dict[str, float]:
-    lifted = {name: time_us for name, time_us in names.items() if OWN_KERNELS.search(name)}
-    others = by_class({name: (time_us, 1) for name, time_us in names.items() if name not in lifted})
-    return {kind: _rounded(time_us) for kind, time_us in ({LIFT: sum(lifted.values())} | others).items()}
+def by_class(names: Mapping[str, float]) -> dict[str, float]:
+    """Microseconds by what kernels do, from the time of each.
+
+    >>> by_class({"flash::Kernel": 1.0, "sparse_gemm": 5.0, "held_kernel": 2.0, "copy": 0.5})
+    {'lift': 2.0, 'attention': 1.0, 'gemm': 5.0, 'elementwise': 0.0, 'rest': 0.5}
+    """
+    times = dict.fromkeys(CLASSES, 0.0)
+    for name, time_us in names.items():
+        times[next(kind for kind, pattern in CLASSES.items() if pattern.search(name))] += time_us
+    return {kind: _rounded(time_us) for kind, time_us in times.items()}
 
 
 def _largest(times: Counter[str]) -> dict[str, float]:

@@ -1,0 +1,68 @@
+"""A process of the GPU tests that serves one model in vLLM, and what it can be asked."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse_bench.serve.serve_load import FIRST_TOKEN, VOCABULARY
+
+
+def serve(connection: Connection, options: EngineOptions) -> None:
+    """Answer the other process's calls of :class:`Driver`."""
+    os.environ.update(ENVIRONMENT)
+    if all(options.arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline")):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler must see the kernels
+    if not options.plugin:
+        os.environ["VLLM_PLUGINS"] = "none"
+    answer_calls(connection, lambda: Driver(options))
+
+
+class Driver:
+    """The engine, in its own process, and the calls that it answers."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": str(options.folder),
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "gpu_memory_utilization": options.share,
+            "kv_cache_memory_bytes": 1_000_000_000,
+            "disable_log_stats": True,
+            "additional_config": options.additional,
+        }
+        self.llm = LLM(**settings | options.arguments)
+
+    def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Return greedy continuations of some prompts."""
+        return [list(output.outputs[0].token_ids) for output in self._generate(prompts, count)]
+
+    def first_logprobs(self, prompts: Sequence[Sequence[int]], count: int) -> list[dict[int, float]]:
+        """Return token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
+        outputs = self._generate(prompts, 1, logprobs=count)
+        return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
+
+    def kernels(self, tokens: int) -> dict[str, int]:
+        """Return name -> launches of every kernel in the prefill of a random prompt of so many tokens."""
+        from torch.profiler import ProfilerActivity, profile
+
+        prompt = random.Random(1).choices(range(FIRST_TOKEN, VOCABULARY), k=tokens)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self._generate([prompt], 1)
+        events = (event for event in profiler.events() or () if event.device_type is not None)
+        return dict(Counter(event.name for event in events if event.device_type.name == "CUDA"))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], output: int, **settings: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answer: list[Any] = self.llm.generate(asked, greedy, use_tqdm=False)
+        return answer
