@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_options import Recipe
@@ -39,6 +40,8 @@ MARKS = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12
 
 
 VISION_MODEL = "qwen2.5-vl"
+DRAFTED = "ernie4.5"
+"""Its checkpoints hold a layer more, with which vLLM foresees a token (multi-token prediction)."""
 
 
 class Family(NamedTuple):
@@ -82,6 +85,11 @@ FAMILIES = {
         {"tie_word_embeddings": True, "sliding_window": 64, "query_pre_attn_scalar": 64}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
+    DRAFTED: Family(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {"moe_layer_start_index": 2, "num_nextn_predict_layers": 1},  # so no layer is a mixture
+    ),
     VISION_MODEL: Family("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
 }
 
@@ -115,6 +123,8 @@ def write_model(folder: Path, name: str, seed: int = 0, **shapes: int) -> None:
         if config.tie_word_embeddings:
             _talk_of_more_than_the_last_token(model)
     model.save_pretrained(folder)
+    if name == DRAFTED:
+        _add_draft(folder / "model.safetensors")
 
 
 def _talk_of_more_than_the_last_token(model: torch.nn.Module) -> None:
@@ -127,6 +137,19 @@ def _talk_of_more_than_the_last_token(model: torch.nn.Module) -> None:
             parameter.fill_(400.0)
         elif name == "model.norm.weight":
             parameter.fill_(-1 + parameter.numel() ** -0.5)
+
+
+def _add_draft(file: Path) -> None:
+    """Add the tensors that foresee a token: as the first layer alone would, so that some of what they say is right."""
+    tensors = load_file(file)
+    first = "model.layers.0."
+    copied = {name: tensors[name].clone() for name in tensors if name.startswith(first)}
+    draft = {name.replace(first, "model.mtp_block.0."): tensor for name, tensor in copied.items()}
+    identity = torch.eye(SMALL["hidden_size"], dtype=torch.bfloat16)
+    for which in ("emb", "hidden"):
+        draft[f"model.mtp_{which}_norm.0.weight"] = torch.ones_like(identity[0])
+    draft["model.mtp_linear_proj.0.weight"] = torch.cat([identity, torch.zeros_like(identity)], dim=1)
+    save_file(tensors | draft, file, {"format": "pt"})
 
 
 def write_pruned(

@@ -55,6 +55,17 @@ def test_linears_that_the_model_does_not_use_are_not_said_to_be_quantised(tmp_pa
     transformers.LlamaForCausalLM.from_pretrained(tmp_path / "s")
 
 
+def test_vllms_own_names_of_a_draft_are_known(tmp_path: Path) -> None:
+    """What was pruned with such a draft could not be loaded or inspected: the marker named layers beyond the last."""
+    source = make_source(tmp_path / "m", {"model.mtp_block.0.mlp.up_proj.weight": (96, 64)})
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", "int8"))
+    marker = Marker.require(config(tmp_path / "s"), tmp_path)
+    assert marker.ignore == ("lm_head", "model.mtp_block.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+    assert inspect_checkpoint(tmp_path / "s").ok
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has no use for 1 tensor"):
+        slidesparse.load(tmp_path / "s")
+
+
 def test_linears_that_the_model_does_not_use_have_no_pattern(tmp_path: Path) -> None:
     """Where nothing is quantised the marker alone says which linears of vLLM have zeros."""
     prune_checkpoint(make_source(tmp_path / "m", HEAD), tmp_path / "s", PruneOptions("6:8", "bf16"))

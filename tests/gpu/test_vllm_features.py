@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tolerances import FP8_TENSOR_CORE
 from vllm_answers import difference
-from vllm_families import FAMILIES, SMALL, VISION_MODEL
+from vllm_families import DRAFTED, FAMILIES, SMALL, VISION_MODEL
 from vllm_tiny import NUDGE, TOKENS, Answers, Case, Served, prompts, serve
 
 from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
@@ -44,6 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "n-gram speculation": speculative(NGRAM, prompt_lookup_max=4, prompt_lookup_min=2),
     "a dense draft model": speculative("draft_model", model="unmarked"),
     "EAGLE-3": speculative("eagle3", model="eagle"),
+    "multi-token prediction": speculative("mtp", num_speculative_tokens=1),
 }
 """Feature -> arguments of ``vllm.LLM``; everything eager, INT8, and one prompt at a time."""
 
@@ -61,7 +62,9 @@ SLEEPS = {"enable_sleep_mode": True, "kv_cache_memory_bytes": 8_000_000_000}
 """vLLM wants the GPU to have more free memory when an engine sleeps, whatever its neighbours allocate meanwhile."""
 
 GROUPS: list[dict[str, Case]] = [
-    *(both(family, {}, family=family) for family in FAMILIES if family != "gemma3"),
+    *(both(family, {}, family=family) for family in FAMILIES if family not in ("gemma3", DRAFTED)),
+    both(DRAFTED, {}, family=DRAFTED)
+    | both("multi-token prediction", FEATURES["multi-token prediction"], family=DRAFTED),
     both("gemma3", {}, family="gemma3") | both("compiled gemma3", COMPILED, family="gemma3"),
     feature("FP8 KV cache", "prefix caching", "chunked prefill"),
     feature("async scheduling", "n-gram speculation") | {"sleep": Case(True, SLEEPS, ("ask", "sleep", "sleep deeply"))},
@@ -142,6 +145,8 @@ def test_every_feature_gives_the_tokens_of_stock_vllm(outcomes: dict[str, Served
     assert_sparse(ours.facts)
     for facts in (stock.facts, ours.facts):
         assert_on(name, facts)
+    if name == "multi-token prediction":  # the draft reads hidden states of the same bits
+        assert ours.facts["accepted"] == stock.facts["accepted"]
     assert_same(ours.answers[0], stock.answers[0])
 
 
@@ -161,9 +166,10 @@ def assert_on(name: str, facts: dict[str, Any]) -> None:
     assert (facts["cached"] > 0) == (name == "prefix caching")
     assert (facts["batched"] < max(map(len, prompts()))) == (name == "chunked prefill")
     assert facts["async"] or name != "async scheduling"
-    if name in ("n-gram speculation", "a dense draft model", "EAGLE-3"):
+    if name in ("n-gram speculation", "a dense draft model", "EAGLE-3", "multi-token prediction"):
         assert facts["draft"] > 0
-    if name == "a dense draft model":  # which n-grams of random text are right differs from release to release
+    # Which n-grams of random text are right differs from release to release.
+    if name in ("a dense draft model", "multi-token prediction"):
         assert facts["draft"] >= facts["accepted"] > 0
 
 

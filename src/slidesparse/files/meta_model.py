@@ -24,7 +24,8 @@ from slidesparse.files.stored_ties import settle_ties
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
 from slidesparse.files.wrapped_names import ADAPTER
 from slidesparse.models.experts import find_experts, linears_inside
-from slidesparse.models.parts import output_embedding
+from slidesparse.models.parts import output_embedding, text_config
+from slidesparse.models.unused_linears import names_as_layers
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -55,6 +56,7 @@ class MetaModel:
         modules = dict(self.model.named_modules())
         known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
         stored = {name.removesuffix(".weight") for name in [*self.names.used, *self.names.unused]}
+        stored |= {*names_as_layers(stored, getattr(text_config(self.model.config), "num_hidden_layers", None))}
         ignored = [name for name in marker.ignore if name not in modules and name not in stored]
         unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:

@@ -31,10 +31,15 @@ def entries_for_unused(
     ['model.mtp_block.0.mlp.up_proj', 'model.layers.28.mlp.up_proj']
     """
     entries = list(dict.fromkeys(_entries(shapes, {_experts_of(name) for name in used})))
+    return entries + names_as_layers(entries, layers)
+
+
+def names_as_layers(names: Iterable[str], layers: int | None) -> list[str]:
+    """Return vLLM's own names of those linears that it builds as layers after the last one of a model of so many."""
     if layers is None:
-        return entries
-    drafts = map(AS_LAYERS.fullmatch, entries)
-    return entries + [f"model.layers.{layers + int(draft[1])}.{draft[2]}" for draft in drafts if draft]
+        return []
+    drafts = map(AS_LAYERS.fullmatch, names)
+    return [f"model.layers.{layers + int(draft[1])}.{draft[2]}" for draft in drafts if draft]
 
 
 def _entries(shapes: Mapping[str, tuple[int, ...]], shared: Container[str | None]) -> Iterator[str]:
