@@ -74,8 +74,11 @@ SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp
 NEWEST = {
     "7B": ("qwen2.5-7b-int8-rivals-0.33", "qwen2.5-7b-int8-6bit-0.33"),
     "32B": ("qwen2.5-32b-int8-6bit-0.33-again", "qwen2.5-32b-int8-control-0.33", "qwen2.5-32b-int8-6bit-0.33"),
+    "8B": ("llama-3-8b-int8-6bit-0.33",),
+    "14B on two GPUs": ("qwen2.5-14b-int8-6bit-2gpu-0.33",),
+    "7B in SGLang": ("qwen2.5-7b-int8-6bit-sglang-fused", "qwen2.5-7b-int8-6bit-sglang"),
 }
-"""Model -> its records with the newest vLLM. An engine is taken from the first that has it, and compared with the stock
+"""Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and compared with the stock
 engines of that record, or of the first where it has none."""
 
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
@@ -166,6 +169,8 @@ MIXTURE_LOADS = {
 NEWEST_LOADS = MIXTURE_LOADS | {
     "decode 1 at 80": "decoding, one sequence",
     "decode 8 at 80": "decoding, a step of 8 sequences",
+    "long": "8 prompts of 8192 tokens",
+    "decode 8 at 8192": "decoding, 8 sequences of 8192 tokens",
 }
 MOST = "arrivals at 80%"
 WAITS = {"first": "to the first token", "between": "between tokens"}
@@ -243,10 +248,7 @@ def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
     """Engines of a model in the newest vLLM: milliseconds, and over the fastest stock INT8."""
     rows = []
     for load in loads:
-        measures: dict[str, Measure] = {NEWEST_LOADS[load]: _undisturbed}
-        if load == "mixed":
-            measures["of it the GPU computes"] = _computing
-        for words, measure in measures.items():
+        for words, measure in _measures(load, model).items():
             stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
             cells = [
                 "-" if one is None else f"{_ms(one[0])} ({one[1]:.2f})"
@@ -254,6 +256,19 @@ def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
             ]
             rows.append([f"{words}, ms", _ms(min(stock)), *cells])
     return markdown((f"{model}, INT8", STOCK, *columns.values()), rows)
+
+
+def served_side_by_side(models: Sequence[str], *loads: str) -> str:
+    """Models in the newest vLLM at 6:8 in six bits: milliseconds of stock INT8 and ours, and over it."""
+    rows = []
+    for words, measure, load in ((*one, load) for load in loads for one in _measures(load).items()):
+        row = [f"{words}, ms"]
+        for model in models:
+            stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
+            own = newest_ms(model, AT_6OF8, load, measure)
+            row += ["-", "-"] if own is None else [_ms(min(stock)), f"{_ms(own[0])} ({own[1]:.2f})"]
+        rows.append(row)
+    return markdown(("INT8", *(f"{model}, {who}" for model in models for who in (STOCK, NAME_6OF8))), rows)
 
 
 def served() -> str:
@@ -374,6 +389,19 @@ def served_forms(models: Mapping[str, str], columns: Mapping[str, str]) -> str:
             fastest = min(cells[:stock], key=float)
             rows.append([f"{model}, {words}, ms", fastest, *(shown.get(one, "-") for one in columns)])
     return markdown(("INT8", STOCK, *columns.values()), rows)
+
+
+def _measures(load: str, model: str = "") -> dict[str, Measure]:
+    """What is told of a load in the newest engines: the words of its row -> the measure.
+
+    SGLang's steps are seen by its client alone, to whom a repeat can look too short: there medians count.
+    """
+    time: Measure = _median if "SGLang" in model else _undisturbed
+    return {NEWEST_LOADS[load]: time} | ({"of it the GPU computes": _computing} if load == "mixed" else {})
+
+
+def _median(group: Group, engine: str, load: str) -> float:
+    return statistics.median(group.records[engine][load].seconds)
 
 
 def _undisturbed(group: Group, engine: str, load: str) -> float:
@@ -884,7 +912,14 @@ TABLES: dict[str, Callable[[], str]] = {
         | {f"qwen2.5-7b-int8-6bit-0.33-{host}-host": f"{host} host" for host in ("slow", "busy")},
         {CONTROL: CONTROL} | IN_SIX_BITS,
     ),
-    "served-sglang": partial(served_forms, {"qwen2.5-7b-int8-6bit-sglang": "7B"}, IN_SIX_BITS),
+    "served-0.33-more": partial(
+        served_side_by_side,
+        ("8B", "14B on two GPUs"),
+        *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 16, 64, 256)), "long", "decode 8 at 8192"),
+    ),
+    "served-sglang": partial(
+        served_newest, "7B in SGLang", IN_SIX_BITS, *("burst", "mixed", *(f"decode {n} at 80" for n in (16, 64, 256)))
+    ),
     "served-h200-head": partial(served_forms, {"qwen2.5-7b-int8-lm-head": "7B"}, EIGHT_OR_SIX),
     "served-h200-experts-6bit": partial(served_forms, {"qwen3-30b-a3b-24-layers-6bit": "30B-A3B"}, EIGHT_OR_SIX),
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),

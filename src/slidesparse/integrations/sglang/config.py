@@ -55,12 +55,8 @@ log = logging.getLogger(LOGGER)
 
 @dataclass(frozen=True)
 class SGLangOptions(ServerOptions):
-    """The options of one engine; ``experts``: how pruned experts of mixtures run.
+    """The options of one engine; ``experts``: how pruned experts of mixtures run."""
 
-    Fusing is off: it was right on a GPU, but never timed.
-    """
-
-    fuse: bool = False
     experts: Experts = "auto"
 
 
