@@ -78,8 +78,8 @@ NEWEST = {
     "14B on two GPUs": ("qwen2.5-14b-int8-6bit-2gpu-0.33",),
     "7B in SGLang": ("qwen2.5-7b-int8-6bit-sglang-fused", "qwen2.5-7b-int8-6bit-sglang"),
 }
-"""Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and compared with the stock
-engines of that record, or of the first where it has none."""
+"""Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and compared with
+the stock engines of that record, or of the first where it has none."""
 
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
@@ -261,7 +261,8 @@ def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
 def served_side_by_side(models: Sequence[str], *loads: str) -> str:
     """Models in the newest vLLM at 6:8 in six bits: milliseconds of stock INT8 and ours, and over it."""
     rows = []
-    for words, measure, load in ((*one, load) for load in loads for one in _measures(load).items()):
+    asked = [(load, words, measure) for load in loads for words, measure in _measures(load).items()]
+    for load, words, measure in asked:
         row = [f"{words}, ms"]
         for model in models:
             stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
