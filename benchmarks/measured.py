@@ -78,7 +78,7 @@ NEWEST = {
     "14B on two GPUs": ("qwen2.5-14b-int8-6bit-2gpu-0.33",),
     "7B in SGLang": ("qwen2.5-7b-int8-6bit-sglang-fused", "qwen2.5-7b-int8-6bit-sglang"),
 }
-"""Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and compared with
+"""Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and set beside
 the stock engines of that record, or of the first where it has none."""
 
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
