@@ -15,42 +15,29 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from slidesparse.gemm import cards as card_list
 from slidesparse.gemm.speed_files import file_name
-from slidesparse.offline.known_models import LAYERS, MODELS
+from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.pattern import Pattern
-from slidesparse_bench.expert_sizes import DOWN, GATE_UP, LAYER
-from slidesparse_bench.records import COPY, DENSE_VARIANT, PLAIN, read_records
-from slidesparse_bench.report.experts import MEMORY_RATE, operations, share
-from slidesparse_bench.report.numbers import Comparison, comparisons, median_us, points
-from slidesparse_bench.report.serve_numbers import Group, groups, timeline_bins
-from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
+from slidesparse_bench.records import DENSE_VARIANT
+from slidesparse_bench.report.serve_numbers import Group, groups
+from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, read
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy/published"))
 import compare
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
-H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
 DRAWN = ("accuracy", "cards", "measured", "quickstart", "recipe")
-LOGS = ("hopper-kernel", "lift-kernel", "served-h100", "served-models", "served-tables", "rounding", "six-bits")
-PAGES = (
-    ROOT / "README.md",
-    *(ROOT / f"docs/{name}.md" for name in DRAWN),
-    *(ROOT / f"docs/log/{name}.md" for name in LOGS),
-)
+PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DRAWN))
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TYPES = {"int8": "INT8", "fp8": "FP8", "bf16": "BF16"}
-ANCHORS = {"torch": "torch", "Humming": "Humming", "this kernel": "ours, dense"}
-"""Other dense layers -> what a column calls them."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -70,66 +57,24 @@ def shown(value: float | None) -> str:
 
 # -- served loads --------------------------------------------------------------------------------------------------
 
-SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
 NEWEST = {
     "7B": ("qwen2.5-7b-int8-rivals-0.33", "qwen2.5-7b-int8-6bit-0.33"),
     "32B": ("qwen2.5-32b-int8-6bit-0.33-again", "qwen2.5-32b-int8-control-0.33", "qwen2.5-32b-int8-6bit-0.33"),
     "8B": ("llama-3-8b-int8-6bit-0.33",),
     "14B on two GPUs": ("qwen2.5-14b-int8-6bit-2gpu-0.33",),
+    "30B-A3B": ("qwen3-30b-a3b-int8-6bit-0.33",),
     "7B in SGLang": ("qwen2.5-7b-int8-6bit-sglang-fused", "qwen2.5-7b-int8-6bit-sglang"),
 }
 """Model -> its records with the newest vLLM, or SGLang. An engine is taken from the first that has it, and set beside
 the stock engines of that record, or of the first where it has none."""
 
-MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
-HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
-OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
-"""Record -> its model."""
 
-WITH_BANDS = {
-    H100 / "serve/qwen2.5-7b-int8-control.jsonl": "7B",
-    H100 / "serve/qwen2.5-14b-int8-4of6.jsonl": "14B",
-}
-"""Record -> its model, on an H100 with the newest kernel."""
-
-ON_H100 = {
-    H100 / "serve/qwen2.5-7b-int8.jsonl": "7B",
-    H100 / "serve/llama-3-8b-int8.jsonl": "8B",
-    H100 / "serve/qwen2.5-14b-int8.jsonl": "14B",
-}
-"""The same by an older kernel, hopper-4."""
-
-ON_SLOW_HOST = {
-    H100 / "serve/qwen2.5-7b-fp8.jsonl": "7B in FP8",
-    H100 / "serve/llama-3.2-3b-int8.jsonl": "3B in INT8",
-    H100 / "serve/bitnet-2b-int8.jsonl": "BitNet-2B in INT8",
-}
-"""And of a machine whose host kept GPUs waiting."""
-
-WITH_HALVES = {
-    H100 / "serve/qwen2.5-7b-int8-halves.jsonl": "7B in INT8",
-    H100 / "serve/qwen2.5-14b-int8-2gpu.jsonl": "14B in INT8 on two GPUs",
-    H100 / "serve/qwen2.5-7b-bf16.jsonl": "7B in BF16",
-}
-"""And of one with hopper-6, of which two blocks may share a large tile."""
-
-BESIDE_CONTROL = {
-    H100 / "serve/qwen2.5-7b-int8-control.jsonl": "INT8, newest kernel",
-    H100 / "serve/qwen2.5-7b-int8.jsonl": "INT8, `hopper-4`",
-    H100 / "serve/qwen2.5-7b-fp8.jsonl": "FP8, `hopper-4`",
-}
-"""Records of an H100 with a control."""
-
-TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
 SIX_BITS = "hopper-6bit"
 IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UNIFORM}
 """Engine that was told to take them -> what it is called here."""
 
-(AT_6OF8, NAME_6OF8), *SPARSER = IN_SIX_BITS.items()
-BY_AUTO = {CONTROL: CONTROL, "plan": NAME_6OF8, **dict(SPARSER)}
-EIGHT_OR_SIX = {"6:8": "6:8", AT_6OF8: NAME_6OF8}
-OURS = (CONTROL, *UNIFORM)
+AT_6OF8, NAME_6OF8 = next(iter(IN_SIX_BITS.items()))
 PUBLISHED = RESULTS / "accuracy/published/qwen2.5-coder-0.5b.jsonl"
 SMALLER = RESULTS / "accuracy/published/smollm2-135m.jsonl"
 
@@ -144,14 +89,6 @@ LONGEST = {
 }
 """Record -> its model, and by pattern what ends the tag of the one that was trained on longest, if there is one."""
 
-GRAPHS = f"{STOCK}, graphs to 1024"
-LOADS = {
-    "burst": "burst: 16 prompts of 1024 tokens",
-    "mixed": "mixed load: 1000 requests",
-    "decode 64 at 80": "decoding, a step of 64 sequences",
-}
-"""Workload -> what it is called here."""
-
 HEADLINE = {
     "burst": "16 prompts of 1024 tokens",
     "mixed": "1000 mixed requests, GPU time",
@@ -161,21 +98,17 @@ HEADLINE = {
 
 STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
 
-MIXTURE_LOADS = {
-    "burst": LOADS["burst"],
-    "mixed": LOADS["mixed"],
-    **{f"decode {n} at 80": f"decoding, a step of {n} sequences" for n in (16, 64, 256)},
-}
-NEWEST_LOADS = MIXTURE_LOADS | {
+NEWEST_LOADS = {
+    "burst": "burst: 16 prompts of 1024 tokens",
+    "mixed": "mixed load: 1000 requests",
+    **{f"decode {n} at 80": f"decoding, a step of {n} sequences" for n in (8, 16, 64, 256)},
     "decode 1 at 80": "decoding, one sequence",
-    "decode 8 at 80": "decoding, a step of 8 sequences",
     "long": "8 prompts of 8192 tokens",
     "decode 8 at 8192": "decoding, 8 sequences of 8192 tokens",
 }
-MOST = "arrivals at 80%"
-WAITS = {"first": "to the first token", "between": "between tokens"}
+"""Workload -> what it is called here."""
 
-SPARSE_GEMM = "sparse_gemm"
+USUAL_LOADS = ("burst", "mixed", *(f"decode {n} at 80" for n in (16, 64, 256)))
 
 
 @lru_cache
@@ -183,28 +116,6 @@ def group_of(path: Path) -> Group:
     """The engines of a record of one model and type, with what they served."""
     (group,) = groups(read(ServeRecord, [path]))
     return group
-
-
-def served_group(dtype: str) -> Group:
-    """The engines of a type that served, with what they served."""
-    return group_of(SERVED[dtype])
-
-
-def started(dtype: str, engine: str) -> datetime:
-    """When an engine was started."""
-    return datetime.fromisoformat(served_group(dtype).records[engine]["mixed"].started)
-
-
-def nearer_stock(dtype: str, engine: str) -> str:
-    """The stock engine that was started nearer in time: another machine served the second one."""
-    return min((STOCK, AGAIN), key=lambda stock: abs(started(dtype, stock) - started(dtype, engine)))
-
-
-def served_speedup(dtype: str, engine: str, load: str) -> float:
-    """Over the nearer stock engine."""
-    over = served_group(dtype).over(nearer_stock(dtype, engine), engine, load)
-    assert over is not None
-    return over
 
 
 Measure = Callable[[Group, str, str], float]
@@ -272,19 +183,6 @@ def served_side_by_side(models: Sequence[str], *loads: str) -> str:
     return markdown(("INT8", *(f"{model}, {who}" for model in models for who in (STOCK, NAME_6OF8))), rows)
 
 
-def served() -> str:
-    """Every load: milliseconds, and over the nearer stock engine."""
-    rows = []
-    for load, words in LOADS.items():
-        for dtype in SERVED:
-            group = served_group(dtype)
-            engines = (STOCK, AGAIN, GRAPHS, *OURS)
-            text = {engine: _ms(1e3 * (group.seconds(engine, load) or 0.0)) for engine in engines}
-            ours = [f"{text[engine]} ({served_speedup(dtype, engine, load):.2f})" for engine in OURS]
-            rows.append([f"{words}, ms", dtype.upper(), text[STOCK], text[AGAIN], text[GRAPHS], *ours])
-    return markdown(("Qwen2.5-7B", "type", STOCK, AGAIN, GRAPHS, *OURS), rows, 2)
-
-
 def served_eagle() -> str:
     """Answers of 256 tokens with EAGLE-3's drafts: tokens a second in stock and at 6:8."""
     group, rows = group_of(H200 / "serve/qwen2.5-7b-int8-eagle-0.33.jsonl"), []
@@ -293,103 +191,6 @@ def served_eagle() -> str:
         stock, ours = (256 * sequences / one for one in seconds)
         rows.append([str(sequences), f"{stock:.0f}", f"{ours:.0f} ({ours / stock:.2f})"])
     return markdown(("sequences", STOCK, NAME_6OF8), rows)
-
-
-def served_targets() -> str:
-    """The mixed load, over what may be blamed for a gain: stock, stock with as many graphs, the control."""
-    rows = []
-    for dtype in SERVED:
-        group = served_group(dtype)
-        for pattern in ("6:8", "4:6", "2:4"):
-            over = (group.over(GRAPHS, pattern, "mixed"), group.over(CONTROL, pattern, "mixed"))
-            frugal = _joules(group, AGAIN) / _joules(group, pattern)
-            ratios = (served_speedup(dtype, pattern, "mixed"), *over, frugal)
-            rows.append([dtype.upper(), pattern, *(f"{ratio or 0.0:.2f}" for ratio in ratios)])
-    head = ("over stock", "over stock with graphs to 1024", "over the control", "tokens a joule, over stock")
-    return markdown(("mixed load", "pattern", *head), rows, 2)
-
-
-def _joules(group: Group, engine: str) -> float:
-    """What the mixed load took; every engine was asked for the same tokens."""
-    power = group.records[engine]["mixed"].power
-    assert power is not None
-    return power.energy_j
-
-
-def served_mixture() -> str:
-    """A mixture under load: milliseconds, and over the fastest stock engine of each load."""
-    stock: dict[str, tuple[Group, str]] = {}
-    ours: dict[str, tuple[Group, str]] = {}
-    for group in groups(read(ServeRecord, [MIXTURE])):
-        for engine, served in group.records.items():
-            dtype = served["mixed"].key.dtype.upper()
-            if engine.startswith(STOCK):
-                stock[f"{STOCK}, {dtype}{engine.removeprefix(STOCK)}"] = group, engine
-            else:
-                ours[f"{engine}, {dtype}"] = group, engine
-    rows = _load_rows([*stock.values(), *ours.values()], MIXTURE_LOADS, len(stock))
-    return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *stock, *ours), rows)
-
-
-def served_quick(path: Path, title: str) -> str:
-    """What ``--quick`` asks, of engines alone: milliseconds, and over the fastest of the stock engines."""
-    group, engines, stock = _stock_first(path)
-    return markdown((title, *engines), _load_rows([(group, one) for one in engines], LOADS, stock))
-
-
-def served_models(models: Mapping[Path, str], title: str, columns: Sequence[str], *waited: str) -> str:
-    """The same of several models: of the stock engines the fastest of each row, and some of ours."""
-    rows = []
-    for path, model in models.items():
-        group, engines, stock = _stock_first(path)
-        for label, *cells in _load_rows([(group, one) for one in engines], LOADS, stock, *waited):
-            shown = dict(zip(engines[stock:], cells[stock:], strict=True))
-            rows.append([f"{model}, {label}", min(cells[:stock], key=float), *(shown.get(one, "-") for one in columns)])
-    return markdown((title, STOCK, *columns), rows)
-
-
-def over_control() -> str:
-    """What patterns gain on an H100 beyond the control."""
-    rows = []
-    for path, label in BESIDE_CONTROL.items():
-        group = group_of(path)
-        for pattern in filter(group.engines.__contains__, UNIFORM):
-            burst, mixed, decode = (group.over(CONTROL, pattern, load) for load in LOADS)
-            computing = _computing(group, CONTROL) / _computing(group, pattern)
-            rows.append([label, pattern, *map(shown, (burst, mixed, computing, decode))])
-    head = ("burst", "mixed load", "of it the GPU computes", "decoding 64 sequences")
-    return markdown(("over the control", "pattern", *head), rows, 2)
-
-
-def served_six_bits() -> str:
-    """Two engines of a machine, beside the faster stock one of another."""
-    group = group_of(H100 / "serve/qwen2.5-7b-int8-6bit.jsonl")
-    other = group_of(H100 / "serve/qwen2.5-7b-int8-control.jsonl")
-    rows = []
-    for load, words in LOADS.items():
-        ms = [1e3 * (other.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN)]
-        ms += [1e3 * (group.seconds(engine, load) or 0.0) for engine in ("6:8", "6:8 hopper-6bit")]
-        rows.append([f"{words}, ms", *map(_ms, (min(ms[:2]), *ms[2:]))])
-    return markdown(("7B in INT8 at 6:8", "stock, another machine", "eight bits", "six bits"), rows)
-
-
-def served_forms(models: Mapping[str, str], columns: Mapping[str, str]) -> str:
-    """Models of some records of an H200, with some engines of ours by other names; stock is the fastest of each row."""
-    rows = []
-    for name, model in models.items():
-        group, engines, _ = _stock_first(H200 / f"serve/{name}.jsonl")
-        measures = [
-            (words, load, _undisturbed) for load, words in MIXTURE_LOADS.items() if load in group.records[STOCK]
-        ]
-        measures.insert(2, ("of it the GPU computes", "mixed", _computing))
-        for words, load, measure in measures:
-            asked = [engine for engine in engines if load in group.records[engine]]
-            stock = sum(engine.startswith(STOCK) for engine in asked)
-            cells = _over_fastest([1e3 * measure(group, engine, load) for engine in asked], stock)
-            shown = dict(zip(asked[stock:], cells[stock:], strict=True))
-            fastest = min(cells[:stock], key=float)
-            rows.append([f"{model}, {words}, ms", fastest, *(shown.get(one, "-") for one in columns)])
-    return markdown(("INT8", STOCK, *columns.values()), rows)
 
 
 def _measures(load: str, model: str = "") -> dict[str, Measure]:
@@ -411,35 +212,6 @@ def _undisturbed(group: Group, engine: str, load: str) -> float:
     return min(seconds) if load.startswith("decode") else statistics.median(seconds)
 
 
-def _stock_first(path: Path) -> tuple[Group, list[str], int]:
-    """The engines of a record, stock ones first, and how many these are."""
-    group = group_of(path)
-    engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
-    return group, engines, sum(engine.startswith(STOCK) for engine in engines)
-
-
-def _load_rows(
-    engines: Sequence[tuple[Group, str]], loads: Mapping[str, str], stock: int, *waited: str
-) -> list[list[str]]:
-    """Rows of loads, over the fastest of the first few engines; of the mixed one, and of others in which the host kept
-    the GPU waiting, what of it the GPU computes."""
-    rows = []
-    for load, words in loads.items():
-        ms = [1e3 * (group.seconds(engine, load) or 0.0) for group, engine in engines]
-        rows.append([f"{words}, ms", *_over_fastest(ms, stock)])
-        if load in ("mixed", *waited):
-            computing = [1e3 * _computing(group, engine, load) for group, engine in engines]
-            rows.append(["of it the GPU computes, ms", *_over_fastest(computing, stock)])
-    return rows
-
-
-def _over_fastest(values: Sequence[float], stock: int, digits: int | None = None) -> list[str]:
-    """Milliseconds, and how many times faster than the fastest of the first few; with so many digits, else by size."""
-    text = [_ms(value) if digits is None else f"{value:.{digits}f}" for value in values]
-    ratios = [f"{shown} ({min(values[:stock]) / value:.2f})" for shown, value in zip(text, values, strict=True)]
-    return [*text[:stock], *ratios[stock:]]
-
-
 def _computing(group: Group, engine: str, load: str = "mixed") -> float:
     """Seconds of a load in which any kernel ran: a slow host adds nothing to them."""
     power = group.records[engine][load].power
@@ -447,84 +219,14 @@ def _computing(group: Group, engine: str, load: str = "mixed") -> float:
     return (group.seconds(engine, load) or 0.0) * power.busy
 
 
-def served_http() -> str:
-    """Engines asked over HTTP: medians, and what users waited for, over the stock engine that was fastest there."""
-    group, engines, stock = _stock_first(HTTP)
-    rows = _load_rows([(group, one) for one in engines], {load: LOADS[load] for load in ("burst", "mixed")}, stock)
-    rows += _waits(group, engines, MOST, stock)
-    return markdown(("Qwen2.5-7B, INT8, over HTTP", *engines), rows)
-
-
-def served_http_graphs(name: str, again: str | None = None) -> str:
-    """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many; engines may run again."""
-    group, names, stock = _stock_first(H200 / "serve" / name)
-    engines = [(group, one) for one in names]
-    if again is not None:
-        later, repeated, _ = _stock_first(H200 / "serve" / again)
-        engines += [(later, one) for one in repeated]
-        names = [*names, *(f"{one} again" for one in repeated)]
-    rows = _load_rows(engines, {"mixed": LOADS["mixed"]}, stock)
-    for percentile in ("p50", "p99"):
-        waits = [getattr(group.records[one]["mixed"].between, f"{percentile}_ms") for group, one in engines]
-        rows.append([f"between tokens, {percentile}, ms", *_over_fastest(waits, stock, 1)])
-    return markdown(("Qwen2.5-7B, INT8, over HTTP, graphs to 2048 tokens", *names), rows)
-
-
-def _waits(group: Group, engines: Sequence[str], load: str, stock: int) -> list[list[str]]:
-    """Rows of what users waited for when requests come at random, over the best of the first few engines."""
-    rows = []
-    for measure, percentile in product(WAITS, ("p50", "p99")):
-        waits = [getattr(getattr(group.records[one][load], measure), f"{percentile}_ms") for one in engines]
-        words = f"{load} of what stock takes: {WAITS[measure]}, {percentile}, ms"
-        rows.append([words, *_over_fastest(waits, stock, 1)])
-    return rows
-
-
 def _ms(ms: float) -> str:
     return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
-
-
-def mixed_steps() -> str:
-    """Steps of the mixed load under the profiler: what the GPU does, and how the host fares beside vLLM's own work."""
-    rows = []
-    for (name, most), records in timeline_bins(read(TimelineRecord, [TIMELINE])).items():
-        if most in (1024, 2048, 4096):
-            lead = [f"{most // 2 + 1} to {most}", name.split()[-1]]
-            rows.append([*lead, *_step_cells([record.step for record in records])])
-    measures = (
-        "GPU busy, ms",
-        "of it sparse GEMMs",
-        "GPU busy",
-        "host, ms",
-        "`forward`, ms",
-        "`preprocess`, ms",
-        "ratio",
-    )
-    return markdown(("tokens", "engine", *measures), rows, 2)
-
-
-def _step_cells(found: Sequence[Step]) -> list[str]:
-    def middle(measure: Callable[[Step], float]) -> float:
-        return statistics.median(map(measure, found))
-
-    sparse = middle(lambda step: sum(us for name, us in step.names_us.items() if SPARSE_GEMM in name))
-    forward, preprocess = (middle(lambda step, part=part: step.scopes_us[part]) for part in ("forward", "preprocess"))
-    return [
-        f"{middle(lambda step: step.busy_us) / 1e3:.1f}",
-        f"{sparse / 1e3:.1f}",
-        f"{100 * middle(lambda step: step.busy_us / step.gpu_us):.0f} %",
-        f"{middle(lambda step: step.host_us) / 1e3:.1f}",
-        f"{forward / 1e3:.1f}",
-        f"{preprocess / 1e3:.1f}",
-        f"{forward / preprocess:.1f}",
-    ]
 
 
 # -- linears -------------------------------------------------------------------------------------------------------
 
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("int8", "Qwen2.5-14B"), ("fp8", "Qwen2.5-7B"))
-TUNED_H100 = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("fp8", "Qwen2.5-7B"))
 
 
 def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
@@ -560,59 +262,6 @@ def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
 
 
-SIX_BITS_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-
-
-def six_bits() -> str:
-    """What values of six bits take of the time of eight, each by its fastest tile."""
-    found = [json.loads(line) for line in (H100 / "hopper-six-bits.jsonl").read_text().splitlines()[1:]]
-    best: dict[tuple[str, int], tuple[float, float]] = {}
-    for case in (one for one in found if one["pattern"] == "6:8"):
-        six = [us for tile, us in case["us"].items() if tile.endswith(" 6 bits")]
-        eight = [us for tile, us in case["us"].items() if not tile.endswith(" 6 bits")]
-        best[case["layer"], case["tokens"]] = min(six), min(eight)
-    layers = {"gate and up": ("gate_up",), "down": ("down",), "all four linears": LAYERS}
-    rows = []
-    for words, names in layers.items():
-        pairs = [[best[name, tokens] for name in names] for tokens in SIX_BITS_TOKENS]
-        rows.append([words, *(f"{sum(six for six, _ in one) / sum(eight for _, eight in one):.2f}" for one in pairs)])
-    return markdown(("Qwen2.5-7B, INT8, 6:8", *(f"{m}" for m in SIX_BITS_TOKENS)), rows)
-
-
-FORMS = {"six bits": "metadata, six bits", "six bits, counts": "counts, six bits", "eight bits, counts": "counts"}
-
-
-def _six_bit_forms(what: str) -> list[dict[str, Any]]:
-    lines = (H200 / "hopper/bundles-six-bits.jsonl").read_text().splitlines()[1:]
-    return [row for row in map(json.loads, lines) if row["what"] == what]
-
-
-def forms_of_linears() -> str:
-    """What the four linears take in other forms, over eight bits with metadata."""
-    found = [row for row in _six_bit_forms("product") if row["pattern"] == "6:8"]
-    sums: dict[int, dict[str, float]] = {}
-    for row in found:
-        own = sums.setdefault(row["tokens"], dict.fromkeys(row["us"], 0.0))
-        for form, us in row["us"].items():
-            own[form] += us
-    rows = [
-        [words, *(f"{sums[tokens][form] / sums[tokens]['metadata']:.2f}" for tokens in sorted(sums))]
-        for words, form in FORMS.items()
-    ]
-    return markdown(("Qwen2.5-7B, INT8, 6:8", *map(str, sorted(sums))), rows)
-
-
-def forms_of_experts() -> str:
-    """What a layer of experts takes in other forms, over eight bits with counts."""
-    header = ("INT8", "tokens", "eight bits, us a layer", "six bits", "six bits without counts")
-    rows = []
-    for row in (row for row in _six_bit_forms("experts") if row["layer"] == "layer"):
-        us, forms = row["us"], ("counts, six bits", "metadata, six bits")
-        shares = (f"{us[form] / us['counts']:.2f}" for form in forms)
-        rows.append([row["pattern"], str(row["tokens"]), f"{us['counts']:.0f}", *shares])
-    return markdown(header, rows)
-
-
 def published_records(path: Path = PUBLISHED) -> dict[str, dict[str, Any]]:
     """Tag -> record of a judged model; the last of a tag counts."""
     return {one["tag"]: one for one in map(json.loads, path.read_text().splitlines())}
@@ -622,19 +271,6 @@ def rise(one: dict[str, Any], dense: dict[str, Any]) -> str:
     """How much larger the perplexity of held-out code is than the dense model's, with its paired standard error."""
     mean, error = compare.paired(one["code"]["loss"], dense["code"]["loss"])
     return f"{100 * math.expm1(mean):+.1f} ± {100 * math.exp(mean) * error:.1f} %"
-
-
-def published_rounding() -> str:
-    """What rounding adds to a pattern, of checkpoints as they are served."""
-    found = published_records(SMALLER)
-    pruned = found["6:8 sparsegpt bf16"], found["6:8 sparsegpt bf16, again"]  # whose windows FP8 was calibrated on
-    rows = [
-        [f"{one}, BF16", rise(found[f"{one} sparsegpt bf16"], found["dense"]), "-"] for one in ("2:4", "4:6", "6:8")
-    ]
-    for name, tag, over in (("INT8", "int8", 0), ("six bits", "6bit", 0), ("FP8", "fp8", 1)):
-        one = found[f"6:8 sparsegpt {tag}"]
-        rows.append([f"6:8, {name}", rise(one, found["dense"]), rise(one, pruned[over])])
-    return markdown(("SparseGPT", "perplexity of code over dense", "over the same in BF16"), rows)
 
 
 def published_rivals() -> str:
@@ -690,138 +326,6 @@ def published_models(path: Path = PUBLISHED) -> str:
     return markdown([heads[i] for i in judged], [[row[i] for i in judged] for row in rows])
 
 
-def rounding() -> str:
-    """What rounding alone takes from a published model, by part; the last of a tag counts."""
-    lines = (RESULTS / "accuracy/published/rounding.jsonl").read_text().splitlines()
-    found = {one["tag"]: one["over_float"] for one in map(json.loads, lines)}
-    rows = [
-        [tag, f"{one['kl']:.1f} ± {one['kl_error']:.1f}", f"{one['percent']:+.1f} ± {one['error']:.1f} %"]
-        for tag, one in found.items()
-    ]
-    return markdown(("rounded", "divergence", "perplexity"), rows)
-
-
-def six_bits_encoder() -> str:
-    """What rounding to six bits costs the encoder of the demo."""
-    found = json.loads((RESULTS / "accuracy/six-bits-encoder.json").read_text())["rows"]
-    rows = [[one["pattern"], *(f"{one[name]:.3f}" for name in ("float", "absmax", "6bit"))] for one in found]
-    return markdown(("pattern", "pruned, float32", "INT8", "INT8, six bits"), rows)
-
-
-def decoding_us(name: str) -> dict[tuple[str, int, str], float]:
-    """(type, sequences, variant) -> microseconds of a block, in a record of benchmarks/decoding_linears.py."""
-    lines = (H200 / name).read_text().splitlines()[1:]
-    return {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
-
-
-def decoding() -> str:
-    """The linears of decoding in one CUDA graph."""
-    times = decoding_us("decoding-linears.jsonl")
-    patterns = ("2:4", "4:6", "6:8", "8:10")
-    rows = []
-    for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
-        dense = times[dtype, tokens, DENSE_VARIANT]
-        gains = [f"{dense / times[dtype, tokens, pattern]:.2f}" for pattern in patterns]
-        rows.append([TYPES[dtype], str(tokens), f"{dense:.1f}", *gains])
-    return markdown(("type", "sequences", "dense, us a block", *patterns), rows)
-
-
-def decoding_anchors() -> str:
-    """What a better dense kernel gives there, and what fewer bytes give on top of it."""
-    times = decoding_us("decoding-anchors.jsonl")
-    others = {f"dense, {name}": label for name, label in ANCHORS.items()}
-    patterns = ("6:8", "4:6", "2:4")
-    rows = []
-    for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
-        dense = times[dtype, tokens, DENSE_VARIANT]
-        names = (*others, *patterns)
-        found = (times.get((dtype, tokens, name)) for name in names)
-        gains = ["-" if us is None else f"{dense / us:.2f}" for us in found]
-        own = times[dtype, tokens, "dense, this kernel"]
-        bytes_alone = [f"{own / times[dtype, tokens, pattern]:.2f}" for pattern in patterns]
-        rows.append([TYPES[dtype], str(tokens), f"{dense:.1f}", *gains, *bytes_alone])
-    over_own = (f"{pattern} over ours, dense" for pattern in patterns)
-    head = ("type", "sequences", "vLLM, us a block", *others.values(), *patterns, *over_own)
-    return markdown(head, rows)
-
-
-def gemm() -> str:
-    """GEMMs alone, many tokens."""
-    found = comparisons(read_records([H200 / "hopper-gemm.jsonl"]))
-    at = {(p.dtype, p.tokens): p for p in points(found, "gemm") if p.model == "Qwen2.5-7B"}
-    patterns = ("2:4", "4:6", "6:8", "8:10", "4:6@50%", "2:4@50%")
-    rows = []
-    for dtype in TYPES:
-        point = at[dtype, 16384]
-        rows.append([TYPES[dtype], f"{point.tops:.0f}", *(shown(point.speedup(pattern)) for pattern in patterns)])
-    return markdown(("type", "fastest dense, TOPS", *patterns), rows)
-
-
-@lru_cache(maxsize=4)
-def experts_of(what: str) -> dict[tuple[str, int], Comparison]:
-    """(type, tokens) -> what was measured of Qwen3-30B-A3B's experts, tokens routed by chance."""
-    found = comparisons(read_records([H200 / "grouped.jsonl"]))
-    return {
-        (one.case.dtype, one.case.tokens): one
-        for one in found
-        if one.case.model == "Qwen3-30B-A3B" and one.case.layer == f"{what}, balanced" and one.best(DENSE_VARIANT)
-    }
-
-
-def expert_layers() -> str:
-    """Whole layers of experts, over vLLM's own."""
-    patterns, rows = ("2:4", "4:6", "6:8"), []
-    for (dtype, tokens), one in sorted(
-        experts_of(LAYER).items(), key=lambda item: (list(TYPES).index(item[0][0]), item[0][1])
-    ):
-        dense = one.best(DENSE_VARIANT)
-        assert dense is not None
-        cells = [f"{median_us(dense):.0f}", *(shown(share(one, pattern, DENSE_VARIANT)) for pattern in patterns)]
-        rows.append([TYPES[dtype], str(tokens), *cells])
-    return markdown(("type", "tokens", "vLLM, us a layer", *patterns), rows)
-
-
-def expert_products() -> str:
-    """One launch for all experts: rates, and what they are shares of."""
-    rows = []
-    for what in (GATE_UP, DOWN):
-        for tokens in (64, 16384):
-            for name in ("vLLM", "6:8", "4:6", "2:4"):
-                one = experts_of(what)["int8", tokens]
-                record = one.best(DENSE_VARIANT if name == "vLLM" else name)
-                assert record is not None
-                us, plain = median_us(record), share(one, name, f"{PLAIN} {name}")
-                rate, tops = record.n_bytes / us * 1e6, operations(one) / us / 1e6
-                shares = ["-" if plain is None else percent(plain), percent(rate / MEMORY_RATE)]
-                rows.append([what, str(tokens), name, f"{us:.1f}", f"{rate / 1e12:.2f}", f"{tops:.0f}", *shares])
-    return markdown(("INT8", "tokens", "weights", "us", "TB/s", "TOPS", "of the plain rate", "of 4.8 TB/s"), rows)
-
-
-LIFTING = {
-    "copy": COPY,
-    "2:4": "lift 2:4",
-    "4:6": "lift 4:6",
-    "6:8": "lift 6:8",
-    "4:6@50%": "lift 4:6@50%",
-    "RMSNorm, 6:8": "rms_norm lift 6:8",
-    "add + RMSNorm, 6:8": "add_rms_norm lift 6:8",
-    "SiLU * up, 6:8": "silu_mul lift 6:8",
-}
-"""Column -> variant."""
-
-
-def lifting() -> str:
-    """Quantise + lift of many tokens: the rate at which the kernels move their bytes, beside a copy."""
-    found = comparisons(read_records([H200 / "kernels.jsonl"]))
-    many = [one for one in found if one.case.tokens >= 4096]
-    rows = []
-    for one in sorted(many, key=lambda one: (one.case.dtype != "int8", one.case.in_features, one.case.tokens)):
-        records = [one.best(variant) for variant in LIFTING.values()]
-        rates = ["-" if one is None else f"{one.n_bytes / median_us(one) / 1e6:.1f}" for one in records]
-        rows.append([TYPES[one.case.dtype], str(one.case.in_features), str(one.case.tokens), *rates])
-    return markdown(("TB/s", "K", "tokens", *LIFTING), rows)
-
-
 def demo() -> str:
     """Every pattern on the demonstration's encoder."""
     rows: dict[str, dict[str, Any]] = {}
@@ -874,25 +378,6 @@ def authors() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "served-headline": served_headline,
-    "served": served,
-    "served-targets": served_targets,
-    "served-mixture": served_mixture,
-    "served-mixture-whole": partial(
-        served_quick, H200 / "serve/qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"
-    ),
-    "served-others": partial(served_models, OTHERS, "INT8", UNIFORM),
-    "served-h100-newest": partial(served_models, WITH_BANDS, "INT8, newest kernel", (CONTROL, "6:8", "4:6")),
-    "served-h100": partial(served_models, ON_H100, "INT8, `hopper-4`", OURS),
-    "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host, `hopper-4`", OURS, "burst"),
-    "served-h100-halves": partial(served_models, WITH_HALVES, "slow host, `hopper-6`", ("6:8",), "burst"),
-    "served-h100-control": over_control,
-    "served-h100-6bit": served_six_bits,
-    "served-h200-6bit": partial(
-        served_forms,
-        {"qwen2.5-7b-int8-6bit": "7B", "qwen2.5-14b-int8-6bit": "14B"},
-        {CONTROL: CONTROL, "6:8": "6:8"} | IN_SIX_BITS,
-    ),
-    "served-h200-6bit-auto": partial(served_forms, {"qwen2.5-7b-int8-6bit-auto": "7B"}, BY_AUTO),
     "served-0.33": partial(
         served_newest,
         "7B",
@@ -905,51 +390,21 @@ TABLES: dict[str, Callable[[], str]] = {
         {CONTROL: CONTROL} | IN_SIX_BITS,
         *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 16, 64, 256))),
     ),
-    "served-0.33-mixture": partial(served_forms, {"qwen3-30b-a3b-int8-6bit-0.33": "30B-A3B"}, {AT_6OF8: NAME_6OF8}),
+    "served-0.33-mixture": partial(served_newest, "30B-A3B", {AT_6OF8: NAME_6OF8}, *USUAL_LOADS),
     "served-eagle": served_eagle,
-    "served-0.33-again": partial(
-        served_forms,
-        {"qwen2.5-7b-int8-6bit-0.33": "first"}
-        | {f"qwen2.5-7b-int8-6bit-0.33-{host}-host": f"{host} host" for host in ("slow", "busy")},
-        {CONTROL: CONTROL} | IN_SIX_BITS,
-    ),
     "served-0.33-more": partial(
         served_side_by_side,
         ("8B", "14B on two GPUs"),
         *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 16, 64, 256)), "long", "decode 8 at 8192"),
     ),
-    "served-sglang": partial(
-        served_newest, "7B in SGLang", IN_SIX_BITS, *("burst", "mixed", *(f"decode {n} at 80" for n in (16, 64, 256)))
-    ),
-    "served-h200-head": partial(served_forms, {"qwen2.5-7b-int8-lm-head": "7B"}, EIGHT_OR_SIX),
-    "served-h200-experts-6bit": partial(served_forms, {"qwen3-30b-a3b-24-layers-6bit": "30B-A3B"}, EIGHT_OR_SIX),
-    "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
-    "served-http": served_http,
-    "served-http-graphs": partial(served_http_graphs, "qwen2.5-7b-int8-http-2048.jsonl"),
-    "served-http-five": partial(
-        served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
-    ),
-    "mixed-steps": mixed_steps,
+    "served-sglang": partial(served_newest, "7B in SGLang", IN_SIX_BITS, *USUAL_LOADS),
     "layers": partial(layers, "NVIDIA H200", TUNED),
-    "layers-h100": partial(layers, "NVIDIA H100 80GB HBM3", TUNED_H100),
-    "six-bits": six_bits,
-    "six-bits-forms": forms_of_linears,
-    "six-bits-experts": forms_of_experts,
-    "six-bits-encoder": six_bits_encoder,
-    "rounding": rounding,
     "published-loss": published_loss,
     "published-models": published_models,
     "published-models-1.5b": partial(published_models, LARGER),
     "published-models-135m": partial(published_models, SMALLER_BY_GPU),
     "published-rivals": published_rivals,
-    "published-rounding": published_rounding,
     "recipe": recipe,
-    "decoding": decoding,
-    "decoding-anchors": decoding_anchors,
-    "gemm": gemm,
-    "lifting": lifting,
-    "expert-layers": expert_layers,
-    "expert-products": expert_products,
     "cpu": cpu,
     "demo": demo,
     "cards": cards,
