@@ -181,7 +181,7 @@ def test_kernels_are_told_apart_by_their_names() -> None:
 
 def test_a_random_checkpoint_is_what_it_says(tmp_path: Path) -> None:
     config = model_config("Llama-3.2-1B", 1) | SMALL
-    write_checkpoint(tmp_path / "c", config, torch.float8_e4m3fn, Pattern.parse("4:6@50%"), torch.device("cpu"))
+    write_checkpoint(tmp_path / "c", config, torch.float8_e4m3fn, Pattern.parse("4:6"), torch.device("cpu"))
     found = inspect_checkpoint(tmp_path / "c")
     assert found.ok
     assert "7" in found.table()  # seven linears

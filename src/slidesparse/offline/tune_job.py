@@ -91,10 +91,10 @@ class TuneJob:
         return [name for name in self.backends if recipe_for(name) == kind.recipe]
 
     def packed_shapes(self) -> list[tuple[str, int, int]]:
-        """Return (type, out, K') of the 2:4 segments of all weights, each once."""
+        """Return (type, out, K') of the 2:4 forms of all weights, each once."""
         return sorted(
             {
-                (dtype, out, p.following(p.groups(columns)) * p.slid_group)
+                (dtype, out, p.groups(columns) * p.slid_group)
                 for model in self.models
                 for _, out, columns in model.sizes
                 for p in map(Pattern.parse, model.patterns)

@@ -76,7 +76,7 @@ PROFILES = {
     "full": EngineProfile(
         DENSE_MODELS,
         ("int8", "fp8"),
-        ("2:4", "4:6", "6:8", "8:10", "4:6@50%"),
+        ("2:4", "4:6", "6:8", "8:10"),
         tuple(2**i for i in range(9, 17)),
         (64, 128, 256, 512),
     ),
