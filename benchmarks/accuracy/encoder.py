@@ -58,7 +58,7 @@ class Case:
 
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
-PATTERNS = ("14:16", "10:12", "8:10", "6:8", "4:6@50%", "2:4@50%", "4:6", "2:4")
+PATTERNS = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4")
 SEEDS = (0, 1, 2)
 EXAMPLES = 16
 """Sentences that a step of matching takes."""

@@ -31,7 +31,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pattern", nargs="+", default=["6:8", "4:6", "4:6@50%"])
+    parser.add_argument("--pattern", nargs="+", default=["6:8", "4:6"])
     parser.add_argument("--tiny", action="store_true", help="to try the script on a CPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -282,9 +282,9 @@ def mixture_table(runs: Runs) -> str:
 
 
 def encoder_table(records: list[Record]) -> str:
-    patterns = list(dict.fromkeys(record["pattern"] for record in records))
+    zeros = {record["pattern"]: record["zeros"] for record in records}
     rows = []
-    for pattern in sorted(patterns, key=lambda text: Pattern.parse(text).sparsity):
+    for pattern in sorted(zeros, key=lambda text: zeros[text]):
         here = [record for record in records if record["pattern"] == pattern]
         by_method = {method: [r for r in here if r["method"] == method] for method in ENCODER_METHODS}
         cells = [
