@@ -85,6 +85,8 @@ def test_a_dense_weight_is_packed_as_it_is(k_offset: int) -> None:
     assert not packed.slid
     assert packed.metadata() is None
     assert packed.values.shape == (3, 12 if k_offset == 0 else 16)
+    packed.unpack().zero_()
+    packed.columns().zero_()  # copies
     assert packed.column_map(8).tolist() == [-1] * k_offset + [*range(10)] + [-1] * (6 - k_offset)
     _check(packed, weight)
 

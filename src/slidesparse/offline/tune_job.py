@@ -115,7 +115,7 @@ def make_job(
     Without patterns or types a pruned checkpoint's own are tuned, 2:4 to 8:10, INT8 and FP8 for any other model.
 
     Raises:
-        InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
+        InputError: An unknown name, a pattern that slides nothing, or an M below 1.
         CheckpointError: A checkpoint that cannot be read.
     """
     chosen = select_patterns(patterns, ())

@@ -104,13 +104,15 @@ class PackedWeight:
         return replace(self, values=self.values.to(device), code=code, scale=scale)
 
     def unpack(self) -> torch.Tensor:
-        """Return the weight [out, in], bit for bit except for the sign of zeros: the inverse of packing."""
-        groups = self.values if self.code is None else decompress(self.values, self.code, self.pattern).flatten(1)
+        """Return the weight [out, in], bit for bit except for the sign of zeros: the inverse of packing, a copy."""
+        groups = (
+            self.values.clone() if self.code is None else decompress(self.values, self.code, self.pattern).flatten(1)
+        )
         return groups[:, self.k_offset : self.k_offset + self.shape[1]].contiguous()
 
     def columns(self) -> torch.Tensor:
         """Return the matrix that multiplies lifted activations, zeros in place: [out, K'], in 2:4 form unless dense."""
-        return self.values if self.code is None else expand(self.values, self.code, self.pattern)
+        return self.values.clone() if self.code is None else expand(self.values, self.code, self.pattern)
 
     def metadata(self) -> torch.Tensor | None:
         """Return the metadata nibbles, uint8 [out, n * (N - 1)], or None for a dense weight."""
