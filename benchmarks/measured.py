@@ -119,7 +119,7 @@ def seven() -> str:
         for name in SEVEN.values():
             one = engines(name).get((kind, tokens))
             if one is None:
-                cells += ["-"] * 6
+                cells += ["-"] * (len(PATTERNS) + 2)
             else:
                 cells += [milliseconds(one), *(shown(speedup(one, p)) for p in PATTERNS), percent(spread(one))]
         rows.append(cells)
