@@ -274,6 +274,7 @@ def write(x_ptr, pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.
         _copy(pairs, out_ptr, row, to_ptr, rows, COPIES, P)
     else:
         NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
+        K_PACKED: tl.constexpr = P.k_packed
         STEP: tl.constexpr = P.write
-        for start in tl.static_range(0, P.k_packed, STEP):
+        for start in tl.static_range(0, K_PACKED, STEP):
             _step(pairs, out_ptr, row, to_ptr, rows, start, NEAR, COPIES, P)
