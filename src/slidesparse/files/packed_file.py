@@ -127,7 +127,6 @@ class PackedFile:
         found = {part: one for part, one in stored.items() if part.rpartition(".")[0] == name}
         if not found:
             raise CheckpointError(f"{self.reader.path} holds no {name}")
-
         _check(found, name, weight, pattern)
         values, *code = (self.reader.verified(f"{name}.{kind}", device) for kind in _kinds(pattern))
         scale = None if scale is None else scale.flatten().to(torch.float32)
