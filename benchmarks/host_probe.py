@@ -22,7 +22,6 @@ from slidesparse.layer.linear import SlideLinear
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dtype_name
 from slidesparse_bench.kernels.dense import vllm_ops, vllm_quantize
 
@@ -47,20 +46,14 @@ def host_us(call: Callable[[], object]) -> float:
 
 def weight(pattern: str, dtype: torch.dtype) -> PackedWeight:
     dense = torch.randn(OUT, COLUMNS, device="cuda")
-    groups = None
-    if Pattern.parse(pattern).is_uniform:
-        dense = torch.where(prune_mask(dense, pattern), dense, 0)
-    else:
-        parsed = Pattern.parse(pattern)
-        groups = torch.arange(0, parsed.groups(COLUMNS), 2, device="cuda")
-        dense = torch.where(prune_mask(dense, parsed.uniform), dense, 0)
-    return pack((dense * 30).clamp(-127, 127).to(dtype), pattern, scale=torch.ones(OUT, device="cuda"), groups=groups)
+    dense = torch.where(prune_mask(dense, pattern), dense, 0)
+    return pack((dense * 30).clamp(-127, 127).to(dtype), pattern, scale=torch.ones(OUT, device="cuda"))
 
 
 def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:
     packed, layout = weight(pattern, dtype), get_backend(backend).layout
     columns, column_map = layout.order(packed), layout.column_map(packed)
-    where = (column_map, dtype, backend, columns.pairs, columns.numbers)
+    where = (column_map, dtype, backend, columns.numbers)
     x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
     label = f"{pattern} {dtype_name(dtype)} {backend}"
     yield f"quantize_lift {label}", lambda: ops.quantize_lift(x, *where)
@@ -74,7 +67,7 @@ def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tupl
         return
     columns, column_map = chosen.layout.order(packed), chosen.layout.column_map(packed)
     x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
-    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.pairs, columns.numbers)
+    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.numbers)
     operand = list(chosen.prepare(packed))
     rest = (packed.scale, None, OUT, BF16, backend)
     layer = SlideLinear(packed, backend=backend)
@@ -112,7 +105,6 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from lifting("6:8", torch.int8, "cusparselt")
     yield from lifting("6:8", torch.float8_e4m3fn, "cusparselt")
     yield from lifting("6:8", torch.int8, "hopper")
-    yield from lifting("4:6@50%", torch.int8, "hopper")
     yield from vllms(torch.int8)
     yield from vllms(torch.float8_e4m3fn)
     for backend in ("cusparselt", "hopper", "dense"):

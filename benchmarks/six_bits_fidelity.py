@@ -35,7 +35,7 @@ def main() -> None:
     rows = []
     for pattern in map(Pattern.parse, PATTERNS):
         pruned = copy.deepcopy(model)
-        pruned = pruned if pattern == DENSE else prune_(pruned, pattern, batches)
+        pruned = pruned if pattern == DENSE else prune_(pruned, pattern)
         row = {"pattern": str(pattern), "float": spearman(exact, pair_similarities(embed(pruned, batches)))}
         for recipe in RECIPES:
             given = copy.deepcopy(pruned)

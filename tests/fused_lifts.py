@@ -20,7 +20,6 @@ def quantize_lift(
     target: torch.dtype,
     prologue: Prologue = "none",
     *,
-    pairs: torch.Tensor | None = None,
     gain: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -34,7 +33,7 @@ def quantize_lift(
     layout = Layout(slabs=slabs, rows=lambda _: rows)
     spec = LiftSpec(prologue, x.dtype, target, tuple(order.numbers), layout, quantiser)
     lift = find_kernel_lift(spec, len(x), x.device)
-    return lift.run(x, residual, order.pairs if pairs is None else pairs, gain, eps)
+    return lift.run(x, residual, gain, eps)
 
 
 def fused_lift(
@@ -43,7 +42,6 @@ def fused_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Return lifted values, their scale, and the new residual with ``add_rms_norm``.
@@ -51,14 +49,13 @@ def fused_lift(
     Args:
         prologue: Applied first.
         given: Its arguments: (x, gain, eps), (x, residual, gain, eps) or (x,).
-        column_map: See :class:`slidesparse.lifting.layout.LinearTensors`, as for ``pairs``.
+        column_map: See :class:`slidesparse.lifting.layout.LinearTensors`.
         dtype: Type of the values.
         backend: The backend whose layout they have.
-        pairs: See above.
         order: :attr:`slidesparse.lifting.layout.ColumnOrder.numbers`.
     """
     x, *residual, gain, eps = given if len(given) > 1 else (*given, None, 0.0)
     spec = LiftSpec(prologue, x.dtype, dtype, tuple(order), get_backend(backend).layout)
     lift = resolve_lift(spec, x.shape[0], x.device)
-    tensors = LinearTensors(column_map, pairs, (), None, None, gain)
+    tensors = LinearTensors(column_map, (), None, None, gain)
     return tuple(made for made in lift(x, residual[0] if residual else None, tensors, eps) if made is not None)

@@ -327,7 +327,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "load": {},
     "pack": {"--json": ()},
     "prune": {
-        "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5", "4:6@0%"),
+        "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5"),
         "--dtype": ("int8", "fp8", "bf16", "fp32", "int4"),
         "--method": ("magnitude", "wanda", "sparsegpt", "best"),
         "--recipe": ("absmax", "ternary", "6bit"),

@@ -150,7 +150,7 @@ def dense_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 def weights(dense: np.ndarray, sparse: np.ndarray, itemsize: int) -> np.ndarray:
-    """Both segments as the matrix [rows, K'] that multiplies: dense columns, then 2:4 ones, rows padded to tiles.
+    """A weight as the matrix [rows, K'] that multiplies, rows padded to tiles; one of its tensors has no steps.
 
     ``sparse`` is in steps, or in bundles: of each row tile the words of its four row blocks, then its steps.
     """

@@ -15,7 +15,7 @@ from slidesparse.weights.pattern import COUNTED
 
 
 def _always(packed: PackedWeight) -> int:
-    return BUNDLE if any(segment.kind == "2:4" for segment in packed.segments) else 1
+    return BUNDLE if packed.slid else 1
 
 
 class Bundles(Hopper):

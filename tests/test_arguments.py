@@ -46,7 +46,6 @@ def from_linear(layer: Any = None, pattern: Any = "6:8", dtype: Any = "int8", **
 CALLS: dict[str, Callable[[Any], object]] = {
     "Pattern keep": lambda v: Pattern(v, 8),
     "Pattern group": lambda v: Pattern(6, v),
-    "Pattern share": lambda v: Pattern(6, 8, v),
     "Pattern.parse": Pattern.parse,
     "Pattern.window": lambda v: Pattern(6, 8).window(v),
     "Pattern.groups": lambda v: Pattern(6, 8).groups(v),
@@ -56,7 +55,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "pack pattern": lambda v: pack(ZEROS, v),
     "pack scale": lambda v: pack(ZEROS, "6:8", scale=v),
     "pack k_offset": lambda v: pack(ZEROS, "6:8", k_offset=v),
-    "pack groups": lambda v: pack(ZEROS, "6:8", groups=v),
     "prune_mask weight": lambda v: prune_mask(v, "6:8"),
     "prune_mask pattern": lambda v: prune_mask(WEIGHT, v),
     "prune_mask cost": lambda v: prune_mask(WEIGHT, "6:8", v),
@@ -81,7 +79,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "sparsify_ ignore": lambda v: sparsify_(two_layers(), "6:8", ignore=v),
     "sparsify_ layers": lambda v: sparsify_(two_layers(), "6:8", layers=v),
     "sparsify_ method": lambda v: sparsify_(two_layers(), "6:8", method=v),
-    "sparsify_ run": lambda v: sparsify_(two_layers(), "6:8", run=v),
     "load path": load,
     "load device": lambda v: load("nowhere", v),
     "load tune": lambda v: load("nowhere", tune=v),
@@ -89,15 +86,14 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "HeldZeros model": HeldZeros,
     "HeldZeros names": lambda v: HeldZeros(two_layers(), v),
     "HeldZeros name": lambda v: HeldZeros(two_layers(), [v]),
-    "Pattern.following": lambda v: Pattern(6, 8).following(v),
     "Pattern.groups k_offset": lambda v: Pattern(6, 8).groups(32, v),
     "sparsify_ entry": lambda v: sparsify_(two_layers(), "6:8", ignore=[v]),
     "sparsify_ layer": lambda v: sparsify_(two_layers(), "6:8", layers={"0": v}),
     "SlideLinear choice": lambda v: SlideLinear(INT8, choice=v),
     "SlideLinear dense_dtype": lambda v: SlideLinear(INT8, dense_dtype=v),
     "from_linear recipe": lambda v: from_linear(recipe=v),
-    "PackedWeight": lambda v: SlideLinear(PackedWeight(v, (16, 32), 0, v)),
-    "PackedWeight segments": lambda v: SlideLinear(PackedWeight(Pattern(6, 8), (16, 32), 0, (v,))),
+    "PackedWeight": lambda v: SlideLinear(PackedWeight(v, (16, 32), 0, INT8.values, INT8.code)),
+    "PackedWeight values": lambda v: PackedWeight(Pattern(6, 8), (16, 32), 0, v, INT8.code),
     "PackedWeight.to": INT8.to,
     "PackedWeight.lift": INT8.lift,
     "PackedWeight.column_map": INT8.column_map,
@@ -117,7 +113,6 @@ VALUES: dict[str, Any] = {
     "huge": 2**80,
     "5000 digits": 10**5000,
     "pattern of 5000 digits": f"6:{'8' * 5000}",
-    "share of 5000 digits": f"4:6@{'5' * 5000}%",
     "huge Fraction": Fraction(10**400, 3),
     "Decimal": Decimal("1e999999"),
     "Infinity": float("inf"),
@@ -178,7 +173,3 @@ def test_an_ignore_list_is_a_list() -> None:
     """A text would be taken for a list of its letters."""
     with pytest.raises(InputError, match="ignore; got 'lm_head'"):
         sparsify_(two_layers(), "6:8", ignore="lm_head")
-
-
-def test_shares_may_be_any_exact_number() -> None:
-    assert Pattern(4, 6, 0.5) == Pattern(4, 6, Fraction(1, 2)) == Pattern.parse("4:6@50%")  # type: ignore[arg-type]

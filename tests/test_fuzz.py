@@ -66,7 +66,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, size in (("dense", "5GB"), ("sharded", "20KB")):
         make_checkpoint(folder / name, num_hidden_layers=1, hidden_size=32, intermediate_size=40, shard_size=size)
         add_tokenizer(folder / name)
-    prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6@50%", "int8"))
+    prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6", "int8"))
     prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "int8"))
     with edited_config(folder / "w8a8") as config:
         del config[MARKER_KEY]

@@ -13,7 +13,7 @@ from fused_lifts import fused_lift
 from slab_views import slab_view
 from torch.autograd import forward_ad
 
-from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
+from slidesparse import InputError, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
 from slidesparse.lifting.choose import TorchLift
@@ -31,9 +31,7 @@ SLABS = Slabs(16, swizzle=True)
 
 
 def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> PackedWeight:
-    parsed = Pattern.parse(pattern)
-    groups = None if parsed.is_uniform else torch.arange(1, parsed.groups(K), 2)
-    return pack(torch.zeros(1, K, dtype=dtype), parsed, groups=groups)
+    return pack(torch.zeros(1, K, dtype=dtype), pattern)
 
 
 def activations(prologue: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
@@ -70,7 +68,7 @@ def test_results_lie_as_the_fake_ones_do_whatever_the_strides(prologue: str, wei
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("prologue", FUSED)
 def test_fused_is_one_after_the_other(prologue: Prologue, dtype: torch.dtype) -> None:
-    column_map, given = packed_weight("4:6@50%").column_map(16), activations(prologue)
+    column_map, given = packed_weight("4:6").column_map(16), activations(prologue)
     before = [tensor.clone() for tensor in given if isinstance(tensor, torch.Tensor)]
     result = FUSED[prologue](*given)
     value, *rest = result if isinstance(result, tuple) else (result,)
@@ -96,7 +94,7 @@ def test_a_norm_is_neither_left_out_nor_broadcast(
 ) -> None:
     """As the kernels, which refuse what is not there or of another size."""
     spec = LiftSpec(prologue, torch.float32, torch.int8, (), Layout())
-    tensors = LinearTensors(packed_weight().column_map(), None, (), None, None, gain)
+    tensors = LinearTensors(packed_weight().column_map(), (), None, None, gain)
     with pytest.raises(InputError, match=message):
         TorchLift(spec)(torch.randn(TOKENS, K), residual, tensors, EPS)
 
@@ -168,21 +166,20 @@ def in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layout]:
     return Tiled.layout
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6", "dense"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
+def test_columns_fill_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
     packed = packed_weight(pattern, dtype)
     columns = in_tiles.order(packed)
-    for length in (columns.dense_columns, columns.slid_columns):
-        assert length * dtype.itemsize % 128 == 0
-        assert length % 6 == 0
+    assert columns.k_packed * dtype.itemsize % 128 == 0
+    assert columns.k_packed % 6 == 0
     assert columns.k_packed == len(in_tiles.column_map(packed))
-    assert (columns.dense_columns > 0) == (pattern == "4:6@50%")
+    assert columns.slid == (pattern != "dense")
 
 
 @pytest.mark.parametrize("how", ["lift", "quantize_lift", *FUSED])
 def test_every_lift_writes_slabs(in_tiles: Layout, how: Any) -> None:
-    packed = packed_weight("4:6@50%", torch.bfloat16 if how == "lift" else torch.int8)
+    packed = packed_weight("4:6", torch.bfloat16 if how == "lift" else torch.int8)
     column_map, x = in_tiles.column_map(packed), torch.randn(TOKENS, K, dtype=torch.bfloat16)
     runs = {
         "lift": lambda backend: ops.lift(x, column_map, backend),
@@ -226,7 +223,7 @@ def test_a_tangent_of_any_tensor_is_refused() -> None:
         yield lambda: ops.add_rms_norm_linear(x, make(x), gain, EPS, *weight, None, layer.spec)
         yield lambda: ops.rms_norm_linear(x, make(gain), EPS, *weight, None, layer.spec)
         yield lambda: ops.linear(x, *weight, make(bias), layer.spec)
-        yield lambda: ops.linear(x, [*floats._tensors()[:2], make(floats._tensors()[2])], None, None, floats.spec)
+        yield lambda: ops.linear(x, [floats._tensors()[0], make(floats._tensors()[1])], None, None, floats.spec)
 
     with forward_ad.dual_level():
         for call in calls(lambda tensor: tensor):

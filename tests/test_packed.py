@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from oracles import sparse_int8
 
 from slidesparse import InputError, PackedWeight, Pattern, PatternViolation, SlideLinear, lift, pack, prune_mask
 from slidesparse.weights.slide import gather
-from slidesparse.weights.support import INT_VIEW, following_groups
-
-PARTIAL = ["2:4@33.33%", "14:16@90%", "4:6@0.01%", "4:6@99.99%"]
+from slidesparse.weights.support import INT_VIEW
 
 
-def _partial_int8(out: int, columns: int, pattern: str) -> torch.Tensor:
+def _pruned_int8(out: int, columns: int, pattern: str) -> torch.Tensor:
     weight = torch.randint(1, 128, (out, columns), dtype=torch.int8)
     return weight * prune_mask(weight, pattern)
 
@@ -28,14 +25,12 @@ def _check(packed: PackedWeight, weight: torch.Tensor) -> None:
     exact = x.long() @ weight.long().T
     assert torch.equal(packed.lift(x).long() @ packed.columns().long().T, exact)
     assert torch.equal(packed.lift(x), gather(x, packed.column_map()))
-    for segment in packed.segments:
-        if segment.kind == "2:4":
-            slid = packed.columns()[:, -len(segment.groups) * packed.pattern.slid_group :]
-            assert bool(((slid.unflatten(-1, (-1, 4)) != 0).sum(-1) <= 2).all())
+    if packed.slid:
+        assert bool(((packed.columns().unflatten(-1, (-1, 4)) != 0).sum(-1) <= 2).all())
 
 
 @pytest.mark.parametrize("dtype", list(INT_VIEW), ids=str)
-@pytest.mark.parametrize("text", ["2:4", "6:8", "30:32", "4:6@50%"])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "30:32"])
 @pytest.mark.parametrize("columns", [77, 1])
 def test_unpack_is_the_inverse_for_every_type(dtype: torch.dtype, text: str, columns: int) -> None:
     weight = torch.randn(5, columns).mul(50).to(dtype)
@@ -57,7 +52,7 @@ def test_any_shape_any_offset(n: int, columns: int, out: int, data: st.DataObjec
     _check(packed, shard)
     x = torch.randint(-128, 128, (2, columns), dtype=torch.int8)
     assert torch.equal(packed.lift(x), lift(x, pattern, start))
-    assert packed.segments[0].values.shape == (out, -(-(start + columns) // (2 * n)) * pattern.keep)
+    assert packed.values.shape == (out, -(-(start + columns) // (2 * n)) * pattern.keep)
 
 
 def test_strided_weights() -> None:
@@ -65,31 +60,6 @@ def test_strided_weights() -> None:
     strided = torch.stack([weight, weight])[1].T.contiguous().T
     assert not strided.is_contiguous()
     _check(pack(strided, "6:8"), weight)
-
-
-@pytest.mark.parametrize("text", PARTIAL)
-@pytest.mark.parametrize("columns", [96, 100, 47])
-def test_partial_patterns(text: str, columns: int) -> None:
-    pattern = Pattern.parse(text)
-    weight = _partial_int8(6, columns, text)
-    packed = pack(weight, text)
-    total = pattern.groups(columns)
-    slid = {s.kind: s.groups for s in packed.segments}
-    assert len(slid["2:4"]) >= pattern.share * total
-    assert sorted(torch.cat(list(slid.values())).tolist()) == list(range(total))
-    _check(packed, weight)
-
-
-def test_dense_comes_before_slid() -> None:
-    weight = torch.ones(2, 24, dtype=torch.int8)
-    weight[:, [0, 1, 12, 17]] = 0  # groups 0 and 2 follow 4:6
-    packed = pack(weight, "4:6@50%")
-    assert [(s.kind, s.groups.tolist()) for s in packed.segments] == [("dense", [1, 3]), ("2:4", [0, 2])]
-    dense = [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23]
-    slid = [0, 1, 2, 3, 2, 3, 4, 5, 12, 13, 14, 15, 14, 15, 16, 17]
-    assert packed.column_map().tolist() == dense + slid
-    # A backend may ask each segment to end at a multiple: 12 -> 16 and 16 -> 16.
-    assert packed.column_map(8).tolist() == [*dense, -1, -1, -1, -1, *slid]
 
 
 def test_column_map_marks_padding() -> None:
@@ -108,50 +78,17 @@ def test_other_activations_and_multiples_are_refused() -> None:
             packed.column_map(multiple)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_groups_are_numbers_of_any_integer_type(dtype: torch.dtype) -> None:
-    packed = pack(torch.zeros(2, 32), "6:8", groups=torch.tensor([1, 3], dtype=dtype))
-    dense, slid = packed.segments
-    assert (dense.groups.tolist(), slid.groups.tolist()) == ([0, 2], [1, 3])
-    assert slid.groups.dtype == torch.int64
-
-
-def test_dense_pattern_is_one_dense_segment() -> None:
+@pytest.mark.parametrize("k_offset", [0, 3])
+def test_a_dense_weight_is_packed_as_it_is(k_offset: int) -> None:
     weight = torch.randint(1, 128, (3, 10), dtype=torch.int8)
-    packed = pack(weight, "dense")
-    assert [s.kind for s in packed.segments] == ["dense"]
+    packed = pack(weight, "dense", k_offset=k_offset)
+    assert not packed.slid
     assert packed.metadata() is None
+    assert packed.values.shape == (3, 12 if k_offset == 0 else 16)
+    packed.unpack().zero_()
+    packed.columns().zero_()  # copies
+    assert packed.column_map(8).tolist() == [-1] * k_offset + [*range(10)] + [-1] * (6 - k_offset)
     _check(packed, weight)
-
-
-@pytest.mark.parametrize("text", PARTIAL)
-@pytest.mark.parametrize("start", [0, 1, 13, 50])
-def test_shards_of_partial_patterns(text: str, start: int) -> None:
-    pattern = Pattern.parse(text)
-    shard = _partial_int8(4, 100, text)[:, start : start + 37]
-    k_offset = start % pattern.group
-    groups = following_groups(shard, pattern, k_offset)
-    _check(pack(shard, pattern, k_offset=k_offset, groups=groups), shard)
-
-
-def test_a_shard_of_a_partial_pattern_must_say_its_groups() -> None:
-    with pytest.raises(InputError, match="following_groups"):
-        pack(torch.zeros(1, 12), "4:6@50%", k_offset=2)
-
-
-def test_some_groups_of_a_uniform_pattern() -> None:
-    # A weight of which only some groups follow can be slid there and kept dense elsewhere.
-    weight = sparse_int8(3, 32, 6, 8)
-    weight[0, 8:16] = 1
-    packed = pack(weight, "6:8", groups=following_groups(weight, Pattern(6, 8)))
-    assert [(s.kind, s.groups.tolist()) for s in packed.segments] == [("dense", [1]), ("2:4", [0, 2, 3])]
-    _check(packed, weight)
-
-
-@pytest.mark.parametrize("groups", [[-1], [0, 0], [1, 0], [4]])
-def test_groups_must_be_ascending_groups_of_the_weight(groups: list[int]) -> None:
-    with pytest.raises(InputError, match="groups"):
-        pack(torch.zeros(2, 32), "6:8", groups=torch.tensor(groups))
 
 
 def test_a_violation_is_never_dropped() -> None:
@@ -194,25 +131,18 @@ def test_bytes_follow_the_theory(text: str, dtype: torch.dtype, bytes_per_weight
     assert packed.n_bytes == Pattern.parse(text).bytes_per_weight("2:4", 8 * dtype.itemsize) * 8 * 64
 
 
-def test_bytes_of_a_partial_weight() -> None:
-    weight = _partial_int8(6, 96, "4:6@50%")
-    assert pack(weight, "4:6@50%").n_bytes == Pattern.parse("4:6@50%").bytes_per_weight("2:4") * weight.numel()
-
-
 def test_moving_keeps_everything() -> None:
-    weight = _partial_int8(4, 30, "4:6@50%")
-    packed = pack(weight, "4:6@50%", scale=torch.ones(4))
+    weight = _pruned_int8(4, 30, "4:6")
+    packed = pack(weight, "4:6", scale=torch.ones(4))
     moved = packed.to("cpu")
     assert torch.equal(moved.unpack(), weight)
     assert moved.device == torch.device("cpu")
-    # Storage order is segments, not columns: unpacking uses their group lists alone.
-    assert torch.equal(replace(packed, segments=packed.segments[::-1]).unpack(), weight)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("device", ["xpu", "cuda:99", "nowhere", 99, None])
 def test_moving_to_a_device_that_is_not_here_is_one_line(device: Any, scaled: bool) -> None:
-    packed = pack(_partial_int8(4, 30, "4:6@50%"), "4:6@50%", scale=torch.ones(4) if scaled else None)
+    packed = pack(_pruned_int8(4, 30, "4:6"), "4:6", scale=torch.ones(4) if scaled else None)
     with pytest.raises(InputError, match=r"^device"):
         packed.to(device)
 
@@ -220,10 +150,10 @@ def test_moving_to_a_device_that_is_not_here_is_one_line(device: Any, scaled: bo
 def test_a_default_device_changes_nothing() -> None:
     """Scripts set one. "meta" stands for a GPU: whatever were made there could not meet what is on the CPU."""
     weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
-    expected = pack(weight * prune_mask(weight, "4:6@50%"), "4:6@50%")
+    expected = pack(weight * prune_mask(weight, "4:6"), "4:6")
     with torch.device("meta"):
-        pruned = weight * prune_mask(weight, "4:6@50%")
-        packed = pack(pruned, "4:6@50%")
+        pruned = weight * prune_mask(weight, "4:6")
+        packed = pack(pruned, "4:6")
         read = SlideLinear(packed, backend="reference").state_dict()["weight"]
     assert torch.equal(packed.unpack(), expected.unpack())
     assert read.device.type == "cpu"

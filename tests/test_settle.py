@@ -17,7 +17,7 @@ from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense,
 from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
-from slidesparse.weights.support import find_pattern, following_groups
+from slidesparse.weights.support import find_pattern
 
 REFERENCE = Chooser("reference")
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -31,7 +31,7 @@ def pruned(pattern: str, dtype: torch.dtype, out: int = 16, columns: int = 96) -
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
 @pytest.mark.parametrize("start", [0, 33, 48])
 def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str, start: int) -> None:
     weight, scale = pruned(pattern, dtype)
@@ -39,14 +39,9 @@ def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str
     settled = settle(shard, scale, parsed, REFERENCE, start=start)
     assert isinstance(settled, RunsSparse)
     k_offset = start % parsed.group
-    groups = following_groups(shard, parsed, k_offset)
-    defined = pack_segments(shard, pattern, scale=scale, k_offset=k_offset, groups=groups)
-    for own, wanted in zip(settled.packed.segments, defined.segments, strict=True):
-        assert own.kind == wanted.kind
-        for name in ("groups", "values", "code"):
-            one, other = getattr(own, name), getattr(wanted, name)
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one.float(), other.float())
+    defined = pack_segments(shard, pattern, scale=scale, k_offset=k_offset)
+    for name in ("values", "code"):
+        assert torch.equal(getattr(settled.packed, name).float(), getattr(defined, name).float())
     assert torch.equal(settled.packed.unpack().float(), shard.float())
     assert settled.choice.backends == ("reference",)
     assert settled.reason.startswith(f"{pattern}: reference for any number of tokens")
@@ -60,12 +55,6 @@ def test_a_weight_that_satisfies_nothing_is_dense() -> None:
 def test_a_weight_that_the_checkpoint_leaves_dense_is_not_read() -> None:
     nothing = torch.empty(4, 64, device="meta")
     assert settle(nothing, None, DENSE, REFERENCE) == RunsDense("as the checkpoint says", DENSE)
-
-
-def test_a_shard_without_a_group_to_slide_is_dense() -> None:
-    partial = Pattern.parse("6:8@50%")
-    told = "no column group of this shard follows 6:8@50%"
-    assert settle(torch.ones(4, 64), None, partial, REFERENCE, start=64) == RunsDense(told, partial)
 
 
 @pytest.mark.parametrize(("backend", "told"), [("auto", "6:8; .*hopper: it needs a CUDA"), ("dense", "6:8; asked for")])
@@ -96,20 +85,12 @@ def test_a_weight_that_breaks_its_claim_is_refused(dtype: torch.dtype) -> None:
         settle(weight, scale, Pattern(2, 4), Chooser(), name="up_proj")  # also where it would run dense
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_values_that_are_no_numbers_are_refused(pattern: str) -> None:
     weight, _ = pruned(pattern, torch.bfloat16)
     weight[3, weight[3].nonzero()[0]] = torch.nan
     with pytest.raises(InputError, match="up_proj holds NaN"):
         settle(weight, None, Pattern.parse(pattern), Chooser(), name="up_proj")
-
-
-def test_only_a_whole_weight_must_have_the_share_of_its_pattern() -> None:
-    weight, _ = pruned("4:6@50%", torch.bfloat16)
-    claimed = Pattern.parse("4:6@75%")
-    assert isinstance(settle(weight, None, claimed, REFERENCE), RunsSparse)
-    with pytest.raises(InputError, match=r"violates 4:6@75%; got 8 of 16 column groups"):
-        settle(weight, None, claimed, REFERENCE, whole=True)
 
 
 def test_a_backend_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,20 +112,18 @@ class Tuner:
         self.measured.append((problem, packed))
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-@pytest.mark.parametrize("narrow", ["all", "slid", "none"])
-def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, narrow: str) -> None:
-    """Its bits are those of the groups that are slid."""
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
+@pytest.mark.parametrize("bits", [6, 8])
+def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, bits: int) -> None:
     tuner, parsed = Tuner(), Pattern.parse(pattern)
     weight = pruned(pattern, torch.int8)[0][:, 5:]
-    groups = (torch.arange(weight.shape[1]) + 5) // parsed.group
-    slid = torch.isin(groups, following_groups(weight, parsed, 5 % parsed.group))
-    weight[:, torch.ones_like(slid) if narrow == "all" else slid & (narrow == "slid")] &= ~3
+    if bits == 6:
+        weight &= ~3
     settled = settle(weight, torch.ones(16), parsed, replace(REFERENCE, tuner=tuner), start=5)
     assert isinstance(settled, RunsSparse)
     ((problem, packed),) = tuner.measured
     assert problem == packed_problem(packed)
-    assert problem.bits == (8 if narrow == "none" else 6)
+    assert problem.bits == bits
     assert settled.packed is packed  # packed once
 
 

@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slidesparse import InputError, Pattern, PatternViolation, tightest_pattern
 from slidesparse.weights.support import (
     INT_VIEW,
-    check_groups,
     check_pattern,
     check_weight,
-    following_groups,
     group_counts,
     grouped,
     is_finite,
     is_nonzero,
+    satisfies,
 )
 
 FLOATS = [dtype for dtype in INT_VIEW if dtype.is_floating_point]
@@ -114,35 +113,21 @@ def test_violation_names_tensor_row_group_and_count() -> None:
     assert "\n" not in str(e)
 
 
-def test_violation_in_chosen_groups_names_the_group_of_the_weight() -> None:
-    weight = sparse_int8(2, 32, 6, 8)
-    weight[1, 24:] = 1
-    check_groups(weight, Pattern(6, 8), torch.tensor([0, 2]))
-    with pytest.raises(PatternViolation) as error:
-        check_groups(weight, Pattern(6, 8), torch.tensor([2, 3]))
-    assert (error.value.row, error.value.group, error.value.count) == (1, 3, 8)
-
-
-def test_counts_and_followers() -> None:
+def test_counts_of_groups() -> None:
     support = np.array([[1, 1, 1, 0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 1, 1, 1, 1]], dtype=bool)
     weight = random_int8(support)
     pattern = Pattern(4, 6)
     assert group_counts(weight, pattern).tolist() == [[5, 3], [3, 4]]
-    assert following_groups(weight, pattern).tolist() == [1]
     # Shifted by two columns the groups are [0:4], [4:10].
     assert group_counts(weight, pattern, 2).tolist() == [[3, 5], [2, 5]]
-    assert following_groups(weight, pattern, 2).tolist() == [0]
-    assert following_groups(weight[:0], pattern).tolist() == [0, 1]
+    for columns, k_offset, satisfied in ((10, 0, False), (10, 2, False), (4, 2, True)):
+        assert satisfies(weight[:, :columns], pattern, k_offset) == satisfied
+    assert satisfies(weight[:0], pattern)
 
 
-def test_partial_pattern_needs_its_share() -> None:
-    weight = sparse_int8(3, 60, 4, 6)
-    weight[0, :24] = 1  # groups 0 to 3 of 10 are dense
-    assert check_pattern(weight, "4:6@60%").tolist() == [4, 5, 6, 7, 8, 9]
-    assert check_pattern(weight, "4:6@33.33%").tolist() == [4, 5, 6, 7, 8, 9]
-    assert check_pattern(weight, "dense").tolist() == []
-    with pytest.raises(InputError, match="6 of 10 column groups"):
-        check_pattern(weight, "4:6@60.01%", name="q")
+def test_every_weight_satisfies_dense() -> None:
+    check_pattern(torch.ones(3, 10), "dense")
+    assert tightest_pattern(torch.ones(3, 10), ["6:8", "dense"]) == Pattern.parse("dense")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
@@ -154,10 +139,6 @@ def test_tightest_pattern(n: int) -> None:
 def test_tightest_pattern_of_extremes() -> None:
     assert tightest_pattern(torch.ones(4, 32)) is None
     assert tightest_pattern(torch.zeros(4, 32)) == Pattern(2, 4)
-    half = sparse_int8(4, 60, 4, 6)
-    half[0, :30] = 1
-    candidates = [Pattern.parse(text) for text in ("4:6", "4:6@50%", "4:6@20%")]
-    assert tightest_pattern(half, candidates) == Pattern.parse("4:6@50%")
 
 
 def test_patterns_do_not_nest() -> None:

@@ -34,12 +34,9 @@ def _sum_of_shards(weight: torch.Tensor, x: torch.Tensor, pattern: Pattern, boun
     for start, end in itertools.pairwise(bounds):
         shard = weight[:, start:end]
         settled = settle(shard, None, pattern, Chooser("reference"), start=start)
-        if isinstance(settled, RunsSparse):
-            assert torch.equal(settled.packed.unpack(), shard)
-            total += product(settled.packed.lift(x[:, start:end]), settled.packed.columns())
-        else:
-            assert "no column group of this shard follows" in settled.reason
-            total += product(x[:, start:end], shard)
+        assert isinstance(settled, RunsSparse)
+        assert torch.equal(settled.packed.unpack(), shard)
+        total += product(settled.packed.lift(x[:, start:end]), settled.packed.columns())
     return total
 
 
@@ -59,7 +56,7 @@ def test_shards_of_real_layers_sum_to_the_whole(model: str, pattern: str) -> Non
 
 @given(
     k=st.integers(1, 150),
-    text=st.sampled_from(["2:4", *PATTERNS, "30:32", "4:6@50%", "2:4@33.33%", "6:8@75%"]),
+    text=st.sampled_from(["2:4", *PATTERNS, "30:32"]),
     cuts=st.sets(st.integers(0, 150), max_size=6),
     seed=st.integers(0, 2**31),
 )

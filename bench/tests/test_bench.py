@@ -104,8 +104,8 @@ def subject(variant: str, result: torch.Tensor, algorithm: str = "only", backend
 def test_choices_are_checked() -> None:
     quick = PROFILES["quick"]
     assert runner.adapt(quick) == quick
-    chosen = runner.adapt(quick, patterns=["4:6@50%"], tokens=[64, 64, 7])
-    assert (chosen.model_patterns, chosen.tokens) == (("4:6@50%",), (64, 7))
+    chosen = runner.adapt(quick, patterns=["4:6"], tokens=[64, 64, 7])
+    assert (chosen.model_patterns, chosen.tokens) == (("4:6",), (64, 7))
     assert runner.adapt(quick, ["int8", "int8"], patterns=["6:8", "6:8"]).dtypes == ("int8",)
     for wrong in ({"patterns": ["5:8"]}, {"patterns": ["6:8", "dense"]}, {"tokens": [0]}):
         with pytest.raises(InputError):

@@ -34,7 +34,7 @@ def test_as_the_language_model_by_itself(tmp_path: Path, method: str) -> None:
     alone.model.load_state_dict(whole.model.language_model.state_dict())
     alone.save_pretrained(tmp_path / "llama")
     add_tokenizer(tmp_path / "llama")
-    options = PruneOptions("4:6@50%", "int8", method=method, calibration=text)
+    options = PruneOptions("4:6", "int8", method=method, calibration=text)
     for name in ("llava", "llama"):
         prune_checkpoint(tmp_path / name, tmp_path / f"{name}-s", options)
     ours, theirs = Checkpoint(tmp_path / "llava-s"), Checkpoint(tmp_path / "llama-s")

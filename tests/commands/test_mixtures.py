@@ -301,7 +301,6 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (PruneOptions("6:8@50%", "int8"), "partial pattern cannot be that of experts.*uniform"),
         (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
         (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
         (PruneOptions("6:8", "fp16"), "pruning without quantising keeps the type"),

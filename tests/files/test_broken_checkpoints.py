@@ -309,22 +309,16 @@ PACKED: dict[str, Callable[[Tensors], object]] = {
     "wide code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"].to(torch.int16)}),
     "short code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"][:, 1:]}),
     "other type": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"].float()}),
-    "no dense": lambda t: t.pop(f"{Q}.dense"),
+    "dense": lambda t: t.update({f"{Q}.dense": t.pop(f"{Q}.values")}),
     "no values": lambda t: t.pop(f"{Q}.values"),
     "no code": lambda t: t.pop(f"{Q}.code"),
-    "no groups": lambda t: t.pop(f"{Q}.groups"),
-    "unsorted groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"].flip(0)}),
-    "repeated groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"] * 0}),
-    "groups past the end": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"] + 99}),
-    "wide groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"].long()}),
-    "groups as a matrix": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"][None]}),
-    "nothing": lambda t: [t.pop(f"{Q}.{kind}") for kind in ("values", "code", "dense", "groups")],
+    "nothing": lambda t: [t.pop(f"{Q}.{kind}") for kind in ("values", "code")],
 }
 
 
 @pytest.fixture(scope="module")
-def partial(dense: Path) -> Path:
-    prune_checkpoint(dense, dense.parent / "p", PruneOptions("4:6@50%", "int8"))
+def packed(dense: Path) -> Path:
+    prune_checkpoint(dense, dense.parent / "p", PruneOptions("4:6", "int8"))
     write_packed(dense.parent / "p")
     slidesparse.load(dense.parent / "p")
     return dense.parent / "p"
@@ -337,8 +331,8 @@ def save_packed(file: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @pytest.mark.parametrize("case", list(PACKED))
-def test_a_packed_file_of_other_tensors_is_refused(partial: Path, tmp_path: Path, case: str) -> None:
-    shutil.copytree(partial, tmp_path / "p")
+def test_a_packed_file_of_other_tensors_is_refused(packed: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(packed, tmp_path / "p")
     save_packed(tmp_path / "p" / FILE_NAME, PACKED[case])
     with pytest.raises(SlideSparseError) as error:
         slidesparse.load(tmp_path / "p")

@@ -88,8 +88,7 @@ def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method:
     [
         ("llama", "wanda", "6:8"),
         ("llama", "sparsegpt", "4:6"),
-        ("llama", "wanda", "4:6@50%"),
-        ("qwen2", "sparsegpt", "4:6@50%"),
+        ("qwen2", "sparsegpt", "4:6"),
         ("qwen3", "sparsegpt", "6:8"),
         ("mistral", "sparsegpt", "6:8"),  # its layers get a mask: attention reaches back 8 tokens of 32
     ],

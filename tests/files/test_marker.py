@@ -11,13 +11,13 @@ from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.pattern import Pattern
 
-GOOD = {"version": 1, "pattern": "4:6@50%", "ignore": ["lm_head"], "layers": {"a.b": "8:10", "c": "dense"}}
+GOOD = {"version": 1, "pattern": "4:6", "ignore": ["lm_head"], "layers": {"a.b": "8:10", "c": "dense"}}
 
 
 def test_round_trip() -> None:
     marker = Marker.from_config({MARKER_KEY: GOOD})
     assert marker.pattern_of("a.b") == Pattern(8, 10)
-    assert marker.pattern_of("anything") == Pattern.parse("4:6@50%")
+    assert marker.pattern_of("anything") == Pattern.parse("4:6")
     assert marker.to_config() == GOOD
 
 
@@ -45,6 +45,7 @@ def test_no_marker() -> None:
         ({"extra": 1}, "unknown"),
         ({"pattern": None}, "pattern"),
         ({"pattern": "6_8"}, "6_8"),
+        ({"pattern": "4:6@50%"}, r"4:6@50%.*; prune the model again, at a pattern such as 6:8$"),
         ({"ignore": "lm_head"}, "ignore"),
         ({"layers": ["a"]}, "layers"),
         ({"layers": {"a": "8:6"}}, "8:6"),

@@ -152,7 +152,7 @@ def test_a_damaged_file_is_one_line_in_the_log_and_the_default_runs(
     monkeypatch.setattr(plan, "MatmulPlan", lambda shape, algorithm: algorithm)
     monkeypatch.setattr(plan.Shape, "key", KEY)
     log_once.cache_clear()
-    shapes = [plan.Shape(0, 4608, 5376, 5376, rows, torch.int8, torch.int32) for rows in (1024, 1040)]
+    shapes = [plan.Shape(0, 4608, 5376, rows, torch.int8, torch.int32) for rows in (1024, 1040)]
     table_path().write_text('{"version": 2, "records": []}')
     assert [plan.plan_for.__wrapped__(shape) for shape in shapes] == [None, None]
     (line,) = caplog.messages
@@ -193,7 +193,7 @@ def test_a_search_records_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "time_ways", lambda ways, _: {name: 9.0 - i for i, (name, _) in enumerate(ways)})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(plan.Shape, "key", KEY)
-    record = tune._search(plan.Shape(0, 4608, 5376, 5376, 1024, torch.int8, torch.int32))
+    record = tune._search(plan.Shape(0, 4608, 5376, 1024, torch.int8, torch.int32))
     faults = (Trial(1, 1, 0, None, "no kernel"), Trial(1, -1, 0, None, "wrong product"))
     tried = (Trial(0, 1, 0, 8.0, None), Trial(0, -1, 0, 7.0, None), *faults)
     assert record == AlgorithmRecord(*KEY, 1024, Algorithm(0, -1), 7.0, 9.0, tried)

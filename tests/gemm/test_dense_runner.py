@@ -21,7 +21,7 @@ from slidesparse.weights.packed import pack_segments
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 TOKENS, OUT, COLUMNS = 40, 32, 64
-INPUTS = LiftInputs(16, None, None, None, 64, 0)
+INPUTS = LiftInputs(16, None, None, 64, 0)
 WEIGHT = torch.zeros(OUT, COLUMNS, dtype=INT8)
 PARTS = torch.empty(0), None
 """What the default gives."""
@@ -64,7 +64,7 @@ class Parts:
 
     def run(self, weight: torch.Tensor, scale: torch.Tensor | None, bias: Any = None, residual: Any = None) -> Any:
         x, none = torch.ones(TOKENS, COLUMNS, dtype=BF16), torch.empty(0)
-        return self.linear(x, residual, LinearTensors(none, none, [weight], scale, bias, None), 0.5)
+        return self.linear(x, residual, LinearTensors(none, [weight], scale, bias, None), 0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -56,11 +56,11 @@ class Linear:
             launcher=self.launcher,
             is_here=lambda: self.here,
             is_rows=lambda x: x.shape == self.lift.shape,
-            refusal_of_weights=self.refusal_of_weights,
+            refusal_of_gain=self.refusal_of_gain,
             can_launch=lambda inputs: self.launcher.ready and not any((number or 0) % 16 for number in inputs),
         )
 
-    def refusal_of_weights(self, pairs: torch.Tensor, gain: torch.Tensor | None) -> InputError | None:
+    def refusal_of_gain(self, gain: torch.Tensor | None) -> InputError | None:
         wanted = self.columns if "norm" in self.prologue else 0
         return None if (0 if gain is None else gain.numel()) == wanted else InputError("gain")
 
@@ -72,7 +72,6 @@ class Linear:
     def launch(
         self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
     ) -> None:
-        self.pairs = inputs.pairs
         x = at(inputs.x, *self.lift.shape, inputs.x_stride).clone()
         if self.prologue == "silu_mul":
             x = x[:, : self.columns] * x[:, self.columns :]
@@ -98,11 +97,11 @@ def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] =
     linears, tensors = [], []
     for prologue, size in zip(prologues, sizes, strict=False):
         linear, start = Linear(*size, prologue), len(tensors)
-        tensors += [torch.zeros(1), torch.empty(0), torch.randn(size), torch.zeros(1), torch.ones(linear.out)]
+        tensors += [torch.zeros(1), torch.randn(size), torch.zeros(1), torch.ones(linear.out)]
         gain = len(tensors) if "norm" in prologue else None
         tensors += [torch.rand(linear.columns)] if gain is not None else []
         eps = 0.5 if gain is not None else 0.0
-        slots = Slots(range(start, start + 4), start + 4, None, gain, prologue == "add_rms_norm", eps)
+        slots = Slots(range(start, start + 3), start + 3, None, gain, prologue == "add_rms_norm", eps)
         linears.append((linear, slots))
     hopper_chain._known.cache_clear()
     return HopperChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
@@ -117,7 +116,7 @@ def one_by_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = iter(tensors)
     for linear in linears:
-        _, _, w, _, _ = (next(given) for _ in range(5))
+        _, w, _, _ = (next(given) for _ in range(4))
         if linear.prologue == "silu_mul":
             x = x[:, : linear.columns] * x[:, linear.columns :]
         if linear.prologue == "add_rms_norm":
@@ -168,13 +167,12 @@ def test_a_chain_that_adds_nothing_hands_the_residual_on() -> None:
     assert given[1] is residual
 
 
-def test_an_index_of_pairs_is_read_where_it_is() -> None:
+def test_a_gain_that_is_not_aligned_is_left_to_the_linears() -> None:
     chain, linears, tensors = block(PROLOGUES[:2])
-    memory = torch.zeros(32, dtype=torch.int32)
-    for index, taken in ((memory[:8], True), (memory[1:9], False)):  # the second one is not aligned
-        tensors[1] = index
+    memory = torch.rand(linears[1].columns + 4)
+    for start, taken in ((0, True), (1, False)):
+        tensors[-1] = memory[start : start + linears[1].columns]
         assert (chain(*inputs(), tensors) is not ONE_BY_ONE) == taken
-    assert [linear.pairs for linear in linears] == [memory.data_ptr(), None]
 
 
 def test_weights_are_checked_once() -> None:
@@ -193,21 +191,21 @@ def test_weights_that_changed_are_checked_again() -> None:
         assert found is not ONE_BY_ONE
         torch.testing.assert_close(found[0], one_by_one(linears, given, x, residual)[0])
     assert linears[0].checks == 2
-    tensors[2].data = torch.randn_like(tensors[2])  # the same object at another address
+    tensors[1].data = torch.randn_like(tensors[1])  # the same object at another address
     x, residual = inputs()
     found = chain(x, residual, tensors)
     assert found is not ONE_BY_ONE
     torch.testing.assert_close(found[0], one_by_one(linears, tensors, x, residual)[0])
     assert linears[0].checks == 3
-    tensors[3] = tensors[3].clone()  # another object
+    tensors[2] = tensors[2].clone()  # another object
     assert chain(*inputs(), tensors) is not ONE_BY_ONE
     assert linears[0].checks == 4
     for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
-        before, tensors[4].data = tensors[4].data, change(tensors[4].data)
+        before, tensors[3].data = tensors[3].data, change(tensors[3].data)
         checks = linears[0].checks
         assert chain(*inputs(), tensors) is not ONE_BY_ONE
         assert linears[0].checks == checks + 1
-        tensors[4].data = before
+        tensors[3].data = before
 
 
 def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
@@ -232,7 +230,7 @@ def test_a_gain_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | Non
     if wrong is None:
         chain._linears[1] = chain._linears[1]._replace(slots=chain._linears[1].slots._replace(gain=None))
     else:
-        tensors[10] = wrong
+        tensors[8] = wrong
     assert chain(*inputs(), tensors) is ONE_BY_ONE
 
 
@@ -241,12 +239,12 @@ def test_weights_that_are_gone_are_forgotten() -> None:
     assert chain(*inputs(), tensors) is not ONE_BY_ONE
     known = chain._known._found
     assert len(known) == 1
-    del tensors[3]
+    del tensors[2]
     gc.collect()
     assert not known
 
 
-WEIGHTS = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
+WEIGHTS = "a weight, scale, bias or gain is not as its kernel reads it"
 ROWS = "activations or residual are not aligned rows on the current device"
 
 
@@ -287,7 +285,7 @@ def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
     assert chain(aside, residual, tensors) is ONE_BY_ONE
     gain = torch.empty(HIDDEN + 1)[1:]
     assert gain.data_ptr() % 16
-    assert chain(x, residual, [*tensors[:10], gain, *tensors[11:]]) is ONE_BY_ONE
+    assert chain(x, residual, [*tensors[:8], gain, *tensors[9:]]) is ONE_BY_ONE
     assert said(caplog) == [WEIGHTS]
     log_once.cache_clear()
     linears[2].readable = False
@@ -347,7 +345,7 @@ def _moved(tensor: torch.Tensor) -> None:
 def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: Callable[[torch.Tensor], None]) -> None:
     # The same objects with, but for the last change, the same bytes at the same address.
     known, tensors = KnownWeights(), [torch.randn(16, 32), torch.randn(16, 16)]
-    address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, 2, None, None, 0), None, None)]
+    address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, 2, None, None, 0), None)]
     known.add(tensors, weights)
     assert known.find(tensors) is weights
     change(tensors[which])

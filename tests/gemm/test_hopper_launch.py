@@ -233,22 +233,27 @@ def test_a_second_band_begins_where_the_first_ends(monkeypatch: pytest.MonkeyPat
     assert plain_first["scale_w"] is plain_second["scale_w"] is plain_first["bias"] is plain_second["bias"] is None
 
 
-ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)
-"""One dense slab, two of 2:4."""
-BUNDLED = ColumnOrder(512, 8, 0, 0, 64, 0, 768, bundle=32)
+ORDER = ColumnOrder(192, 8, 0, 24, 384, slid=True)
+"""Three slabs."""
+DENSE = ColumnOrder(192, 4, 0, 48, 256, slid=False)
+"""Two slabs."""
+BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
 """Two bundles of three slabs."""
 
 OUT = 300
 
 
 def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, torch.Size, torch.Size]:
-    """The form of a weight, and the shapes of its segments."""
+    """The form of a weight, and the shapes of its two tensors."""
     form = SparseForm.of_order(order, itemsize)
     return form, dense_shape(order, itemsize, out), form.shape(out, itemsize)
 
 
 @pytest.mark.parametrize("tile", [None, PLAIN])
-def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
+@pytest.mark.parametrize(("order", "slabs"), [(ORDER, (0, 3)), (DENSE, (2, 0))])
+def test_a_launch_is_found_by_its_sizes(
+    monkeypatch: pytest.MonkeyPatch, order: ColumnOrder, slabs: tuple[int, int], tile: Tile | None
+) -> None:
     loaded: list[tuple[Any, ...]] = []
     told: Any = Told()
 
@@ -260,15 +265,22 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, order.k_packed)), torch.int8, *shapes(order, 1, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
-    chosen = cheapest(70, OUT, 4) if tile is None else tile
+    chosen = cheapest(70, OUT, 2 * slabs[0] + slabs[1]) if tile is None else tile
     assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8, False)]
-    assert launch.slab_bytes == 3 * 72 * 128
+    assert launch.slab_bytes == sum(slabs) * 72 * 128
     launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
     ((arguments, grid, _),) = told.launches
-    numbers = {"tokens": 70, "channels": OUT, "dense_slabs": 1, "sparse_slabs": 2, "group": GROUP, "windows": 0}
+    numbers = {
+        "tokens": 70,
+        "channels": OUT,
+        "dense_slabs": slabs[0],
+        "sparse_slabs": slabs[1],
+        "group": GROUP,
+        "windows": 0,
+    }
     assert {name: arguments[name] for name in numbers} == numbers
     assert grid == 1000 + chosen.count(70, OUT)
     assert find_launch(*sizes, next(t for t in TILES if t != chosen)) is not launch

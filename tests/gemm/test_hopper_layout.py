@@ -21,10 +21,10 @@ from slidesparse.weights.packed import PackedWeight, pack_segments
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import decode_group, metadata
-from slidesparse.weights.support import as_bits, following_groups
+from slidesparse.weights.support import as_bits
 
-BUNDLED = ("4:6", "6:8", "14:16", "8:10@30%")
-PATTERNS = ("2:4", "4:6", "14:16", "4:6@50%", "2:4@30%", "dense")
+BUNDLED = ("4:6", "6:8", "8:10", "14:16")
+PATTERNS = ("2:4", "4:6", "14:16", "dense")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
@@ -34,9 +34,8 @@ def _packed(
     weight = torch.randn(out, k_offset + columns) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, k_offset:].contiguous()
     weight = weight & -4 if six_bits else weight
-    groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
     scale = torch.rand(out) if dtype.itemsize == 1 else None
-    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
+    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset)
 
 
 def _decoded(packed: PackedWeight, backend: type[Hopper] = Hopper) -> np.ndarray:
@@ -65,7 +64,7 @@ def test_the_hardware_reads_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), HopperSixBits)
 
 
-def test_dense_groups_have_eight_bits_beside_six() -> None:
+def test_a_dense_weight_has_eight_bits_where_others_have_six() -> None:
     _assert_it_is_the_weight(_packed("dense", torch.int8, 70, 333), HopperSixBits)
 
 
@@ -136,13 +135,12 @@ def test_int8_product_of_what_the_hardware_reads(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("k_offset", [2, 5])
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None:
     whole = _packed(pattern, torch.int8, 40, 480).unpack()
     shard = whole[:, 240 + k_offset :].contiguous()
     size = 8 if pattern == "6:8" else 6
-    groups = None if pattern == "6:8" else following_groups(shard, Pattern.parse(pattern), (240 + k_offset) % size)
-    packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size, groups=groups)
+    packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size)
     x = torch.randint(-128, 128, (3, shard.shape[1]))
     for backend in (Hopper, Bundles):
         decoded, column_map = _decoded(packed, backend).view(np.int8), backend.layout.column_map(packed)
@@ -213,7 +211,7 @@ def test_a_slab_has_a_window_of_32_groups() -> None:
         assert (columns[slab] == (8 * groups + first)[:, None] + torch.arange(4)).all()
     assert (columns[3] >= 0).all(1).sum() == 8
     order = Bundles.layout.order(packed)
-    assert (order.bundle, order.slid_columns) == (32, 6 * 128)
+    assert (order.bundle, order.k_packed) == (32, 6 * 128)
     assert order.numbers[-1] == 32
     assert ColumnOrder(*order.numbers) == order
 
@@ -227,7 +225,6 @@ def test_a_slab_has_a_window_of_32_groups() -> None:
         ("8:10", 18944, 32),
         ("2:4", 3584, 1),
         ("16:18", 3584, 1),
-        ("4:6@50%", 3072, 32),
         ("dense", 3584, 1),
     ],
 )
@@ -257,7 +254,7 @@ def test_padding_has_legal_metadata() -> None:
             assert counts == {6}
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_int8_product_of_bundles(pattern: str) -> None:
     packed = _packed(pattern, torch.int8, 130, 3072)
     assert bundle_of(packed) == BUNDLE

@@ -22,13 +22,13 @@ from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
-ORDER = ColumnOrder(64, 8, 0, 8, 0, 128, 0)
+ORDER = ColumnOrder(64, 4, 0, 16, 128, slid=False)
 FORM = SparseForm.of_order(ORDER, 1)
 SHAPES = dense_shape(ORDER, 1, OUT), FORM.shape(OUT, 1)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 
-INPUTS = LiftInputs(16, None, None, None, 64, 0)
+INPUTS = LiftInputs(16, None, None, 64, 0)
 """What the lift says of the tensors that it reads."""
 
 PARTS = torch.empty(0), None
@@ -91,7 +91,7 @@ def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> HopperLinear:
 
 def weight() -> LinearTensors:
     operand = [torch.empty(shape, dtype=torch.uint8) for shape in SHAPES]
-    return LinearTensors(torch.empty(0), torch.empty(0), operand, torch.ones(OUT), None, None)
+    return LinearTensors(torch.empty(0), operand, torch.ones(OUT), None, None)
 
 
 def rows() -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_a_weight_that_the_kernel_could_not_read_is_left_to_the_parts(
 ) -> None:
     caplog.set_level(logging.INFO, logger="slidesparse")
     launches = Launches()
-    tensors, x = LinearTensors(torch.empty(0), torch.empty(0), operand, scale, bias, None), rows()
+    tensors, x = LinearTensors(torch.empty(0), operand, scale, bias, None), rows()
     linear = made(monkeypatch, launches)
     for _ in range(2):
         assert linear(x, None, tensors, 0.5) is PARTS

@@ -64,7 +64,7 @@ def products(
     found = []
     for product in (HopperExperts(), GroupedProduct()):
         lift = TorchLift(LiftSpec("none", BF16, dtype, (), product.layout))
-        tensors = LinearTensors(product.layout.column_map(experts[0]), None, (), None, None, None)
+        tensors = LinearTensors(product.layout.column_map(experts[0]), (), None, None, None)
         lifted: Lifted = lift(x, None, tensors, 0.0)
         y = product.multiply(lifted, product.prepare(experts), scale.contiguous(), at, BF16, tile)
         found.append(y[here])

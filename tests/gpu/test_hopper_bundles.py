@@ -18,10 +18,8 @@ from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.prune import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_segments
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
-from slidesparse.weights.support import following_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +29,7 @@ pytestmark = [
 ]
 
 INT8, FP8, BF16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
-PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "6:8@30%", "8:10@70%")
+PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16")
 TOKENS = (1, 7, 64, 193, 1000)
 
 
@@ -52,9 +50,8 @@ def packed_weight(dtype: torch.dtype, pattern: str, out: int, columns: int, k_of
     whole = torch.randint(-128, 128, (out, k_offset + columns), device="cuda").to(torch.float32)
     whole = whole / (1 if dtype == INT8 else 64)
     weight = (whole * prune_mask(whole, pattern)).to(dtype)[:, k_offset:].contiguous()
-    groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
     scale = torch.rand(out, device="cuda") * 1e-3
-    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
+    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset)
 
 
 def tokens_of(dtype: torch.dtype, m: int, columns: int) -> torch.Tensor:
@@ -87,7 +84,7 @@ def test_int8_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, pattern, 300, 1000), tile)
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "14:16", "6:8@30%"])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "14:16"])
 def test_long_rows_fill_every_slot_again_and_again(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, pattern, 320, 18944), tile, (16, 200))
 
@@ -97,7 +94,7 @@ def test_blocks_walk_over_many_tiles(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, pattern, 1500, 500), tile, (3000,))
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16", "6:8@30%"])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16"])
 @pytest.mark.parametrize("columns", [60, 200, 500])
 def test_a_split_cuts_bundles_anywhere(columns: int, pattern: str) -> None:
     packed = packed_weight(INT8, pattern, 300, columns)
@@ -111,14 +108,14 @@ def test_any_number_of_channels(out: int, tile: Tile) -> None:
     assert_exact(packed_weight(INT8, "6:8", out, 256), tile, (200,))
 
 
-@pytest.mark.parametrize(("pattern", "k_offset"), [("6:8", 3), ("4:6", 2), ("4:6@50%", 4), ("6:8@50%", 6)])
+@pytest.mark.parametrize(("pattern", "k_offset"), [("6:8", 3), ("4:6", 2), ("4:6", 4), ("6:8", 6)])
 def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None:
     packed = packed_weight(INT8, pattern, 300, 777, k_offset)
     for tile in TILES:
         assert_exact(packed, tile, (100,))
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_fp8_stays_within_the_table(pattern: str, tile: Tile) -> None:
     packed, backend = packed_weight(FP8, pattern, 300, 1000), Bundles()
     operand, weight, scale_w = backend.prepare(packed), packed.unpack().double(), packed.scale
@@ -130,7 +127,7 @@ def test_fp8_stays_within_the_table(pattern: str, tile: Tile) -> None:
         assert_product(y, exact, magnitude, FP8, FP8_TENSOR_CORE)
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16", "6:8@50%"])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16"])
 def test_the_kernels_lift_what_the_product_reads(pattern: str) -> None:
     packed, backend = packed_weight(INT8, pattern, 300, 3072), Bundles()
     order, operand, weight = backend.layout.order(packed), backend.prepare(packed), packed.unpack()
@@ -144,7 +141,7 @@ def test_the_kernels_lift_what_the_product_reads(pattern: str) -> None:
 
 
 def test_the_emulator_reads_what_the_kernel_reads() -> None:
-    for pattern in ("6:8", "4:6@50%", "14:16"):
+    for pattern in ("4:6", "6:8", "14:16"):
         packed, backend = packed_weight(INT8, pattern, 70, 320), Bundles()
         operand = backend.prepare(packed)
         decoded = emulator.weights(*(tensor.cpu().numpy() for tensor in operand), 1)

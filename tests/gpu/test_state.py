@@ -32,7 +32,7 @@ def _layer(packed: PackedWeight, backend: str) -> SlideLinear:
 
 @pytest.mark.parametrize("backend", ["hopper", "cusparselt", "dense", "reference"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp32"])
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
 def test_every_backend_gives_the_weight_back(pattern: str, dtype: str, backend: str) -> None:
     packed = _packed(pattern, dtype)
     layer, other = _layer(packed, backend), _layer(_packed(pattern, dtype), backend)

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,9 +28,8 @@ from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec, Slabs
 from slidesparse.lifting.walking import walking_kernel
-from slidesparse.weights.pack_kernel import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
+from slidesparse.weights.pack_kernel import MAGNITUDE, PackVariant, pack_kernel
 from slidesparse.weights.packed import pack_segments
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED
 from slidesparse.weights.support import INT_VIEW
 
@@ -108,21 +106,16 @@ def accesses(ptx: str) -> dict[str, object]:
 
 
 def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
-    parsed = Pattern.parse(pattern)
-    total = parsed.groups(columns)
-    groups = None if parsed.is_uniform else torch.arange(0, total, 2)
-    return ColumnOrder.of(pack_segments(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
+    return ColumnOrder.of(pack_segments(torch.zeros(1, columns, dtype=INT8), pattern), multiple)
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Pattern, K, source, target, prologue, slabs, and the quantiser unless it is vLLM's."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
-    cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
-    cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6@50%")]
+    cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16") for t in types]
+    cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6")]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
-    cases += [
-        (p, 18944, BF16, types[-1], prologue, None) for p in ("6:8", "4:6@50%") for prologue in ("none", "silu_mul")
-    ]
+    cases += [(p, 18944, BF16, types[-1], prologue, None) for p in ("6:8", "4:6") for prologue in ("none", "silu_mul")]
     cases += [
         ("6:8", 40960, BF16, types[-1], prologue, None) for prologue in ("none", "silu_mul")
     ]  # too long to be held
@@ -130,7 +123,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [("6:8", 4096, BF16, types[-1], prologue, None) for prologue in norms]
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
-    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
+    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6")]
     cases += [("6:8", k, BF16, t, "none", None, "sglang") for k in (4096, 40960) for t in types]  # held, and walked
     for pattern, columns, source, target, prologue, slabs, *quantiser in cases:
         packed = order(pattern, columns, 128)
@@ -144,7 +137,6 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "residual_ptr": pointer if added else (None,),
             "residual_out_ptr": pointer if added else (None,),
             "gain_ptr": pointer if "norm" in prologue else (None,),
-            "pairs_ptr": (None,) if packed.pairs is None else "*i16",
             "out_ptr": pointer if variant.quant == "none" else "*i16" if variant.held else "*i8",
             "scales_ptr": "*fp32",
             "tokens": "i32",
@@ -200,30 +192,18 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, checked=False, padded_group=8)
+        variant = PackVariant(8192, 8, 0, 1024, magnitude, non_finite, checked=False, padded_group=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
-        arguments = {
-            "weight": pointer,
-            "group_ids": (None,),
-            "values": pointer,
-            "code": "*u8",
-            "faults": "*i32",
-            "row_stride": "i32",
-            "P": (variant,),
-        }
-        yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
-        arguments = {
-            "weight": pointer,
-            "counts": "*i32",
-            "rows": "i32",
-            "row_stride": "i32",
-            "P": (variant,),
-            "ROWS": (COUNTED_ROWS,),
-        }
-        yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
-        variant = replace(variant, gathered=True)
-        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (variant,)}
-        yield f"pack: copy {dtype}", build(copy_kernel, arguments, arch, 4)
+        for label, values, code in (("pack", pointer, "*u8"), ("pack: check", (None,), (None,))):
+            arguments = {
+                "weight": pointer,
+                "values": values,
+                "code": code,
+                "faults": "*i32",
+                "row_stride": "i32",
+                "P": (variant,),
+            }
+            yield f"{label} {dtype}", build(pack_kernel, arguments, arch, 4)
 
 
 if __name__ == "__main__":

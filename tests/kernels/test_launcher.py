@@ -26,7 +26,7 @@ from slidesparse.lifting.kernel import KernelLift
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
 from slidesparse.lifting.walking import walking_kernel
 
-ORDER = ColumnOrder(64, 8, 0, 0, 8, 0, 96)
+ORDER = ColumnOrder(64, 8, 0, 8, 96, slid=True)
 SPEC = LiftSpec("add_rms_norm", torch.bfloat16, torch.int8, tuple(ORDER.numbers), Layout())
 
 
@@ -232,7 +232,6 @@ NUMBERS = {
     "residual_ptr": 32,
     "residual_out_ptr": 48,
     "gain_ptr": 64,
-    "pairs_ptr": 80,
     "out_ptr": 96,
     "scales_ptr": 112,
     "tokens": 5,
@@ -251,7 +250,7 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
     launcher._run = lambda *arguments: told.append(arguments)
     lift.launcher = launcher
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
-    inputs = LiftInputs(x=16, residual=32, gain=64, pairs=80, x_stride=128, residual_stride=144)
+    inputs = LiftInputs(x=16, residual=32, gain=64, x_stride=128, residual_stride=144)
     lift.launch(inputs, 0.25, residual_out=48, values=96, scale=112)
     (arguments,) = told
     assert arguments[:4] == (5, 1, 1, 4096)
@@ -265,13 +264,13 @@ def test_triton_is_told_the_same_parameters() -> None:
     lift.launcher = SimpleNamespace(ready=False, compile_and_launch=lambda *given: told.append(given))
     x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
     gain = torch.ones(64, dtype=torch.bfloat16)
-    lifted = lift.run(x, residual, None, gain, 0.25)
+    lifted = lift.run(x, residual, gain, 0.25)
     ((programs, arguments, _),) = told
     given = dict(zip(held_kernel.arg_names, arguments, strict=False))
     assert [*given] == [*NUMBERS]
     assert programs == 5
     tensors = {"x_ptr": x, "residual_ptr": residual, "gain_ptr": gain, "residual_out_ptr": lifted.residual}
-    tensors |= {"pairs_ptr": None, "scales_ptr": lifted.scale}
+    tensors |= {"scales_ptr": lifted.scale}
     assert all(given[name] is tensor for name, tensor in tensors.items())
     assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()
     assert [given[name] for name in ("tokens", "x_stride", "residual_stride", "eps")] == [5, 128, 128, 0.25]
@@ -284,11 +283,9 @@ def test_a_kernel_that_is_ready_is_told_the_same_by_addresses(monkeypatch: pytes
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
     x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
     gain = torch.ones(64, dtype=torch.bfloat16)
-    lifted = lift.run(
-        x, residual, torch.ones(48, dtype=torch.int16), gain, 0.25
-    )  # no group is moved: pairs are not read
+    lifted = lift.run(x, residual, gain, 0.25)
     ((programs, stream, *numbers),) = told
-    written = lifted.residual, gain, None, lifted.values, lifted.scale
+    written = lifted.residual, gain, lifted.values, lifted.scale
     places = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, *written)]
     assert (programs, stream, numbers) == (5, 4096, [*places, 5, 128, 128, 0.25])
     assert lifted.values.shape == (5, ORDER.k_packed)

@@ -40,7 +40,7 @@ def test_rows_are_those_of_their_tokens(
     spec = LiftSpec(prologue, x.dtype, dtype, tuple(LAYOUT.order(packed).numbers), LAYOUT)
     lifted = kernel.lift_routed(x, rows, tokens, spec, gather=gather)
     sources = x[tokens.clamp(min=0)] if gather else x
-    tensors = LinearTensors(LAYOUT.column_map(packed).to(device), None, (), None, None, None)
+    tensors = LinearTensors(LAYOUT.column_map(packed).to(device), (), None, None, None)
     exact = TorchLift(spec)(sources, None, tensors, 0.0)
     got, wanted = (slab_view(each.values, SLABS).view(torch.uint8)[:, : len(tokens)] for each in (lifted, exact))
     here = tokens >= 0
@@ -60,7 +60,7 @@ def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
     assert kernel.lift_routed(x, at.rows, at.tokens, spec, gather=True) is None
     column_map = LAYOUT.column_map(packed).to(device)
     lifted = lift_routed(x, at, column_map, spec, gather=True)
-    tensors = LinearTensors(column_map, None, (), None, None, None)
+    tensors = LinearTensors(column_map, (), None, None, None)
     exact = TorchLift(spec)(x[at.tokens.clamp(min=0)], None, tensors, 0.0)
     assert torch.equal(slab_view(lifted.values, SLABS), slab_view(exact.values, SLABS))
 

@@ -11,25 +11,24 @@ import torch
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
-from slidesparse.weights.pack_kernel import BLOCK, COUNTED_ROWS, KernelPacker
-from slidesparse.weights.packed import Shard, pack_segments
+from slidesparse.weights.pack_kernel import BLOCK, KernelPacker
+from slidesparse.weights.packed import TORCH, Shard, pack_segments
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import as_bits, grouped
-from slidesparse.weights.support import following_groups as defined_following_groups
+from slidesparse.weights.support import as_bits
 
 
 def compress_groups(
-    weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None = None, k_offset: int = 0, name: str = "weight"
+    weight: torch.Tensor, pattern: Pattern, k_offset: int = 0, name: str = "weight"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kept values and codes of some groups, all of them for None, checked."""
-    return KernelPacker().compress(Shard(weight, pattern, k_offset, name), groups, checked=False)
+    """The kept values and codes of all groups, checked."""
+    return KernelPacker().compress(Shard(weight, pattern, k_offset, name), checked=False)
 
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
 
 
 def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, rows: int = 3) -> torch.Tensor:
-    """A weight [rows, columns] that satisfies its (uniform) pattern from ``k_offset`` on; its zeros are -0 where it has
+    """A weight [rows, columns] that satisfies its pattern from ``k_offset`` on; its zeros are -0 where it has
     them, and it has more than it must.
     """
     whole = torch.randn(rows, columns + k_offset) * 20
@@ -43,7 +42,7 @@ def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, ro
 def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
-    wanted = pack_segments(weight, pattern, k_offset=k_offset).segments[0]
+    wanted = pack_segments(weight, pattern, k_offset=k_offset)
     values, code = compress_groups(weight.to(device), parsed, k_offset=k_offset)
     assert torch.equal(values.cpu(), wanted.values)
     assert torch.equal(code.cpu(), wanted.code)
@@ -53,29 +52,16 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
-    wanted = pack_segments(weight, "6:8").segments[0]
+    wanted = pack_segments(weight, "6:8")
     values, code = compress_groups(weight.to(device), Pattern(6, 8))
     assert values.dtype == dtype
     assert torch.equal(as_bits(values).cpu(), as_bits(wanted.values))
     assert torch.equal(code.cpu(), wanted.code)
 
 
-def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
-    weight = sparse("4:6", 60, torch.int8)
-    groups = torch.tensor([1, 4, 8])
-    others = [g for g in range(10) if g not in groups.tolist()]
-    by_group = grouped(weight, Pattern(4, 6))
-    by_group[:, others] = 1
-    dense_elsewhere = by_group.flatten(1)
-    wanted = pack_segments(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
-    values, code = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
-    assert torch.equal(values.cpu(), wanted.values)
-    assert torch.equal(code.cpu(), wanted.code)
-
-
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
-    wanted = pack_segments(weight, "2:4").segments[0]
+    wanted = pack_segments(weight, "2:4")
     values, code = compress_groups(weight.to(device), Pattern(2, 4))
     assert torch.equal(values.cpu(), wanted.values)
     assert torch.equal(code.cpu(), wanted.code)
@@ -85,7 +71,7 @@ def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
     values, _ = compress_groups(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
+    assert torch.equal(values.cpu(), pack_segments(weight[::2], "6:8").values)
 
 
 def test_no_rows(device: str) -> None:
@@ -119,78 +105,44 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
 # -- the whole of pack ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k_offset", [0, 3])
-@pytest.mark.parametrize(("pattern", "columns"), [("4:6", 100), ("2:4", 4 * BLOCK + 6), ("14:16", 50)])
-@pytest.mark.parametrize("rows", [0, 1, 2 * COUNTED_ROWS + 3])
-def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_offset: int) -> None:
-    wide = torch.randn(rows, columns).masked_fill(torch.rand(rows, columns) < 0.1, -0.0)
-    wide[:, : columns // 2] *= (torch.arange(columns // 2) % 2).float()  # every other column is zero here
-    weight = wide.to(torch.float8_e4m3fn)
-    parsed = Pattern.parse(pattern)
-    wanted = defined_following_groups(weight, parsed, k_offset)
-    got = KernelPacker().following(Shard(weight.to(device), parsed, k_offset, "weight"))
-    assert got.dtype == wanted.dtype
-    assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
-    assert torch.equal(got.cpu(), wanted)
-
-
-def partial(columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A weight in which every second group of 6 columns follows 4:6."""
-    weight = (torch.randn(COUNTED_ROWS + 3, columns) * 20 + 30).to(dtype)
-    by_group = (
-        weight[:, : columns // 6 * 6].view(torch.uint8 if dtype.itemsize == 1 else torch.int16).unflatten(1, (-1, 6))
-    )
-    by_group[:, ::2, 1:3] = 0
-    return weight
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%", "4:6@37.5%", "2:4@0%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6", "dense"])
 def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
-    weight = sparse(pattern, 100, dtype) if pattern == "6:8" else partial(100, dtype)
+    weight = sparse(pattern, 100, dtype)
     scale = torch.rand(len(weight))
     wanted = pack_segments(weight, pattern, scale=scale)
     for given in (weight, weight.T.contiguous().T):  # any strides
         got = pack_segments(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
         assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
         assert torch.equal(got.scale.cpu(), scale)
-        for ours, theirs in zip(got.segments, wanted.segments, strict=True):
-            assert ours.kind == theirs.kind
-            assert torch.equal(ours.groups.cpu(), theirs.groups)
-            assert torch.equal(as_bits(ours.values).cpu(), as_bits(theirs.values))
-            assert ours.code is None if theirs.code is None else torch.equal(ours.code.cpu(), theirs.code)
+        assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
+        assert got.code is None if wanted.code is None else torch.equal(got.code.cpu(), wanted.code)
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_a_shard_is_checked_first_and_then_packed(device: str, pattern: str) -> None:
-    parsed = Pattern.parse(pattern)
-    weight = sparse(pattern, 91, torch.int8, 3) if parsed.is_uniform else partial(100, torch.int8)[:, 9:].contiguous()
-    there, packer = weight.to(device), KernelPacker()
-    groups = packer.following(Shard(there, parsed, 3, "weight"))
-    assert torch.equal(groups, defined_following_groups(weight, parsed, 3))
-    wanted = pack_segments(weight, pattern, k_offset=3, groups=groups)
-    got = pack_segments(there, pattern, k_offset=3, groups=groups, checked=True, packer=packer)
-    for ours, theirs in zip(got.segments, wanted.segments, strict=True):
-        assert torch.equal(ours.groups.cpu(), theirs.groups)
-        assert torch.equal(ours.values.cpu(), theirs.values)
+    weight, packer = sparse(pattern, 91, torch.int8, 3), KernelPacker()
+    there = weight.to(device)
+    packer.check(Shard(there, Pattern.parse(pattern), 3, "weight"))
+    wanted = pack_segments(weight, pattern, k_offset=3)
+    got = pack_segments(there, pattern, k_offset=3, checked=True, packer=packer)
+    assert torch.equal(got.values.cpu(), wanted.values)
+    assert torch.equal(got.code.cpu(), wanted.code)
+    there[2, 5:13] = 1
+    for check in (packer.check, TORCH.check):
+        with pytest.raises(PatternViolation, match=f"q violates {pattern} at row 2"):
+            check(Shard(there, Pattern.parse(pattern), 3, "q"))
 
 
 def faulty() -> dict[str, tuple[torch.Tensor, str, dict[str, object]]]:
     """Weight, pattern and arguments of what pack must refuse."""
     weight, floats = sparse("6:8", 64, torch.int8), sparse("6:8", 64, torch.bfloat16)
-    dense, mixed = torch.ones(3, 64, dtype=torch.int8), partial(60, torch.bfloat16)
-    broken, also_broken = floats.clone(), mixed.clone()
-    broken[2, 5], also_broken[1, 7] = float("nan"), float("inf")
+    dense, broken = torch.ones(3, 64, dtype=torch.int8), floats.clone()
+    broken[2, 5] = float("nan")
     return {
         "violation": (dense, "6:8", {}),
-        "a share too small": (partial(60, torch.int8), "4:6@75%", {}),
-        "a chosen group violates": (dense, "4:6@50%", {"groups": torch.tensor([1, 4])}),
-        "groups that do not ascend": (weight, "6:8", {"groups": torch.tensor([2, 2])}),
-        "groups out of range": (weight, "6:8", {"groups": torch.tensor([2, 8])}),
-        "a shard without groups": (weight, "4:6@50%", {"k_offset": 2}),
         "an offset that is none": (weight, "6:8", {"k_offset": 8}),
         "NaN": (broken, "6:8", {}),
-        "Inf in a dense group": (also_broken, "4:6@50%", {}),
         "NaN in a dense weight": (broken, "dense", {}),
         "a scale too long": (weight, "6:8", {"scale": torch.ones(4)}),
         "no columns": (weight[:, :0], "6:8", {}),
@@ -224,6 +176,6 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
     run = kernels.Launcher.run
     monkeypatch.setattr(kernels.Launcher, "run", lambda *given: run(*given) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
-    packed = pack_segments(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
+    packed = pack_segments(weight, Pattern(6, 8), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)
     assert not inside

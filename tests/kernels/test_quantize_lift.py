@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.launch import Launch
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder, Layout, LiftSpec, LinearTensors, Slabs, column_map
 from slidesparse.weights.packed import PackedWeight, pack_segments
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import as_bits
@@ -29,14 +27,8 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight:
-    """A weight of that pattern, for its column order; of a partial pattern every second group follows, and the last."""
-    parsed = Pattern.parse(pattern)
-    zeros = torch.zeros(1, columns, dtype=torch.int8)
-    groups = None
-    if not parsed.is_uniform:
-        total = parsed.groups(columns, k_offset)
-        groups = torch.tensor(sorted({*range(1, total, 2), total - 1}))
-    return pack_segments(zeros, parsed, k_offset=k_offset, groups=groups)
+    """A weight of that pattern, for its column order."""
+    return pack_segments(torch.zeros(1, columns, dtype=torch.int8), pattern, k_offset=k_offset)
 
 
 def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple: int = 1) -> tuple[torch.Tensor, ...]:
@@ -85,7 +77,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def orders() -> Iterator[tuple[str, int, int, int]]:
     """Pattern, K, k_offset, multiple."""
-    for pattern, group in [("2:4", 4), ("6:8", 8), ("14:16", 16), ("4:6@50%", 6)]:
+    for pattern, group in [("2:4", 4), ("4:6", 6), ("6:8", 8), ("14:16", 16), ("dense", 4)]:
         yield pattern, 4 * group, 0, 1  # whole units
         yield pattern, 4 * group + group // 2 + 1, 0, 32  # a cut group, more than one unit, an odd K
         yield pattern, 5 * group, 2, 64
@@ -104,7 +96,7 @@ def test_every_order_matches_the_column_map(
 
 @pytest.mark.parametrize("k_offset", [0, 2, 3])
 @pytest.mark.parametrize("columns", [65, 500, 512, 1100])
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
 def test_held_and_walked_rows_agree_with_the_definition(
     device: str, small_steps: None, pattern: str, columns: int, k_offset: int
 ) -> None:
@@ -205,7 +197,7 @@ def test_a_fault_shows_in_its_scale_and_nowhere_else(device: str, dtype: torch.d
 
 @pytest.mark.parametrize("source", FLOATS)
 def test_lift_alone_moves_bits(device: str, source: torch.dtype) -> None:
-    packed = packed_weight("4:6@50%", 40)
+    packed = packed_weight("4:6", 40)
     x = rows(40)[3:6].to(source)
     x[0, 3], x[1, 4] = float("nan"), float("-inf")
     x = x.to(device)
@@ -247,7 +239,7 @@ def test_a_linears_lift_takes_any_strides(device: str) -> None:
     packed = packed_weight("6:8", 64)
     order, where = on(device, packed), torch.randn(1, device=device).device
     x, residual = (torch.randn(64, 5, device=device).T for _ in range(2))
-    tensors = LinearTensors(packed.column_map(), order.pairs, (), None, None, torch.ones(64, device=device))
+    tensors = LinearTensors(packed.column_map(), (), None, None, torch.ones(64, device=device))
     spec = LiftSpec("add_rms_norm", x.dtype, torch.int8, tuple(order.numbers), Layout())
     lift = kernels.find_kernel_lift(spec, 5, where)
     wanted = lift(x.contiguous(), residual.contiguous(), tensors, 1e-6)
@@ -276,7 +268,7 @@ def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     return chunks.flatten(-2)
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 @pytest.mark.parametrize("slabs", [Slabs(8), Slabs(16, swizzle=True)])
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16])
 def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtype: torch.dtype) -> None:
@@ -301,8 +293,7 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
         ("4:6", 192, 0),  # one whole bundle
         ("6:8", 510, 2),
         ("6:8", 511, 1),  # pairs do not stay pairs: the walking kernel
-        ("4:6@50%", 1100, 0),
-        ("6:8@50%", 1024, 4),
+        ("6:8", 1024, 4),
         ("8:10", 6400, 0),  # several chunks
     ],
 )
@@ -318,7 +309,7 @@ def test_bundles_have_the_columns_of_their_map(
     assert torch.equal(slab_view(got.values, slabs).view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 @pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
 def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str) -> None:
     packed, slabs = packed_weight(pattern, 90), Slabs(24, swizzle=True)
@@ -374,7 +365,7 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, offset: int = 0) -
     return (wide * rstd * (gain.to(torch.float32) + offset)).to(gain.dtype)
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -454,12 +445,6 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     for given in ({"gain": elsewhere[0]}, {"gain": x[0], "residual": elsewhere}):
         with pytest.raises(InputError, match=f"on {elsewhere.device}, strides .* on {x.device}"):
             quantize_lift(x, columns, torch.int8, "add_rms_norm" if len(given) > 1 else "rms_norm", eps=1e-6, **given)
-    moved = on(device, packed_weight("4:6@50%", 64))
-    with pytest.raises(InputError, match=f"index of pairs.* on {elsewhere.device}, strides .* on {x.device}"):
-        quantize_lift(x, moved, torch.int8, pairs=moved.pairs.to(elsewhere.device))
-    for pairs in (None, moved.pairs[1:], moved.pairs.long(), moved.pairs.repeat_interleave(2)[::2]):
-        with pytest.raises(InputError, match="index of pairs"):
-            quantize_lift(x, replace(moved, pairs=None), torch.int8, pairs=pairs)
     with pytest.raises(InputError, match="even number"):
         ColumnOrder.of(packed, 3)
     with pytest.raises(InputError, match="even number"):
@@ -468,11 +453,6 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
         Slabs(12)
     with pytest.raises(InputError, match="slabs"):
         quantize_lift(x, columns, torch.int8, slabs=Slabs(8))
-    # Together these segments fill whole slabs, but the second starts inside one.
-    partial = on(device, packed_weight("4:6@50%", 60), 64)
-    assert (partial.dense_columns, partial.slid_columns) == (64, 64)
-    with pytest.raises(InputError, match="segment in slabs"):
-        quantize_lift(torch.randn(1, 60, device=device), partial, torch.int8, slabs=Slabs(8))
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,16 +467,16 @@ def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypa
     where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     lift = kernels.KernelLift(LiftSpec("add_rms_norm", bf16, torch.int8, tuple(columns.numbers), Layout()), 5, where)
     both, gain = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
-    (x, residual), none = both.chunk(2, 1), torch.empty(0, device=device)
+    x, residual = both.chunk(2, 1)
     current = True
     monkeypatch.setattr(kernels, "is_current", lambda _: current)
     monkeypatch.setattr(lift.launcher, "_run", None)
-    assert lift.inputs(x, residual, none, gain) is None  # nothing is compiled yet
-    assert lift.why_not(x, residual, none, gain) is None
+    assert lift.inputs(x, residual, gain) is None  # nothing is compiled yet
+    assert lift.why_not(x, residual, gain) is None
     monkeypatch.setattr(lift.launcher, "_run", "a kernel")
-    told = LiftInputs(x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, 128, 128)
-    assert lift.inputs(x, residual, none, gain) == told
-    assert lift.why_not(x, residual, none, gain) is None
+    told = LiftInputs(x.data_ptr(), residual.data_ptr(), gain.data_ptr(), 128, 128)
+    assert lift.inputs(x, residual, gain) == told
+    assert lift.why_not(x, residual, gain) is None
     for reason, x_, gain_, residual_ in (
         ("activations to lift", x[:4], gain, residual),
         ("activations to lift", x.half(), gain, residual),
@@ -506,11 +486,11 @@ def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypa
         ("residual", x, gain, residual.to("meta")),
         ("residual", x, gain, None),
     ):
-        assert lift.inputs(x_, residual_, none, gain_) is None
-        assert reason in str(lift.why_not(x_, residual_, none, gain_))
+        assert lift.inputs(x_, residual_, gain_) is None
+        assert reason in str(lift.why_not(x_, residual_, gain_))
     current = False
-    assert lift.inputs(x, residual, none, gain) is None
-    assert "not the current device" in str(lift.why_not(x, residual, none, gain))
+    assert lift.inputs(x, residual, gain) is None
+    assert "not the current device" in str(lift.why_not(x, residual, gain))
 
 
 def test_a_reason_is_the_same_for_every_number_of_tokens(device: str) -> None:
@@ -520,5 +500,5 @@ def test_a_reason_is_the_same_for_every_number_of_tokens(device: str) -> None:
         x = torch.randn(64, tokens, device=device).T
         spec = LiftSpec("none", x.dtype, torch.int8, tuple(order.numbers), Layout())
         lift = kernels.find_kernel_lift(spec, tokens, where)
-        reasons.add(lift.why_not(x, None, None, None))
+        reasons.add(lift.why_not(x, None, None))
     assert reasons == {"activations to lift: of another size, type, stride or device than the kernel reads"}

@@ -126,10 +126,10 @@ def test_experts_that_do_not_fit_are_refused() -> None:
         SlideExperts(gate_up, down[:-1])
     with pytest.raises(InputError, match="got 2 kinds; needed one size, type and offset"):
         SlideExperts([*gate_up[:-1], packed_experts(1, 2 * INNER, HIDDEN + 8, INT8)[0]], down)
-    with pytest.raises(UnsupportedError, match=r"got 4:6, 6:8; needed one uniform pattern"):
+    with pytest.raises(UnsupportedError, match=r"got 4:6, 6:8; needed one pattern"):
         SlideExperts([*gate_up[:-1], packed_experts(1, 2 * INNER, HIDDEN, INT8, "4:6")[0]], down)
-    with pytest.raises(UnsupportedError, match="4:6@50%"):
-        SlideExperts(packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "4:6@50%"), down)
+    with pytest.raises(UnsupportedError, match="got dense; needed one pattern"):
+        SlideExperts(packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "dense"), down)
 
 
 def test_tokens_that_do_not_fit_are_refused() -> None:

@@ -22,7 +22,6 @@ from slidesparse import (
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.models.sparsify import layer_patterns, run_once
 from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
-from slidesparse.weights.support import following_groups
 
 # 64 and 160 are no multiples of 6, 10 or 14; 96 token ids keep the embedding small.
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -310,13 +309,13 @@ def test_hooks_that_compute_a_weight_end_with_the_linear_and_others_do_not() -> 
 
 def test_layer_patterns() -> None:
     names = ["a.q", "a.k", "b.q"]
-    six, half, dense = Pattern(6, 8), Pattern.parse("4:6@50%"), Pattern.parse("dense")
+    six, four, dense = Pattern(6, 8), Pattern(4, 6), Pattern.parse("dense")
     assert layer_patterns(names, "6:8") == dict.fromkeys(names, six)
     assert layer_patterns(names, six, {"a.q": "dense"}) == {"a.q": dense, "a.k": six, "b.q": six}
     # The first entry that matches counts.
-    layers = {"a.q": "dense", r"re:a\.": "4:6@50%"}
-    assert layer_patterns(names, "6:8", layers) == {"a.q": dense, "a.k": half, "b.q": six}
-    assert layer_patterns(names, "6:8", dict(reversed(layers.items())))["a.q"] == half
+    layers = {"a.q": "dense", r"re:a\.": "4:6"}
+    assert layer_patterns(names, "6:8", layers) == {"a.q": dense, "a.k": four, "b.q": six}
+    assert layer_patterns(names, "6:8", dict(reversed(layers.items())))["a.q"] == four
 
 
 @pytest.mark.parametrize("layers", [{"q": "dense"}, {"re:b": "6:8"}, {"a.q": "6_8"}, {"re:[": "6:8"}])
@@ -329,7 +328,7 @@ def test_bad_layer_entries(layers: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("make", [*DECODERS, _bert])
-@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_slid_and_dense_backends_give_one_int8_model(make: Make, pattern: str) -> None:
     model = make()
     slid = sparsify_(copy.deepcopy(model), pattern, "int8", backend="reference")
@@ -367,15 +366,6 @@ def test_weights_that_are_not_pruned_are_refused() -> None:
         sparsify_(_llama(), "6:8", method=None)
 
 
-def test_partial_patterns_agree_where_inputs_are_shared() -> None:
-    pattern = Pattern.parse("4:6@50%")
-    model = sparsify_(_qwen2(), pattern, "fp32", backend="dense")
-    for names in DECODER_SETS:
-        weights = [model.get_submodule(name).forms[0].operand[0] for name in names]
-        groups = following_groups(torch.cat(weights), pattern)
-        assert len(groups) >= pattern.following(pattern.groups(weights[0].shape[1]))
-
-
 def test_exceptions_and_ignored_layers() -> None:
     layers = {r"re:.*down_proj": "4:6", "model.layers.0.self_attn.o_proj": "dense"}
     model = sparsify_(_llama(), "6:8", "fp8", ignore=[r"re:model\.layers\.1\.self_attn"], layers=layers)
@@ -386,21 +376,6 @@ def test_exceptions_and_ignored_layers() -> None:
         if "layers.1.self_attn" not in name
     }
     assert bool(_run(model).isfinite().all())
-
-
-def test_linears_of_one_input_need_one_partial_pattern() -> None:
-    with pytest.raises(InputError, match="linears that read one input have different patterns"):
-        sparsify_(_llama(), "4:6@50%", layers={r"re:.*\.k_proj": "6:8@50%"})
-
-
-def test_a_plain_module_must_be_run_for_partial_patterns() -> None:
-    model = nn.ModuleDict({"q": nn.Linear(60, 32), "k": nn.Linear(60, 32)})
-    with pytest.raises(InputError, match="pass run="):
-        sparsify_(model, "4:6@50%")
-    x = torch.randn(1, 60)
-    sparsify_(model, "4:6@50%", "fp32", run=lambda: [layer(x) for layer in model.values()], backend="dense")
-    q, k = (layer.forms[0].operand[0] for layer in model.values())
-    assert following_groups(q, Pattern(4, 6)).tolist() == following_groups(k, Pattern(4, 6)).tolist()
 
 
 def test_compiled_model_is_the_eager_one() -> None:

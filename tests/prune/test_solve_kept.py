@@ -11,7 +11,7 @@ from slidesparse.errors import InputError
 from slidesparse.prune import Linears, get_pruner, prune_mask, solve_kept, sparsegpt
 from slidesparse.weights.support import is_nonzero
 
-PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%"]
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16"]
 
 
 def by_definition(dense: torch.Tensor, kept: torch.Tensor, gram: torch.Tensor, damping: float) -> torch.Tensor:

@@ -343,7 +343,7 @@ def test_experts_that_sglang_changes_after_loading_are_left_to_it(
         (marked(), {"experts": "dense"}, "experts left to SGLang: left to SGLang, as asked for"),
         (marked(), {"experts": "auto"}, "mlp.experts: dense, 4 experts, 6:8: experts like them have not been measured"),
         (marked("another"), SPARSE, "experts left to SGLang: left alone when the checkpoint was pruned"),
-        (marked(pattern="6:8@50%"), SPARSE, "mlp.experts: dense, their pattern is 6:8@50%"),
+        (marked(pattern="dense"), SPARSE, "mlp.experts: dense, their pattern is dense"),
     ],
 )
 def test_what_the_user_and_the_marker_say(

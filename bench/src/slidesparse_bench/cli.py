@@ -33,7 +33,7 @@ def add_bench(commands: Commands, text: str) -> None:
     )
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
-    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6@50%%, ... (default: the profile's)")
+    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6, ... (default: the profile's)")
     bench.add_argument(
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )

@@ -46,7 +46,7 @@ def add_prune(commands: Commands) -> None:
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
     add = prune.add_argument
     add("destination", type=named_path, metavar="DST", help="folder to make")
-    add("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
+    add("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ...")
     text = "int8 or fp8 (docs/cards.md compares them); bf16, fp16 or fp32 to prune only (default: a quantised source's)"
     add("--dtype", help=text)
     add("--method", choices=METHODS, default="magnitude", help="how weights are chosen (default: %(default)s)")

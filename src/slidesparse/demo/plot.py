@@ -59,10 +59,8 @@ def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:
         axes.plot(*zip(*points.values(), strict=True), marker, color=colour, markersize=size, label=label)
     for pattern in dict.fromkeys(row.pattern for row in rows):
         here = [row for row in rows if row.pattern == pattern]
-        below = "@" in pattern  # a partial pattern lies under its uniform neighbours, so its label goes below
-        at = here[0].ideal_speedup, (min if below else max)(row.fidelity for row in here)
-        offset, ha, va = ((0, -8), "right", "top") if below else ((5, 6), "left", "bottom")
-        axes.annotate(pattern, at, xytext=offset, textcoords="offset points", ha=ha, va=va)
+        at = here[0].ideal_speedup, max(row.fidelity for row in here)
+        axes.annotate(pattern, at, xytext=(5, 6), textcoords="offset points")
     axes.set(xlabel="ideal speed-up over dense 8 bit", ylabel="fidelity (cosine to float32 embeddings)")
     axes.set_title("Fidelity and ideal speed-up", loc="left")
     axes.xaxis.set_major_formatter("{x:.1f}x")

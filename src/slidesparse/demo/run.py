@@ -24,14 +24,14 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.demo.report import DemoReport, DemoRow
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.sparsify import sparsify_
-from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.models.targets import find_targets
 from slidesparse.prune import Linears, Magnitude
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANT_NAMES, QuantName, parse_dtype
 from slidesparse.weights.support import is_nonzero
 
-PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
+PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
 """In the order of their ideal speed-ups."""
 
 IGNORE = ("pooler.dense",)
@@ -98,13 +98,12 @@ def embed(model: nn.Module, batches: Iterable[Batch]) -> torch.Tensor:
     return nn.functional.normalize(torch.cat(means), dim=-1)
 
 
-def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.Module:
-    """Prune the treated linears by magnitude, in place; those that read one input choose their groups together."""
-    linears = find_targets(model, IGNORE).linears
-    for names in input_sets(model, linears, lambda: embed(model, batches[:1])):
-        weights = {name: linears[name].weight.detach() for name in names}
-        for name, pruned in Magnitude().prune(Linears(weights, pattern)).items():
-            linears[name].weight.data.copy_(pruned)
+def prune_(model: nn.Module, pattern: Pattern) -> nn.Module:
+    """Prune the treated linears by magnitude, in place."""
+    weights = {name: linear.weight for name, linear in find_targets(model, IGNORE).linears.items()}
+    pruned = Magnitude().prune(Linears({name: weight.detach() for name, weight in weights.items()}, pattern))
+    for name, weight in weights.items():
+        weight.data.copy_(pruned[name])
     return model
 
 
@@ -126,7 +125,7 @@ def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence
         for pattern in asked:
             pruned = copy.deepcopy(original)
             if pattern != DENSE:
-                prune_(pruned, pattern, batches)
+                prune_(pruned, pattern)
             for dtype in QUANT_NAMES:
                 rows.append(compare(pruned, pattern, dtype, batches, baseline))
                 advance(1)

@@ -116,7 +116,7 @@ def _settled(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, chooser: Chooser, name: str
 ) -> tuple[PackedWeight, Choice | None]:
     """Return a weight as SlideLinear takes it, and its backends; None: SlideLinear chooses them."""
-    settled = settle(weight, scale, pattern, chooser, whole=True, name=name)
+    settled = settle(weight, scale, pattern, chooser, name=name)
     if isinstance(settled, RunsSparse):
         return settled.packed, settled.choice
     return pack_dense(weight, scale, pattern, name=name), settled.choice

@@ -111,7 +111,8 @@ class Marker:
             experts = {name: Pattern.parse(text) for name, text in getattr(stored, "experts", {}).items()}
             return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions, experts)
         except InputError as error:
-            raise CheckpointError(f"{MARKER_KEY}: {error}") from error
+            remedy = "prune the model again, at a pattern such as 6:8"
+            raise CheckpointError(f"{MARKER_KEY}: {error}", remedy=remedy) from error
 
     @classmethod
     def require(cls, config: Mapping[str, Any], path: object) -> Marker:

@@ -2,10 +2,10 @@
 
 Packing at load takes seconds; where even that is too long, or many processes load one model, the packed form is written
 once into the checkpoint's folder as one safetensors file and mapped into memory by :func:`slidesparse.load`. For a
-layer ``X`` it holds these fields of :class:`slidesparse.weights.packed.Segment`:
+layer ``X`` it holds these fields of :class:`slidesparse.weights.packed.PackedWeight`:
 
-- ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
-- ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
+- ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16;
+- ``X.dense`` [out, n * 4] alone, where the layer is dense.
 
 It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
 this layout and a fingerprint of the weights (:mod:`slidesparse.files.identity`), which holds wherever the folder is
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.progress import progress_bar
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError
 from slidesparse.files.check_tensors import not_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import SCHEME, fingerprint
@@ -32,10 +32,9 @@ from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.files.write_errors import locked, require_space, write_errors
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.weights.packed import PackedWeight, Segment
+from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
 PACKED_VERSION = "2"
@@ -73,12 +72,9 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     for bad in not_finite(meta, checkpoint, linears):
         raise CheckpointError(f"{bad} holds NaN or Inf", needed="finite numbers")
     prefixes = {name: meta.prefix(name) for name in linears}
-    groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
-    for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
-        own, pattern = f"{prefix}.weight", marker.pattern_of(name)
-        groups[name] = check_pattern(checkpoint.tensor(own), pattern, name=name)
-        layouts |= _layout(name, checkpoint.stored(own), pattern, groups[name])
+    for name, prefix in prefixes.items():
+        layouts |= _layout(name, checkpoint.stored(f"{prefix}.weight"), marker.pattern_of(name))
     require_space(file, sum(stored.n_bytes for stored in layouts.values()))
     metadata = {
         "slidesparse_packed_version": PACKED_VERSION,
@@ -90,7 +86,7 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     ):
         for name, prefix in prefixes.items():
             weight = checkpoint.tensor(f"{prefix}.weight")
-            packed = pack(weight, marker.pattern_of(name), groups=groups[name], name=name)
+            packed = pack(weight, marker.pattern_of(name), name=name)
             for part, tensor in _parts(name, packed).items():
                 writer.write(part, tensor)
             advance(1)
@@ -131,59 +127,41 @@ class PackedFile:
         found = {part: one for part, one in stored.items() if part.rpartition(".")[0] == name}
         if not found:
             raise CheckpointError(f"{self.reader.path} holds no {name}")
-
-        def part(kind: str) -> torch.Tensor | None:
-            return self.reader.verified(f"{name}.{kind}", device) if f"{name}.{kind}" in stored else None
-
-        values, code, dense, groups = part("values"), part("code"), part("dense"), part("groups")
-        everything = torch.arange(pattern.groups(shape[1]), device=device)
-        slid = groups.flatten().long() if groups is not None else everything if values is not None else everything[:0]
-        _check(found, name, weight, pattern, slid)
-        segments = []
-        if dense is not None:
-            segments.append(Segment("dense", everything[~torch.isin(everything, slid)], dense))
-        if values is not None:
-            segments.append(Segment("2:4", slid, values, code))
+        _check(found, name, weight, pattern)
+        values, *code = (self.reader.verified(f"{name}.{kind}", device) for kind in _kinds(pattern))
         scale = None if scale is None else scale.flatten().to(torch.float32)
-        return PackedWeight(pattern, shape, 0, tuple(segments), scale)
+        return PackedWeight(pattern, shape, 0, values, code[0] if code else None, scale)
 
 
-def _check(found: dict[str, Stored], name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> None:
+def _check(found: dict[str, Stored], name: str, weight: Stored, pattern: Pattern) -> None:
     """Refuse parts that are not those of a layer: kernels read them by address, and past the end of one too short."""
-    again, total = "remove the packed file and pack again", pattern.groups(weight.shape[1])
-    try:
-        needed = _layout(name, weight, pattern, slid)
-    except InputError as error:
-        raise CheckpointError(f"packed {error}", remedy=again) from error
+    needed = _layout(name, weight, pattern)
     for part in (*needed, *found):
         if found.get(part) != needed.get(part):
             raise CheckpointError(
-                f"packed {part}", got=_text(found.get(part)), needed=_text(needed.get(part)), remedy=again
+                f"packed {part}",
+                got=_text(found.get(part)),
+                needed=_text(needed.get(part)),
+                remedy="remove the packed file and pack again",
             )
-    if len(slid) < pattern.following(total) or (pattern == DENSE and len(slid)):
-        raise CheckpointError(
-            f"packed groups of {name}", got=f"{len(slid)} of {total}", needed=str(pattern), remedy=again
-        )
+
+
+def _kinds(pattern: Pattern) -> tuple[str, ...]:
+    """Return how the parts of a layer are called."""
+    return ("dense",) if pattern == DENSE else ("values", "code")
 
 
 def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
-    parts: dict[str, torch.Tensor] = {}
-    for segment in packed.segments:
-        if segment.code is None:
-            parts[f"{name}.dense"] = segment.values
-            continue
-        parts[f"{name}.values"], parts[f"{name}.code"] = segment.values, segment.code
-    if len(packed.segments) == 2:
-        parts[f"{name}.groups"] = packed.segments[1].groups.to(torch.int32)
-    return parts
+    tensors = [packed.values] if packed.code is None else [packed.values, packed.code]
+    return {f"{name}.{kind}": one for kind, one in zip(_kinds(packed.pattern), tensors, strict=True)}
 
 
-def _layout(name: str, weight: Stored, pattern: Pattern, slid: torch.Tensor) -> dict[str, Stored]:
-    """Return the type and shape of every part of a layer, some of whose groups slide, from a weight without rows."""
+def _layout(name: str, weight: Stored, pattern: Pattern) -> dict[str, Stored]:
+    """Return the type and shape of every part of a layer, from a weight without rows."""
     dtype = next(dtype for dtype, stored in STORED_NAMES.items() if stored == weight.dtype)
-    no_rows = pack(torch.empty(0, weight.shape[1], dtype=dtype), pattern, groups=slid.cpu(), name=name)
+    no_rows = pack(torch.empty(0, weight.shape[1], dtype=dtype), pattern, name=name)
     return {
-        part: Stored(STORED_NAMES[one.dtype], (weight.shape[0], *one.shape[1:]) if one.dim() == 2 else (*one.shape,))
+        part: Stored(STORED_NAMES[one.dtype], (weight.shape[0], *one.shape[1:]))
         for part, one in _parts(name, no_rows).items()
     }
 

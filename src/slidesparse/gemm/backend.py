@@ -47,8 +47,8 @@ class Problem:
         out_features: Rows of the weight.
         in_features: Columns of the weight, before lifting.
         device: The device on which it runs.
-        slid: Some group is slid. A shard of a partial pattern may have no such group: its packed weight is dense.
-        bits: Bits in which every value of its slid groups can be kept (:func:`slidesparse.weights.support.value_bits`).
+        slid: It is slid. A weight that is to run dense is packed dense, whatever its pattern.
+        bits: Bits in which every slid value can be kept (:func:`slidesparse.weights.support.value_bits`).
     """
 
     pattern: Pattern
@@ -131,7 +131,7 @@ def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
     """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet."""
-    reason = lift.why_not(x, residual, tensors.pairs, tensors.gain)
+    reason = lift.why_not(x, residual, tensors.gain)
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
     if reason is not None:

@@ -147,8 +147,8 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :data:`slidesparse.gemm.backend.Runner`."""
-        lift, (_, pairs, operand, scale_w, bias, gain) = self._lift, tensors
-        inputs = lift.inputs(x, residual, pairs, gain)
+        lift, (_, operand, scale_w, bias, gain) = self._lift, tensors
+        inputs = lift.inputs(x, residual, gain)
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
@@ -192,7 +192,7 @@ def _quantised(
 
     from slidesparse.gemm.scale import scale_rows
 
-    return scale_rows(acc, None, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+    return scale_rows(acc, scale_x, scale_w, bias, tokens, out_features, out_dtype)
 
 
 def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: int) -> Multiply | None:

@@ -28,9 +28,8 @@ def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) ->
     if len(gate_up) != 1 or len(down) != 1:
         return "not all of them were pruned to one pattern"
     (of_gate_up,), (of_down,) = gate_up, down
-    for pattern in (of_gate_up, of_down):
-        if pattern == DENSE or not pattern.is_uniform:
-            return f"their pattern is {pattern}"
+    if DENSE in (of_gate_up, of_down):
+        return "their pattern is dense"
     return of_gate_up, of_down
 
 

@@ -3,8 +3,7 @@
     y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
 
 in float32, with one fused multiply-add where there are both ``scale_x`` and a bias, bit for bit as
-:func:`slidesparse.gemm.reference.apply_scales`. A GEMM that runs as two (the dense and the 2:4 segment of a partial
-pattern) has two accumulators, which are added first. A program computes ``ROWS`` rows of ``COLUMNS`` columns.
+:func:`slidesparse.gemm.reference.apply_scales`. A program computes ``ROWS`` rows of ``COLUMNS`` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import triton.language as tl
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.base.triton_launcher import Launcher
-from slidesparse.errors import InputError
 from slidesparse.weights.support import check_vector
 
 ROWS = 4
@@ -28,9 +26,9 @@ NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["tokens"])
 def scale_kernel(
-    acc, more, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    acc, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Scale accumulators, see the top of this file. ``more`` (a second one), the scales and ``bias`` may be None."""
+    """Scale accumulators, see the top of this file. The scales and ``bias`` may be None."""
     blocks = tl.cdiv(columns, COLUMNS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -42,10 +40,7 @@ def scale_kernel(
     for r in tl.static_range(ROWS):
         row = first + r
         mask = inside & (row < tokens)
-        total = tl.load(acc + row * acc_stride + column, mask=mask)
-        if more is not None:
-            total += tl.load(more + row * acc_stride + column, mask=mask)
-        value = total.to(tl.float32)
+        value = tl.load(acc + row * acc_stride + column, mask=mask).to(tl.float32)
         if scale_w is not None:
             value = of_column * value
         if scale_x is not None:
@@ -58,7 +53,6 @@ def scale_kernel(
 
 def scale_rows(
     acc: torch.Tensor,
-    more: torch.Tensor | None,
     scale_x: torch.Tensor | None,
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -70,7 +64,6 @@ def scale_rows(
 
     Args:
         acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding, and never read.
-        more: A second accumulator of the same type, shape and strides, or None.
         scale_x: float32 [M, 1] or None.
         scale_w: float32 [out] or None.
         bias: [out], float, or None.
@@ -79,23 +72,19 @@ def scale_rows(
         out_dtype: Type of the result.
 
     Raises:
-        InputError: The second accumulator does not match the first, or a vector has another length, strides or device.
+        InputError: A vector has another length, strides or device.
     """
-    if more is not None and (more.dtype, more.stride()) != (acc.dtype, acc.stride()):
-        raise InputError(
-            "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
-        )
     index = acc.get_device()
     check_vector("token scales for accumulators", scale_x, tokens, acc.device)
     check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
     check_vector("bias for accumulators", bias, out_features, acc.device)
     if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
-            return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+            return scale_rows(acc, scale_x, scale_w, bias, tokens, out_features, out_dtype)
     y = empty(tokens, out_features, out_dtype, index)
     if not y.numel():
         return y
-    tensors = acc, more, scale_x, scale_w, bias, y
+    tensors = acc, scale_x, scale_w, bias, y
     types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
     launcher = _launcher(types, acc.device)
     programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)

@@ -1,11 +1,10 @@
 """Choose the backends that run a problem, and the numbers of tokens for each.
 
-The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight without slid groups
-(a shard of a partial pattern may be one) dense. Otherwise it asks which accelerated backends can run the problem, and
-gave no wrong result when such a layer was measured here. Then it looks for the times of a layer of the same type
-(gemm/speed.py): of the same size and measured here, else a prior, of nearly the same size, another driver, other
-libraries or another GPU of this compute capability. The reason, which ``slidesparse inspect`` prints, names what
-differs:
+The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight that is packed dense
+by the dense backend. Otherwise it asks which accelerated backends can run the problem, and gave no wrong result when
+such a layer was measured here. Then it looks for the times of a layer of the same type (gemm/speed.py): of the same
+size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of this
+compute capability. The reason, which ``slidesparse inspect`` prints, names what differs:
 
 * ``fallback="fastest"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
@@ -65,7 +64,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
-NOTHING_SLID = "no group of this weight is slid"
+NOTHING_SLID = "this weight is packed dense"
 NO_COPY = "; no dense copy is kept"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 """The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,

@@ -46,8 +46,7 @@ class FormSpec:
         backend: The backend that reads it.
         order: :attr:`lifting.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
             must write them.
-        tensors: How many of the operator's tensors belong to it: column map, index of pairs (or an empty tensor),
-            operand.
+        tensors: How many of the operator's tensors belong to it: column map, operand.
     """
 
     backend: str
@@ -144,7 +143,7 @@ class Slots(NamedTuple):
     """The indices of one linear's tensors among those of its chain.
 
     Attributes:
-        form: Indices of the form of its weight that runs: column map, index of pairs, operand.
+        form: Indices of the form of its weight that runs: column map, operand.
         scale: Index of its scale; None without one, as below.
         bias: Index of its bias.
         gain: Index of its norm's gain.
@@ -168,10 +167,9 @@ class Slots(NamedTuple):
     def pick(self, tensors: Sequence[torch.Tensor]) -> LinearTensors:
         """Return the linear's tensors among the chain's."""
         form, scale, bias, gain, _, _ = self
-        column_map, pairs, *operand = tensors[form.start : form.stop]
+        column_map, *operand = tensors[form.start : form.stop]
         return LinearTensors(
             column_map,
-            pairs,
             operand,
             None if scale is None else tensors[scale],
             None if bias is None else tensors[bias],

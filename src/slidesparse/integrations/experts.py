@@ -24,7 +24,7 @@ from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.weights.packing import pack, slid_groups
+from slidesparse.weights.packing import check, pack
 from slidesparse.weights.quant import Quantiser
 from slidesparse.weights.support import find_pattern, satisfies, value_bits
 
@@ -110,7 +110,7 @@ def find_loaded(
         if pattern is None:
             return NO_PATTERN
         start %= pattern.group
-        slid_groups(rows, pattern, k_offset=start, name=f"{named.name}.{name}_weight")
+        check(rows, pattern, k_offset=start, name=f"{named.name}.{name}_weight")
         if shared and not satisfies(weight[routed:].flatten(0, 1), pattern, start):
             return SHARED
         patterns.append(pattern)

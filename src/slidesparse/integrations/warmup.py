@@ -118,10 +118,9 @@ class WarmUp:
         order, read, zeros = spec.columns, spec.read, partial(torch.zeros, dtype=self.dtype, device=device)
         written = order.in_features * self.dtype.itemsize + order.k_packed * spec.target.itemsize
         most = self.limit_tokens(read * self.dtype.itemsize + written)
-        pairs = torch.zeros(order.k_packed // 2, dtype=order.index_dtype, device=device)
         gain = zeros(order.in_features) if spec.prologue in NORMS else None
         for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
             if weight.pick(tokens)[0].backend == backend:
                 x = zeros(tokens, read)
                 residual = x if spec.prologue in ADDING else None
-                find_kernel_lift(spec, tokens, x.device).run(x, residual, pairs, gain, 0.0)
+                find_kernel_lift(spec, tokens, x.device).run(x, residual, gain, 0.0)

@@ -78,7 +78,7 @@ class SlideExperts(nn.Module):
 
     Raises:
         InputError: No expert, sizes that do not fit each other, or weights that are not quantised.
-        UnsupportedError: Experts of a layer with different patterns, or a partial one: they share the lifted tokens.
+        UnsupportedError: Experts of a layer with different patterns, or dense ones: they share the lifted tokens.
     """
 
     def __init__(
@@ -195,12 +195,8 @@ def split_rows(packed: PackedWeight, count: int) -> list[PackedWeight]:
 
     def part(expert: int) -> PackedWeight:
         own = slice(expert * out, (expert + 1) * out)
-        segments = tuple(
-            replace(segment, values=segment.values[own], code=None if segment.code is None else segment.code[own])
-            for segment in packed.segments
-        )
-        scale = None if packed.scale is None else packed.scale[own]
-        return replace(packed, shape=(out, columns), segments=segments, scale=scale)
+        code, scale = (None if part is None else part[own] for part in (packed.code, packed.scale))
+        return replace(packed, shape=(out, columns), values=packed.values[own], code=code, scale=scale)
 
     return [part(expert) for expert in range(count)]
 
@@ -212,10 +208,10 @@ def _check_alike(name: str, experts: Sequence[PackedWeight]) -> None:
     if len(kinds) > 1:
         raise InputError(f"{name} of experts", got=f"{len(kinds)} kinds", needed="one size, type and offset")
     patterns = {str(packed.pattern) for packed in experts}
-    if len(patterns) > 1 or len(experts[0].segments) > 1 or experts[0].segments[0].kind != "2:4":
+    if len(patterns) > 1 or not experts[0].slid:
         raise UnsupportedError(
             f"{name} of experts that share their lifted tokens",
             got=", ".join(sorted(patterns)),
-            needed="one uniform pattern, such as 6:8",
+            needed="one pattern, such as 6:8",
             remedy="prune all experts of a layer to one pattern",
         )

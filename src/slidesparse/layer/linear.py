@@ -22,9 +22,9 @@ from slidesparse.layer.weight_form import WeightForm
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack, pack_weight
-from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
-from slidesparse.weights.support import following_groups, require_dense
+from slidesparse.weights.support import require_dense
 
 
 class SlideLinear(nn.Module):
@@ -94,7 +94,6 @@ class SlideLinear(nn.Module):
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
-        self._mixed = len(packed.segments) > 1
         specs = tuple(form.spec() for form in self.forms)
         kind = self.out_features, dtype_name(packed.dtype)
         self.spec = WeightSpec(*kind, specs, self.choice.routes, self.quantiser).text
@@ -233,7 +232,7 @@ class SlideLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Pack the weight of a state dict; other groups may follow the pattern than in this layer's weight."""
+        """Pack the weight of a state dict."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
         _, strict, missing_keys, unexpected_keys, error_msgs = rest
         own = [f"{prefix}weight", *([] if self.weight_scale is None else [f"{prefix}weight_scale"])]
@@ -266,10 +265,7 @@ class SlideLinear(nn.Module):
             PatternViolation: It does not satisfy the pattern.
         """
         weight, scale = weight.to(self.device), None if scale is None else scale.to(self.device)
-        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
-        whole = self.pattern == DENSE or (self.pattern.is_uniform and not self._mixed)
-        groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
-        return pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
+        return pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, name=name)
 
     def holds_bits(self, packed: PackedWeight) -> bool:
         """Return whether the backends of this layer can hold the values of another weight."""
@@ -281,8 +277,7 @@ class SlideLinear(nn.Module):
         """Copy another packed weight into this layer's tensors, whose addresses captured CUDA graphs hold.
 
         Returns:
-            False, with nothing changed, for a weight of other sizes, with other numbers of groups that follow the
-            pattern, or with more bits: its tensors do not fit, or compiled graphs would read them in the wrong order.
+            False, with nothing changed, for a weight of other sizes or with more bits: its tensors do not fit.
         """
         if not self.holds_bits(packed):
             return False

@@ -7,7 +7,7 @@ backends are chosen once, and only what runs sparse is packed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import pack, slid_groups
+from slidesparse.weights.packing import check, pack
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import find_pattern, value_bits
 
@@ -99,7 +99,6 @@ def settle(
     chooser: Chooser,
     *,
     start: int = 0,
-    whole: bool = False,
     name: str = "weight",
 ) -> RunsSparse | RunsDense:
     """Check a loaded weight, choose its backends, and pack it where it is to run sparse.
@@ -107,15 +106,14 @@ def settle(
     Args:
         weight: [out, columns of this rank], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
         scale: Weight scale [out] or [out, 1] of an 8-bit weight, or None.
-        pattern: The pattern that the checkpoint claims; None: the tightest uniform one that the weight satisfies.
+        pattern: The pattern that the checkpoint claims; None: the tightest one that the weight satisfies.
         chooser: Chooses the backends.
         start: Column of the whole weight at which this rank's columns begin.
-        whole: The weight is no shard, so that at least its pattern's share of column groups must follow.
         name: The weight's name in error messages.
 
     Raises:
-        PatternViolation: The weight does not satisfy the uniform pattern that the checkpoint claims.
-        InputError: It is malformed, holds NaN or Inf, or fewer groups of a whole one follow than its pattern claims.
+        PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
+        InputError: It is malformed, or holds NaN or Inf.
         UnsupportedError: The backend that was named cannot run it.
     """
     pattern = find_pattern(weight, start) if pattern is None else pattern
@@ -124,11 +122,11 @@ def settle(
     if pattern == DENSE:
         return RunsDense("as the checkpoint says", pattern)
     k_offset = start % pattern.group
-    groups = slid_groups(weight, pattern, k_offset=k_offset, whole=whole, name=name)
-    if not len(groups):
-        return RunsDense(f"no column group of this shard follows {pattern}", pattern)
-    pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, groups=groups, checked=True, name=name)
-    choice, packed = chooser.choose_first(_problem(weight, pattern, groups, k_offset), pack_it)
+    check(weight, pattern, k_offset=k_offset, name=name)
+    pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, checked=True, name=name)
+    out, columns = weight.shape
+    problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
+    choice, packed = chooser.choose_first(problem, pack_it)
     if choice.backends == ("dense",):
         return RunsDense(f"{pattern}; {choice.reason}", pattern, choice)
     return RunsSparse(pack_it() if packed is None else packed, choice)
@@ -136,23 +134,12 @@ def settle(
 
 def packed_problem(packed: PackedWeight) -> Problem:
     """Return a packed weight as the problem by which its backends are chosen."""
-    slid = any(segment.kind == "2:4" for segment in packed.segments)
-    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid, packed.bits)
+    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
 
 
 def pack_dense(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern = DENSE, *, name: str = "weight"
 ) -> PackedWeight:
-    """Return a weight that runs dense as SlideLinear takes it: no group is slid, and the layer keeps the pattern."""
+    """Return a weight that runs dense as SlideLinear takes it: nothing is slid, and the layer keeps the pattern."""
     checked = pattern != DENSE  # settle has read the weight
-    return pack(weight, pattern, scale=scale, groups=torch.arange(0, device="cpu"), checked=checked, name=name)
-
-
-def _problem(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> Problem:
-    """Return what :func:`packed_problem` will say of a weight once these groups are slid."""
-    out, columns = weight.shape
-    slid = weight
-    if weight.dtype == torch.int8 and not pattern.is_uniform:  # only the bits of slid groups count
-        group_of = (torch.arange(columns, device="cpu") + k_offset) // pattern.group
-        slid = weight[:, torch.isin(group_of, groups).to(weight.device)]
-    return Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(slid))
+    return replace(pack(weight, DENSE, scale=scale, checked=checked, name=name), pattern=pattern)

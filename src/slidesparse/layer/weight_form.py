@@ -13,10 +13,9 @@ from slidesparse.weights.packed import PackedWeight
 
 
 class WeightForm(nn.Module):
-    """A packed weight as one backend, by its name, keeps it: operand, column map and column pairs, as buffers."""
+    """A packed weight as one backend, by its name, keeps it: column map and operand, as buffers."""
 
     column_map: torch.Tensor
-    pairs: torch.Tensor
 
     def __init__(self, packed: PackedWeight, backend: str) -> None:
         super().__init__()
@@ -25,9 +24,6 @@ class WeightForm(nn.Module):
         order = chosen.layout.order(packed)
         self._order = () if order is None else tuple(order.numbers)
         self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
-        pairs = None if order is None else order.pairs
-        nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
-        self.register_buffer("pairs", nothing if pairs is None else pairs, persistent=False)
         operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):

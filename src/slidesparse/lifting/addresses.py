@@ -12,29 +12,25 @@ from slidesparse.base.triton_launcher import ALIGNMENT, LARGEST
 class LiftInputs(NamedTuple):
     """The addresses and strides that a launch reads; None where the kernel reads no such tensor.
 
-    ``pairs`` is that of the index of pairs. A stride is the number of elements from one row to the next; 0 without one.
+    A stride is the number of elements from one row to the next; 0 without one.
     """
 
     x: int
     residual: int | None
     gain: int | None
-    pairs: int | None
     x_stride: int
     residual_stride: int
 
 
-def inputs_of(
-    x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
-) -> LiftInputs:
-    """Return the addresses of checked tensors; ``pairs`` may be empty."""
+def inputs_of(x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> LiftInputs:
+    """Return the addresses of checked tensors."""
     residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
     gain_at = None if gain is None else gain.data_ptr()
-    pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor has no address
-    return LiftInputs(x.data_ptr(), residual_at, gain_at, pairs_at, x.stride()[0], residual_stride)
+    return LiftInputs(x.data_ptr(), residual_at, gain_at, x.stride()[0], residual_stride)
 
 
 def is_aligned(inputs: LiftInputs) -> bool:
     """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
-    x, residual, gain, pairs, x_stride, residual_stride = inputs
-    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0) | (pairs or 0)
+    x, residual, gain, x_stride, residual_stride = inputs
+    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0)
     return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST

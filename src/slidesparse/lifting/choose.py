@@ -65,7 +65,7 @@ class TorchLift:
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] in x's type, of any strides, for a norm that adds it.
-            tensors: Of the linear's tensors a lift reads the column map or the index of pairs, and the norm's gain.
+            tensors: Of the linear's tensors a lift reads the column map and the norm's gain.
             eps: The norm's epsilon.
 
         Raises:

@@ -42,7 +42,7 @@ def lift_routed(
         if lifted is not None:
             return lifted
     rows = x[arrangement.tokens.clamp(min=0)] if gather else x
-    return find_lift(spec, len(rows), x.device)(rows, None, LinearTensors(column_map, None, (), None, None, None), 0.0)
+    return find_lift(spec, len(rows), x.device)(rows, None, LinearTensors(column_map, (), None, None, None), 0.0)
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER
         x_ptr += source * x_stride
         out_ptr += offset_of_row(row, 2, P)
         pairs, _ = quantised(x_ptr, None, None, None, scales_ptr + row, 0.0, P)
-        write(x_ptr, pairs, None, out_ptr, row, None, tl.num_programs(0), 0, P)
+        write(x_ptr, pairs, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -57,7 +57,7 @@ def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl
     for copy in tl.static_range(0, COPIES):
         row = tl.load(to_ptr + copy)
         tl.store(scales_ptr + row, scale, mask=row >= 0)
-    write(x_ptr, pairs, None, out_ptr, token, to_ptr, rows, COPIES, P)
+    write(x_ptr, pairs, out_ptr, token, to_ptr, rows, COPIES, P)
 
 
 def lift_routed(
@@ -73,7 +73,7 @@ def lift_routed(
         with torch.cuda.device(index):
             return lift_routed(x, rows, tokens, spec, gather=gather)
     like = find_kernel_lift(spec, count, x.device)
-    if not like.variant.held or like.gathered:
+    if not like.variant.held:
         return None
     kind = like.variant, like.config, like.source, like.device
     values, scale = empty(like.padded, like.k_packed, spec.target, index), empty(count, 1, torch.float32, index)

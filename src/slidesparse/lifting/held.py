@@ -20,7 +20,6 @@ from slidesparse.lifting.lift_math import (
     begin,
     first_pair,
     largest_of,
-    moved_pairs,
     normed,
     offset_in_row,
     offset_of_row,
@@ -169,16 +168,11 @@ def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
-    """Return the input pairs that feed a step of a segment, int32 [WRITE / 2]; outside the row where none does."""
-    if P.gathered:
-        source = moved_pairs(pairs_ptr, start, SLID, P) >> 1
-    else:
-        SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
-        span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
-        leading = first_pair(span, SLID, P) - P.k_offset // 2
-        source = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
-    return source
+def _source(start, P: tl.constexpr):
+    """Return the input pairs that feed a step, int32 [WRITE / 2]; outside the row where none does."""
+    window = start // 4 + tl.arange(0, P.write // 4)
+    leading = first_pair(window, P) - P.k_offset // 2
+    return tl.reshape(leading[:, None] + tl.arange(0, 2)[None, :], (P.write // 2,))
 
 
 @triton.jit
@@ -195,69 +189,35 @@ def _put(out_ptr, row, to_ptr, rows, start: tl.constexpr, step, value, mask, COP
 
 @triton.jit
 def _step(
-    pairs,
-    pairs_ptr,
-    out_ptr,
-    row,
-    to_ptr,
-    rows,
-    start: tl.constexpr,
-    NEAR: tl.constexpr,
-    SLID: tl.constexpr,
-    COPIES: tl.constexpr,
-    P: tl.constexpr,
+    pairs, out_ptr, row, to_ptr, rows, start: tl.constexpr, NEAR: tl.constexpr, COPIES: tl.constexpr, P: tl.constexpr
 ):
-    """Write one step of a segment, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
-    START: tl.constexpr = P.dense_columns if SLID else 0
-    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-    BUNDLE: tl.constexpr = P.bundle if SLID else 1
-    COLUMNS: tl.constexpr = BUNDLE * (4 * (P.half - 1) if SLID else 2 * P.half)
-    PAIRS: tl.constexpr = BUNDLE * P.half
-    GROUPS: tl.constexpr = P.slid_groups if SLID else P.dense_groups
+    """Write one step of a row, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
+    COLUMNS: tl.constexpr = P.bundle * 4 * (P.half - 1)
+    PAIRS: tl.constexpr = P.bundle * P.half
     # The columns of positions between these two exist.
     BEGIN: tl.constexpr = COLUMNS if P.k_offset > 0 else 0
-    END: tl.constexpr = (GROUPS - (1 if P.cut else 0)) // BUNDLE * COLUMNS
+    END: tl.constexpr = (P.groups - (1 if P.cut else 0)) // P.bundle * COLUMNS
     # A gather stores all of its source to shared memory, so a step gets no more than the chunks that hold its groups.
     HALF: tl.constexpr = P.read // 2
     LEADING: tl.constexpr = start // COLUMNS * PAIRS - P.k_offset // 2
     TRAILING: tl.constexpr = ((start + P.write - 1) // COLUMNS + 1) * PAIRS - P.k_offset // 2 - 1
-    TO: tl.constexpr = P.chunks - 1 if P.gathered or P.chunks <= TRAILING // HALF else TRAILING // HALF
-    FROM: tl.constexpr = 0 if P.gathered or LEADING < 0 else TO if LEADING // HALF > TO else LEADING // HALF
+    TO: tl.constexpr = P.chunks - 1 if P.chunks <= TRAILING // HALF else TRAILING // HALF
+    FROM: tl.constexpr = 0 if LEADING < 0 else TO if LEADING // HALF > TO else LEADING // HALF
     part = _in_order(pairs, FROM, TO - FROM + 1, NEAR, P)
-    source = _source(pairs_ptr, start, SLID, P)
+    source = _source(start, P)
     if start < BEGIN or start + P.write > END:
         exists = (source >= 0) & (2 * source < P.in_features)
         value = tl.where(exists, tl.gather(part, tl.where(exists, source - FROM * HALF, 0), 0), 0)
     else:
         value = tl.gather(part, source - FROM * HALF, 0)
     step = tl.arange(0, P.write // 2)
-    _put(out_ptr, row, to_ptr, rows, (START + start) // 2, step, value, start // 2 + step < LENGTH // 2, COPIES, P)
-
-
-@triton.jit
-def _write_segment(
-    pairs,
-    pairs_ptr,
-    out_ptr,
-    row,
-    to_ptr,
-    rows,
-    NEAR: tl.constexpr,
-    SLID: tl.constexpr,
-    COPIES: tl.constexpr,
-    P: tl.constexpr,
-):
-    """Write one segment of a row: int16 ``out_ptr``."""
-    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-    STEP: tl.constexpr = P.write
-    for start in tl.static_range(0, LENGTH, STEP):
-        _step(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, start, NEAR, SLID, COPIES, P)
+    _put(out_ptr, row, to_ptr, rows, start // 2, step, value, start // 2 + step < P.k_packed // 2, COPIES, P)
 
 
 @triton.jit
 def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Write a row whose columns stay where they are: int16 ``out_ptr``."""
-    K_PACKED: tl.constexpr = P.dense_columns + P.slid_columns
+    K_PACKED: tl.constexpr = P.k_packed
     HALF: tl.constexpr = P.read // 2
     for chunk in tl.static_range(0, (K_PACKED + P.read - 1) // P.read):
         step = tl.arange(0, HALF)
@@ -273,7 +233,6 @@ def held_kernel(
     residual_ptr,
     residual_out_ptr,
     gain_ptr,
-    pairs_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -295,7 +254,7 @@ def held_kernel(
         residual_out_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)
     pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scales_ptr + token, eps, P)
-    write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
+    write(x_ptr, pairs, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit
@@ -309,13 +268,13 @@ def quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scale_ptr, eps, P
 
 
 @triton.jit
-def write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
+def write(x_ptr, pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Lift the pairs of a row into the output, whose slabs have ``rows`` rows; see :func:`_put`."""
     if P.in_place:
         _copy(pairs, out_ptr, row, to_ptr, rows, COPIES, P)
     else:
         NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
-        if P.dense_columns > 0:
-            _write_segment(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, False, COPIES, P)
-        if P.slid_columns > 0:
-            _write_segment(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, True, COPIES, P)
+        K_PACKED: tl.constexpr = P.k_packed
+        STEP: tl.constexpr = P.write
+        for start in tl.static_range(0, K_PACKED, STEP):
+            _step(pairs, out_ptr, row, to_ptr, rows, start, NEAR, COPIES, P)

@@ -26,7 +26,7 @@ from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
 KEPT = (
-    *("_read", "config", "device", "gathered", "index", "k_packed", "launcher", "layout", "order", "prologue"),
+    *("_read", "config", "device", "index", "k_packed", "launcher", "layout", "order", "prologue"),
     *("quantised", "source", "spec", "target", "variant"),
 )
 """The attributes that a lift shares with lifts of other numbers of tokens."""
@@ -72,7 +72,7 @@ class KernelLift:
         self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)
         self.launcher = _launcher(self.variant, self.config, source, device)
         self.index = -1 if device.index is None else device.index
-        self.quantised, self.gathered = self.variant.quant != "none", self.order.gathered
+        self.quantised = self.variant.quant != "none"
         self.k_packed, self._read = self.order.k_packed, spec.read
         if layout.slabs is not None:
             layout.slabs.shape(tokens, self.k_packed, target.itemsize)  # refuses columns that do not fill slabs
@@ -98,51 +98,42 @@ class KernelLift:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`slidesparse.lifting.choose.TorchLift`."""
         rows = None if residual is None else with_contiguous_columns(residual)
-        return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
+        return self.run(with_contiguous_columns(x), rows, tensors.gain, eps)
 
-    def run(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        pairs: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        eps: float,
-    ) -> Lifted:
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float) -> Lifted:
         """Lift tokens.
 
         Args:
             x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
             residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-            pairs: :attr:`~slidesparse.lifting.layout.ColumnOrder.pairs`, where groups are moved.
             gain: [K] in x's type, the gain of the norm.
             eps: The norm's epsilon.
 
         Raises:
             InputError: Sizes, types, strides or a device for which this lift was not made.
         """
-        refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
+        refusal = self.refusal(x, residual) or self.refusal_of_gain(gain)
         if refusal is not None:
             raise refusal
         index = x.get_device()
         if index >= 0 and not is_current(index):
             with torch.cuda.device(index):
-                return self.run(x, residual, pairs, gain, eps)
-        pairs, padded = pairs if self.gathered else None, self.padded
-        values = empty(padded, self.k_packed, self.target, index)
+                return self.run(x, residual, gain, eps)
+        values = empty(self.padded, self.k_packed, self.target, index)
         scale = empty(self.tokens, 1, torch.float32, index) if self.quantised else None
         residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
         if self.tokens and self.k_packed:
-            inputs = inputs_of(x, residual, pairs, gain)
+            inputs = inputs_of(x, residual, gain)
             if self.can_launch(inputs):
                 residual_out_at = None if residual_out is None else residual_out.data_ptr()
                 scale_at = None if scale is None else scale.data_ptr()
                 self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
             else:
                 written = values.view(torch.int16 if self.variant.held else torch.int8) if self.quantised else values
-                tensors = x, residual, residual_out, gain, pairs, written, scale
+                tensors = x, residual, residual_out, gain, written, scale
                 arguments = *tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps)
                 self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
-        if padded != self.tokens:
+        if self.padded != self.tokens:
             values.resize_(self.tokens, self.k_packed)  # keeps the memory after them; a view would be one more tensor
         return Lifted(values, scale, residual_out)
 
@@ -156,11 +147,8 @@ class KernelLift:
             return InputError("residual", got=_described(residual), needed=self._rows())
         return None
 
-    def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
-        """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
-        if self.gathered and not self._is_index(pairs):
-            needed = f"{self.k_packed // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
-            return InputError("index of pairs", got=_described(pairs), needed=needed)
+    def refusal_of_gain(self, gain: torch.Tensor | None) -> InputError | None:
+        """Return what is wrong with the norm's gain, which stays from call to call; None when nothing is."""
         if self.prologue in NORMS and not self._is_gain(gain):
             needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
             return InputError("gain of RMSNorm", got=_described(gain), needed=needed)
@@ -176,35 +164,28 @@ class KernelLift:
         """Whether its device is the current one."""
         return is_current(self.index)
 
-    def _is_index(self, pairs: torch.Tensor | None) -> bool:
-        return pairs is not None and is_vector(pairs, self.k_packed // 2, self.device, (self.order.index_dtype,))
-
     def _is_gain(self, gain: torch.Tensor | None) -> bool:
         return gain is not None and is_vector(gain, self.order.in_features, self.device, (self.source,))
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
 
-    def inputs(
-        self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
-    ) -> LiftInputs | None:
+    def inputs(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> LiftInputs | None:
         """Return the addresses that :meth:`launch` reads; None where it cannot read them (:meth:`why_not`)."""
-        if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_weights(pairs, gain):
+        if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_gain(gain):
             return None
-        inputs = inputs_of(x, residual, pairs, gain)
+        inputs = inputs_of(x, residual, gain)
         return inputs if self.can_launch(inputs) else None
 
-    def why_not(
-        self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
-    ) -> str | None:
+    def why_not(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> str | None:
         """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
-        refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
+        refusal = self.refusal(x, residual) or self.refusal_of_gain(gain)
         if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
         if not is_current(self.index):
             return f"{self.device} is not the current device"
-        if not is_aligned(inputs_of(x, residual, pairs, gain)):
-            return f"rows, gain or index of pairs do not start at multiples of {ALIGNMENT} bytes or numbers"
+        if not is_aligned(inputs_of(x, residual, gain)):
+            return f"rows or gain do not start at multiples of {ALIGNMENT} bytes or numbers"
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
@@ -224,11 +205,11 @@ class KernelLift:
             values: Address of memory for the values, ``padded`` rows of ``k_packed``.
             scale: Address of memory for M scales, float32; None where nothing is quantised.
         """
-        x, residual, gain, pairs, x_stride, residual_stride = inputs
+        x, residual, gain, x_stride, residual_stride = inputs
         self.launcher.launch(
             self.programs,
             current_stream(self.index),
-            *(x, residual, residual_out, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
+            *(x, residual, residual_out, gain, values, scale, self.tokens, x_stride, residual_stride, eps),
         )
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, LiftSpec
+from slidesparse.lifting.layout import ColumnOrder, LiftSpec
 from slidesparse.lifting.prologue import ADDING
 from slidesparse.lifting.variant import CHUNKS, LiftVariant
 from slidesparse.weights.quant import QUANTISED
@@ -95,9 +95,7 @@ def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding
     else:
         warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
     # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.
-    # So does Triton 3.8 for the second segment of a partial pattern, and would spill.
     light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
-    light = light and not order.gathered
     stores = 1 if warps == most else 2
     registers = THREE_PROGRAMS if warps == most and light else 0
     return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
@@ -126,9 +124,6 @@ def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVar
     slabs = layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    dense = spec.columns.dense_columns
-    if slabs is not None and dense * target.itemsize % SLAB_BYTES:
-        raise InputError("a segment in slabs", got=dense, needed=f"a multiple of {SLAB_BYTES} bytes")
     return LiftVariant(
         *order,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,

@@ -4,7 +4,7 @@ A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write i
 
 :meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
 would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
-equivalent, with an index of two bytes for every pair of columns where a partial pattern moves whole groups.
+equivalent.
 
 A layout may ask for *bundles* of 32 groups, whose windows are interleaved: one slab has window 0 of all of them, the
 next slab their window 1 (:func:`in_bundles`).
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,30 +41,25 @@ BUNDLE_STRIDE = 8
 
 @dataclass(frozen=True)
 class ColumnOrder:
-    """The packed column order of one weight: a dense segment, then a slid one; either may be empty.
+    """The packed column order of one weight.
 
     Attributes:
         in_features: Input columns K.
-        group: Columns of a group, 2N.
+        group: Columns of a group, 2N; a dense weight has groups of 4, whose one window moves no column.
         k_offset: Position inside its group of input column 0.
-        dense_groups: Groups in the dense segment.
-        slid_groups: Groups in the slid segment.
-        dense_columns: Length of the dense segment, padding included.
-        slid_columns: Length of the slid segment, padding included.
+        groups: Groups of a row.
+        k_packed: Packed columns K', padding included.
+        slid: Whether the weight is slid; False for a dense one.
         bundle: Groups whose windows are interleaved: 1 for none, or :data:`BUNDLE` (:func:`in_bundles`).
-        pairs: [K' / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
-            int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
 
     in_features: int
     group: int
     k_offset: int
-    dense_groups: int
-    slid_groups: int
-    dense_columns: int
-    slid_columns: int
+    groups: int
+    k_packed: int
+    slid: bool
     bundle: int = 1
-    pairs: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
@@ -72,54 +67,28 @@ class ColumnOrder:
 
         Args:
             packed: The weight that will multiply.
-            multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
-            bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+            multiple: Columns are padded with zeros to a multiple of this: 1 or an even number.
+            bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
         """
         _check_multiple(multiple)
-        pattern = packed.pattern
-        count = {segment.kind: len(segment.groups) for segment in packed.segments}
-        dense, slid = count.get("dense", 0), count.get("2:4", 0)
-        moved = _pairs(column_map(packed, multiple, bundle), packed.shape[1]) if len(packed.segments) > 1 else None
-        return cls(
-            in_features=packed.shape[1],
-            group=pattern.group,
-            k_offset=packed.k_offset,
-            dense_groups=dense,
-            slid_groups=slid,
-            dense_columns=_padded(dense * pattern.group, multiple),
-            slid_columns=_padded(_padded(slid, bundle) * pattern.slid_group, multiple),
-            bundle=bundle,
-            pairs=moved,
-        )
+        pattern, columns = packed.form, packed.shape[1]
+        groups = pattern.groups(columns, packed.k_offset)
+        k_packed = _padded(_padded(groups, bundle) * pattern.slid_group, multiple)
+        return cls(columns, pattern.group, packed.k_offset, groups, k_packed, packed.slid, bundle)
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order that moves no column, that of 2:4, for a dense GEMM; the number of columns must be even."""
+        """Return the order that moves no column, for a dense GEMM; the number of columns must be even."""
         _check_multiple(multiple)
         k_packed = _padded(columns, multiple)
         if k_packed % 2:
             raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
-        return cls(columns, 4, 0, 0, -(-columns // 4), 0, k_packed)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the groups are in another order than the input's, which ``pairs`` gives."""
-        return self.dense_groups > 0 and self.slid_groups > 0
+        return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed, slid=False)
 
     @property
     def numbers(self) -> list[int]:
-        """All fields except ``pairs``, in order: an operator can take them as one argument."""
-        return [getattr(self, each.name) for each in fields(ColumnOrder) if each.name != "pairs"]
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        """Type of ``pairs``."""
-        return index_dtype(self.in_features)
-
-    @property
-    def k_packed(self) -> int:
-        """Packed columns K'."""
-        return self.dense_columns + self.slid_columns
+        """All fields in order: an operator can take them as one argument."""
+        return list(map(int, astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -183,12 +152,11 @@ class Layout:
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
-        multiple: Columns of each segment are padded with zeros to a multiple of this.
+        multiple: Columns are padded with zeros to a multiple of this.
         rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
             rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, each segment padded to whole slabs.
-            None: they are row-major.
-        bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
+        slabs: The bytes are stored slab after slab, padded to whole slabs. None: they are row-major.
+        bundle: Weight -> groups of a bundle, 1 or :data:`BUNDLE`.
     """
 
     lifted: bool = True
@@ -198,7 +166,7 @@ class Layout:
     bundle: Callable[[PackedWeight], int] = one_group
 
     def multiple_of(self, dtype: torch.dtype) -> int:
-        """Return the multiple of columns to which segments of this type are padded; slabs are whole."""
+        """Return the multiple to which columns of this type are padded; slabs are whole."""
         return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
 
     def order(self, packed: PackedWeight) -> ColumnOrder | None:
@@ -219,24 +187,21 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its slid windows in bundles.
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its windows in bundles.
 
     Args:
         packed: The weight that will multiply.
-        multiple: Each segment is padded to a multiple of this many columns.
-        bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+        multiple: They are padded to a multiple of this many columns.
+        bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
 
     Returns:
         int64 [K'], the input column that feeds every packed column, -1 where none does.
     """
     if bundle == 1:
         return packed.column_map(multiple)
-    columns, pattern = packed.column_map(), packed.pattern
-    slid = sum(len(segment.groups) for segment in packed.segments if segment.kind == "2:4")
-    dense, windows = columns.split([len(columns) - slid * pattern.slid_group, slid * pattern.slid_group])
-    windows = in_bundles(windows.view(slid, pattern.windows, WINDOW), -1).flatten()
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(part, (0, -len(part) % multiple), value=-1) for part in (dense, windows)])
+    windows = packed.column_map().view(-1, packed.form.windows, WINDOW)
+    columns = in_bundles(windows, -1).flatten()
+    return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
 
 
 def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
@@ -294,7 +259,6 @@ class LinearTensors(NamedTuple):
 
     Attributes:
         column_map: int64 [K'], the input column that feeds every packed column.
-        pairs: :attr:`ColumnOrder.pairs`; empty where the groups are in input order.
         operand: The tensors that a backend's kernel reads of the weight.
         scale: float32 [out], the weight's scale; None for types that are not quantised.
         bias: [out], or None.
@@ -302,7 +266,6 @@ class LinearTensors(NamedTuple):
     """
 
     column_map: torch.Tensor
-    pairs: torch.Tensor | None
     operand: Sequence[torch.Tensor]
     scale: torch.Tensor | None
     bias: torch.Tensor | None
@@ -358,18 +321,6 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return padded
 
 
-def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
-    # Where one column of a pair does not exist (an odd k_offset, an odd K), the other one gives the pair.
-    first, second = column_map[::2], column_map[1::2]
-    pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
-    return pairs.to(index_dtype(columns))
-
-
-def index_dtype(columns: int) -> torch.dtype:
-    """Return the narrowest type for indices of this many columns."""
-    return torch.int16 if columns < 2**15 else torch.int32
-
-
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
 
@@ -390,4 +341,4 @@ def _padded(columns: int, multiple: int) -> int:
 def _check_multiple(multiple: int) -> None:
     # The kernels write pairs of columns; groups and windows are even, so only the padding could break a pair.
     if multiple < 1 or (multiple > 1 and multiple % 2):
-        raise InputError("multiple of a segment", got=multiple, needed="1 or an even number")
+        raise InputError("multiple of packed columns", got=multiple, needed="1 or an even number")

@@ -137,28 +137,14 @@ def largest_of(magnitudes):
 
 
 @triton.jit
-def moved_pairs(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
-    """Load the columns that feed the pairs of a step of a segment whose groups are moved: int32 [WRITE / 2]."""
-    START: tl.constexpr = P.dense_columns if SLID else 0
-    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-    position = start // 2 + tl.arange(0, P.write // 2)
-    return tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
-
-
-@triton.jit
-def first_pair(span, SLID: tl.constexpr, P: tl.constexpr):
-    """Return the pair of columns with which spans begin, counted from the start of the first group.
-
-    A span is a window of the slid segment, or a pair of the dense one.
-    """
-    if not SLID:
-        pair = span
-    elif P.bundle == 1:
-        pair = span // (P.half - 1) * P.half + span % (P.half - 1)
+def first_pair(window, P: tl.constexpr):
+    """Return the pair of columns with which windows begin, counted from the start of the first group."""
+    if P.bundle == 1:
+        pair = window // (P.half - 1) * P.half + window % (P.half - 1)
     else:
         FAR: tl.constexpr = P.bundle // _STRIDE
-        slab = span // P.bundle
-        group = slab // (P.half - 1) * P.bundle + span % FAR * _STRIDE + span % P.bundle // FAR
+        slab = window // P.bundle
+        group = slab // (P.half - 1) * P.bundle + window % FAR * _STRIDE + window % P.bundle // FAR
         pair = group * P.half + slab % (P.half - 1)
     return pair
 
@@ -166,7 +152,7 @@ def first_pair(span, SLID: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
     """Return where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
-    ROW_BYTES: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
+    ROW_BYTES: tl.constexpr = P.k_packed * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
     return row * (ROW_BYTES // ITEM)
 
 

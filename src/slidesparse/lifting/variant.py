@@ -14,7 +14,7 @@ CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LiftVariant(ColumnOrder):
-    """One compiled variant of a kernel, besides the types and alignments of its arguments; an order without pairs.
+    """One compiled variant of a kernel, besides the types and alignments of its arguments.
 
     Attributes:
         prologue: Applied to a row before it is quantised.
@@ -72,8 +72,7 @@ class LiftVariant(ColumnOrder):
     @property
     def in_place(self) -> bool:
         """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
-        alone = self.dense_groups == 0 or self.slid_groups == 0
-        return alone and not self.gathered and self.k_offset == 0 and (self.half == 2 or self.slid_groups == 0)
+        return self.k_offset == 0 and self.half == 2
 
     @property
     def cut(self) -> bool:

@@ -22,7 +22,6 @@ from slidesparse.lifting.lift_math import (
     begin,
     first_pair,
     largest_of,
-    moved_pairs,
     normed,
     offset_in_row,
     offset_of_row,
@@ -51,16 +50,11 @@ _TO_E4M3 = tl.constexpr(
 
 
 @triton.jit
-def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
-    """Return the input columns that feed a step of a segment [WRITE]; outside 0 .. K-1 where none does."""
-    # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
-    SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
-    if P.gathered:
-        leading = moved_pairs(pairs_ptr, start, SLID, P)
-    else:
-        span = start // SPAN + tl.arange(0, P.write // SPAN)
-        leading = first_pair(span, SLID, P) * 2 - P.k_offset
-    column = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
+def _source(start, P: tl.constexpr):
+    """Return the input columns that feed a step [WRITE]; outside 0 .. K-1 where none does."""
+    window = start // 4 + tl.arange(0, P.write // 4)
+    leading = first_pair(window, P) * 2 - P.k_offset
+    column = tl.reshape(leading[:, None] + tl.arange(0, 4)[None, :], (P.write,))
     # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
     PAIR: tl.constexpr = 2 - P.k_offset % 2
     return tl.max_contiguous(tl.multiple_of(column, PAIR), PAIR)
@@ -70,7 +64,7 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
 def _inside(column, P: tl.constexpr):
     """Return which of these columns exist."""
     inside = column < P.in_features
-    if P.gathered or P.k_offset > 0:
+    if P.k_offset > 0:
         inside = inside & (column >= 0)
     return inside
 
@@ -124,20 +118,16 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write_segment(
-    x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
-):
-    """Quantise, lift and write one segment of a row."""
-    START: tl.constexpr = P.dense_columns if SLID else 0
-    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-    for start in range(0, LENGTH, P.write):
+def _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P: tl.constexpr):
+    """Quantise, lift and write a row."""
+    for start in range(0, P.k_packed, P.write):
         step = tl.arange(0, P.write)
-        column = _source(pairs_ptr, start, SLID, P)
+        column = _source(start, P)
         value = _value(x_ptr, residual_ptr, gain_ptr, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
-        at = offset_in_row(START + start, step, row, tl.num_programs(0), P.itemsize, P)
-        tl.store(out_ptr + at, value, mask=start + step < LENGTH)
+        at = offset_in_row(start, step, row, tl.num_programs(0), P.itemsize, P)
+        tl.store(out_ptr + at, value, mask=start + step < P.k_packed)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -146,7 +136,6 @@ def walking_kernel(
     residual_ptr,
     residual_out_ptr,
     gain_ptr,
-    pairs_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -175,7 +164,4 @@ def walking_kernel(
     if P.quant != "none":
         scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
         tl.store(scales_ptr + token, scale)
-    if P.dense_columns > 0:
-        _write_segment(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, False, P)
-    if P.slid_columns > 0:
-        _write_segment(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, True, P)
+    _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
@@ -76,7 +76,7 @@ def sets_to_prune(
 
     A set whose members have different patterns, or a model that cannot be run, is an InputError.
     """
-    coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
+    coupled = {name for name, p in patterns.items() if p != DENSE and pruner.needs_calibration}
     if not coupled:
         return [[name] for name in linears]
     if run is None:
@@ -144,7 +144,7 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
             raise InputError(
                 f"cannot run {type(model).__name__} to see which linears read the same input",
                 got=first_line(error),
-                remedy="use a uniform pattern and --method magnitude; in Python run= may run it",
+                remedy="use --method magnitude",
             ) from error
 
     return run
@@ -190,7 +190,6 @@ def sparsify_(
     backend: str = "auto",
     fallback: Fallback = "dense",
     recipe: Rounding = "absmax",
-    run: Callable[[], object] | None = None,
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
@@ -215,8 +214,6 @@ def sparsify_(
         fallback: How ``auto`` runs layers that no accelerated backend can run.
         recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
             ``dense`` keep eight.
-        run: Runs the model once, on any input. It is needed for partial patterns, to find the linears that read the
-            same input; transformers models need none.
 
     Returns:
         The model.
@@ -226,8 +223,6 @@ def sparsify_(
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     require_kind(model, nn.Module, "model", "a torch.nn.Module")
-    if run is not None and not callable(run):
-        raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
     check_rounding(recipe, storage)
     bits = rounded_bits(recipe, storage)
@@ -248,26 +243,21 @@ def sparsify_(
         size = linear.out_features, linear.in_features
         choose(Problem(patterns[name], storage, *size, weight.device, bits=bits), backend, fallback)
     pruner = None if method is None else get_pruner(method)
-    sets = [[name] for name in targets.linears]
-    if pruner is not None:
-        if pruner.needs_calibration:
-            raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
-        sets = sets_to_prune(model, targets.linears, patterns, pruner, run or run_once(model))
+    if pruner is not None and pruner.needs_calibration:
+        raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
-    for names in sets:
-        weights = {name: targets.linears[name].weight.detach() for name in names}
-        if pruner is not None and patterns[names[0]] != DENSE:
-            weights = pruner.prune(Linears(weights, patterns[names[0]]))
-        for name, weight in weights.items():
-            packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
-            linear = targets.linears[name]
-            options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
-            layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
-            move_hooks(linear, layer)
-            for alias in aliases[id(linear)]:  # one module may have several names
-                model.set_submodule(alias, layer)
+    for name, linear in targets.linears.items():
+        weight = linear.weight.detach()
+        if pruner is not None and patterns[name] != DENSE:
+            weight = pruner.prune(Linears({name: weight}, patterns[name]))[name]
+        packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
+        options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
+        layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
+        move_hooks(linear, layer)
+        for alias in aliases[id(linear)]:  # one module may have several names
+            model.set_submodule(alias, layer)
     describe_in_config(model)
     told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE, OFFLOADED, COMPRESSED, OWN_FORWARD)
     for line in describe_dense({name: why for name, why in targets.dense.items() if why.endswith(told)}):

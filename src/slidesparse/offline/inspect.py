@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from slidesparse.weights.support import (
     check_form,
     check_pattern,
     check_weight,
-    following_groups,
     is_finite,
     is_nonzero,
     tightest_pattern,
@@ -53,8 +51,7 @@ class Layer:
         bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
-        tightest: Tightest uniform pattern that holds, or ``dense``; ``-`` for a weight that holds NaN or Inf.
-        following: Share of the column groups that follow the marked pattern, or None without a mark.
+        tightest: Tightest pattern that holds, or ``dense``; ``-`` for a weight that holds NaN or Inf.
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
@@ -71,7 +68,6 @@ class Layer:
     sparsity: float
     marked: str | None
     tightest: str
-    following: float | None
     dense_bytes: int
     packed_bytes: int
     ideal_speedup: float
@@ -240,11 +236,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
     bits = value_bits(weight)
-    following = None
     choice, kept = _what_runs(pattern, weight, bits) if problem is None else (None, {})
-    if marked is not None and marked != DENSE:
-        following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
-        pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
     return Layer(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
@@ -253,7 +245,6 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         sparsity=1 - is_nonzero(weight).sum().item() / max(weight.numel(), 1),
         marked=None if marked is None else str(marked),
         tightest="-" if tightest is None else str(tightest),
-        following=following,
         dense_bytes=weight.numel() * weight.element_size(),
         packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", 8 * weight.element_size())),
         ideal_speedup=float(pattern.ideal_speedup),
@@ -268,15 +259,12 @@ def _what_runs(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choic
     """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
-    groups = pattern.groups(weight.shape[1])
-    slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
     choice = choose(problem)
-    return choice, {name: _form_bytes(name, problem, slid) for name in choice.backends}
+    return choice, {name: _form_bytes(name, problem) for name in choice.backends}
 
 
 @lru_cache(maxsize=1024)
-def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
+def _form_bytes(backend: str, problem: Problem) -> int:
     """Return the bytes of a backend's operand. They depend on sizes alone, so a weight of zeros is prepared."""
     zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
-    packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
-    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))
+    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(pack(zeros, problem.pattern)))

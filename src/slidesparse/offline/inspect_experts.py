@@ -37,7 +37,7 @@ class ExpertLayer:
         bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
-        tightest: Tightest uniform pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.
+        tightest: Tightest pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.
         stored_bytes: Bytes of the weights as stored.
         problem: Why one of them cannot be used as marked, or None.
     """

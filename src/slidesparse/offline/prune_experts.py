@@ -128,19 +128,8 @@ class ExpertJob:
                 )
 
     def choose(self, patterns: Mapping[str, Pattern]) -> None:
-        """Take the patterns of all layers, and keep those of experts.
-
-        A partial pattern is an InputError: its dense columns would have to be those of all experts of a layer.
-        """
+        """Take the patterns of all layers, and keep those of experts."""
         self.patterns = {layer: patterns[layer] for layer in self.layers}
-        for layer, pattern in self.patterns.items():
-            if pattern != DENSE and not pattern.is_uniform:
-                raise InputError(
-                    f"a partial pattern cannot be that of experts: {layer}",
-                    got=pattern,
-                    needed="a uniform pattern",
-                    remedy="add --layer 're:.*experts=6:8'",
-                )
 
     def to_calibrate(self) -> ExpertRowsByName | None:
         """Return where the weights are that are pruned with what is routed to them; None where there are none."""

@@ -91,10 +91,10 @@ class TuneJob:
         return [name for name in self.backends if recipe_for(name) == kind.recipe]
 
     def packed_shapes(self) -> list[tuple[str, int, int]]:
-        """Return (type, out, K') of the 2:4 segments of all weights, each once."""
+        """Return (type, out, K') of the 2:4 forms of all weights, each once."""
         return sorted(
             {
-                (dtype, out, p.following(p.groups(columns)) * p.slid_group)
+                (dtype, out, p.groups(columns) * p.slid_group)
                 for model in self.models
                 for _, out, columns in model.sizes
                 for p in map(Pattern.parse, model.patterns)
@@ -115,7 +115,7 @@ def make_job(
     Without patterns or types a pruned checkpoint's own are tuned, 2:4 to 8:10, INT8 and FP8 for any other model.
 
     Raises:
-        InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
+        InputError: An unknown name, a pattern that slides nothing, or an M below 1.
         CheckpointError: A checkpoint that cannot be read.
     """
     chosen = select_patterns(patterns, ())

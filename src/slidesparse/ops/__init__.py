@@ -23,16 +23,11 @@ from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
 
 
 def _lifted(
-    x: torch.Tensor,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str,
-    pairs: torch.Tensor | None,
-    order: Sequence[int],
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str, order: Sequence[int]
 ) -> Lifted:
     spec = LiftSpec("none", x.dtype, dtype, tuple(order), get_backend(backend).layout)
     lift = resolve_lift(spec, x.shape[0], x.device)
-    return lift(x, None, LinearTensors(column_map, pairs, (), None, None, None), 0.0)
+    return lift(x, None, LinearTensors(column_map, (), None, None, None), 0.0)
 
 
 def _quantize_lift(
@@ -40,10 +35,9 @@ def _quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted(x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted(x, column_map, dtype, backend, order)[:2]
 
 
 def _quantize_lift_fake(
@@ -57,10 +51,9 @@ def _lift(
     x: torch.Tensor,
     column_map: torch.Tensor,
     backend: str = "reference",
-    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    return _lifted(x, column_map, x.dtype, backend, pairs, order)[0]
+    return _lifted(x, column_map, x.dtype, backend, order)[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -94,8 +87,8 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the product and the new residual."""
     runner, form, _ = resolve_linear(weight, prologue, x.shape[0], x.dtype, x.device)
-    column_map, pairs, *operand = tensors[form]
-    return runner(x, residual, LinearTensors(column_map, pairs, operand, scale_w, bias, gain), eps)
+    column_map, *operand = tensors[form]
+    return runner(x, residual, LinearTensors(column_map, operand, scale_w, bias, gain), eps)
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -153,14 +146,13 @@ def _chain_fake(
 
 define(
     "quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
-    " -> (Tensor, Tensor)",
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', int[] order=[]) -> (Tensor, Tensor)",
     _quantize_lift,
     _quantize_lift_fake,
 )
 define(
     "lift",
-    "(Tensor x, Tensor column_map, str backend='reference', Tensor? pairs=None, int[] order=[]) -> Tensor",
+    "(Tensor x, Tensor column_map, str backend='reference', int[] order=[]) -> Tensor",
     _lift,
     _lift_fake,
 )
@@ -187,14 +179,14 @@ define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, 
 define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (Tensor, Tensor)", _chain, _chain_fake)
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
-"""(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
+"""(x [M, K], column_map int64 [K'], dtype, backend, order) -> lifted values [M, K'], scale float32 [M, 1].
 
 The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`lifting.layout.Layout`).
-``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`lifting.layout.ColumnOrder`; with them a GPU runs
-one kernel, without them the torch definition runs."""
+``order`` is ``numbers`` of a :class:`lifting.layout.ColumnOrder`; with them a GPU runs one kernel, without them the
+torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
-"""(x [M, K], column_map int64 [K'], backend, pairs, order) -> lifted activations [M, K'], as ``quantize_lift``."""
+"""(x [M, K], column_map int64 [K'], backend, order) -> lifted activations [M, K'], as ``quantize_lift``."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.backend.Backend.matmul`; ``backend`` is a backend's name."""

@@ -3,7 +3,7 @@
 from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register_pruner
 from slidesparse.prune.gram import output_error, rounding_error
 from slidesparse.prune.magnitude import Magnitude
-from slidesparse.prune.mask import prune_mask, prune_masks
+from slidesparse.prune.mask import prune_mask
 from slidesparse.prune.round_outputs import RoundForOutputs
 from slidesparse.prune.sparsegpt import SparseGPT
 from slidesparse.prune.wanda import Wanda
@@ -19,7 +19,6 @@ __all__ = [
     "get_pruner",
     "output_error",
     "prune_mask",
-    "prune_masks",
     "register_pruner",
     "rounding_error",
 ]

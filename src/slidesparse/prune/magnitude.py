@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.mask import magnitude_cost, masked, prune_masks
+from slidesparse.prune.mask import kept_by, magnitude_cost, masked
 from slidesparse.weights.support import check_weight
 
 
@@ -19,7 +19,7 @@ class Magnitude:
         """See :class:`slidesparse.prune.base.Pruner`."""
         for name, weight in linears.weights.items():
             check_weight(weight, name)
-        masks = prune_masks([magnitude_cost(w) for w in linears.weights.values()], linears.pattern)
+        masks = (kept_by(magnitude_cost(w), linears.pattern) for w in linears.weights.values())
         return masked(linears.weights, masks)
 
 

@@ -8,28 +8,28 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import check_weight, grouped, is_nonzero, require_dense
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weights to keep: bool [out, in], at most ``keep`` in every group that follows the pattern.
+    """Return the weights to keep: bool [out, in], at most ``keep`` in every group.
 
     Args:
         weight: [out, in], any supported type.
-        pattern: Uniform or partial; groups are aligned to column 0.
+        pattern: The pattern; groups are aligned to column 0.
         cost: float32 [out, in], the cost of removing each weight; ``w^2`` (magnitude pruning) when None.
 
     >>> prune_mask(torch.tensor([[4.0, 3, 2, 1, 5, 6, 7, 8]]), "6:8").int().tolist()
     [[1, 1, 0, 0, 1, 1, 1, 1]]
     """
     check_weight(weight)
-    return prune_masks([cost_of(weight, cost)], pattern)[0]
+    return kept_by(cost_of(weight, cost), Pattern.parse(pattern))
 
 
 def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
@@ -62,34 +62,11 @@ def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
     return cost.clamp(limits.tiny, limits.max).mul_(nonzero)  # where() takes ten times as long on a CPU
 
 
-def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:
-    """Return the masks of linears that read the same input, one for each cost.
-
-    With a uniform pattern they are independent. With a partial one all of them prune the same column groups, those
-    whose pruning costs least over all rows of all linears; else a fused layer (q, k, v; gate, up) would keep hardly any
-    group that follows the pattern.
-
-    Args:
-        costs: float32 [out_i, in] each, one ``in`` for all, non-negative and finite.
-        pattern: Uniform or partial.
-
-    Returns:
-        bool [out_i, in] each.
-    """
-    pattern = Pattern.parse(pattern)
-    columns = {cost.shape[-1] for cost in costs}
-    if len(columns) != 1:
-        raise InputError("linears that read one input differ in columns", got=sorted(columns), needed="one number")
-    for cost in costs:
-        check_cost(cost)
-    # Padding costs less than anything, so it is left out first and never displaces a weight.
+def kept_by(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Return the mask by a cost, float32 [out, in], non-negative and finite: bool [out, in]."""
+    check_cost(cost)
     # Without gradients: a mask has none, and torch refuses to write a result that would have one into given memory.
-    by_group = [grouped(cost.detach().to(torch.float32), pattern, fill=-1.0) for cost in costs]
-    drops = [two_cheapest(groups) for groups in by_group]
-    if not pattern.is_uniform:
-        follows = cheapest_groups(by_group, drops, pattern)
-        drops = [drop & follows.unsqueeze(-1) for drop in drops]
-    return [~drop.flatten(1)[:, : cost.shape[1]] for drop, cost in zip(drops, costs, strict=True)]
+    return ~cheapest(cost.detach().to(torch.float32), pattern)
 
 
 def masked(weights: Mapping[str, torch.Tensor], masks: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,19 +83,12 @@ def check_cost(cost: torch.Tensor) -> None:
         raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
 
 
-def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
-    """Return the share of column groups whose pruning costs least over all rows of all weights: bool [n].
-
-    The choice is the same on every device. A group of a row has two costs, whose sum has one rounding in any order; the
-    rows are summed on the CPU, since a sum over many rows depends on its order.
-    """
-    n = groups[0].shape[1]
-    total = torch.zeros(n, dtype=torch.float64, device="cpu")  # others set a default device
-    for group, drop in zip(groups, drops, strict=True):
-        total += torch.where(drop, group.clamp(min=0), 0.0).sum(2, dtype=torch.float64).cpu().sum(0)
-    follows = torch.zeros(n, dtype=torch.bool, device="cpu")
-    follows[total.argsort(stable=True)[: pattern.following(n)]] = True
-    return follows.to(groups[0].device)
+def cheapest(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Return the weights that cost least, two of every group, none for ``DENSE``: float32 [out, in] -> bool."""
+    if pattern == DENSE:
+        return torch.zeros_like(cost, dtype=torch.bool)
+    # Padding costs less than anything, so it is left out first and never displaces a weight.
+    return two_cheapest(grouped(cost, pattern, fill=-1.0)).flatten(1)[:, : cost.shape[1]]
 
 
 def two_cheapest(groups: torch.Tensor) -> torch.Tensor:

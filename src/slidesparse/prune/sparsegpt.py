@@ -18,10 +18,10 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
+from slidesparse.prune.mask import cheapest, positive_where
 from slidesparse.prune.solve_kept import better_rows, solve_kept
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.support import grouped, is_nonzero
+from slidesparse.weights.support import is_nonzero
 
 DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""
@@ -97,9 +97,9 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
     """Prune a weight from its first column to its last, updating the columns that are not reached yet.
 
     Args:
-        weight: float32 [out, in], the rows of all linears that read one input: they choose their groups together.
+        weight: float32 [out, in], the rows of all linears that read one input.
         factor: From :func:`inverse_factor`.
-        pattern: Uniform or partial. Groups that do not follow it are not pruned, but are updated.
+        pattern: The pattern.
 
     Returns:
         float32 [out, in].
@@ -107,7 +107,6 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
     columns, size = weight.shape[1], pattern.group
     current, zero = weight.clone(), ~is_nonzero(weight)
     diagonal = factor.diagonal()
-    follows = _following(weight, diagonal, pattern)
     per_block = max(BLOCK // size, 1) * size
     for start in range(0, columns, per_block):
         end = min(start + per_block, columns)
@@ -115,9 +114,8 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
         for first in range(start, end, size):
             last = min(first + size, end)
             drop = zero[:, first:last]
-            if follows[first // size]:
-                cost = _cost(current[:, first:last], drop, diagonal[first:last])
-                drop = drop | two_cheapest(grouped(cost, pattern, fill=-1.0)).flatten(1)[:, : last - first]
+            cost = positive_where(~drop, (current[:, first:last] / diagonal[first:last]).square())
+            drop = drop | cheapest(cost, pattern)
             for column in range(first, last):
                 removed = torch.where(drop[:, column - first], current[:, column] / diagonal[column], 0.0)
                 errors[:, column - start] = removed
@@ -126,20 +124,6 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
             current[:, last:end] -= errors[:, first - start : last - start] @ factor[first:last, last:end]
         current[:, end:] -= errors @ factor[start:end, end:]
     return current
-
-
-def _cost(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """Return the cost of each removal: float32 like ``weight``, zero only for weights that were zero before."""
-    return positive_where(~zero, (weight / diagonal).square())
-
-
-def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> list[bool]:
-    """Return whether each column group follows the pattern; for a partial one those that cost least before updates."""
-    if pattern.is_uniform:
-        return [True] * pattern.groups(weight.shape[1])
-    groups = grouped(_cost(weight, ~is_nonzero(weight), diagonal), pattern, fill=-1.0)
-    chosen: list[bool] = cheapest_groups([groups], [two_cheapest(groups)], pattern).tolist()
-    return chosen
 
 
 register_pruner(SparseGPT.name, SparseGPT)

@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import masked, positive_where, prune_masks
+from slidesparse.prune.mask import kept_by, masked, positive_where
 from slidesparse.weights.support import is_nonzero
 
 
@@ -24,7 +24,7 @@ class Wanda:
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.prune.base.Pruner`."""
         squared_norms = checked_gram(linears).diagonal()
-        masks = prune_masks([wanda_cost(w, squared_norms) for w in linears.weights.values()], linears.pattern)
+        masks = (kept_by(wanda_cost(w, squared_norms), linears.pattern) for w in linears.weights.values())
         return masked(linears.weights, masks)
 
 

@@ -11,7 +11,7 @@ from slidesparse.weights import packed
 from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, loadable, quantize_weight, rounding_of
-from slidesparse.weights.support import check_form, check_groups, check_share, require_dense
+from slidesparse.weights.support import check_form, require_dense
 
 
 def pack(
@@ -20,7 +20,6 @@ def pack(
     *,
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
-    groups: torch.Tensor | None = None,
     checked: bool = False,
     name: str = "weight",
 ) -> PackedWeight:
@@ -34,33 +33,21 @@ def pack(
         pattern,
         scale=scale,
         k_offset=k_offset,
-        groups=groups,
         checked=checked,
         name=name,
         packer=_packer(weight.device),
     )
 
 
-def slid_groups(
-    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, whole: bool = False, name: str = "weight"
-) -> torch.Tensor:
-    """Check a weight, and return the groups to slide: all of a uniform pattern, of a partial one those that follow.
-
-    Arguments as of :func:`pack`, with a pattern that is not ``DENSE``. A whole weight is no shard: at least its
-    pattern's share of groups must follow. Returns int64 [n], ascending, on the CPU.
+def check(weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight") -> None:
+    """Make sure that a weight can be packed; arguments as of :func:`pack`, with a pattern that is not ``DENSE``.
 
     Raises:
-        PatternViolation: A uniform pattern is violated.
-        InputError: The weight is malformed, holds NaN or Inf, or too few groups of a whole one follow.
+        PatternViolation: The weight does not satisfy the pattern.
+        InputError: It is malformed, or holds NaN or Inf.
     """
     check_form(weight, name)
-    total = pattern.groups(weight.shape[1], k_offset)
-    following = _packer(weight.device).following(Shard(weight, pattern, k_offset, name))
-    if pattern.is_uniform and len(following) < total:
-        check_groups(weight, pattern, k_offset=k_offset, name=name)  # names the row and the group
-    if whole:
-        check_share(len(following), total, pattern, name)
-    return following
+    _packer(weight.device).check(Shard(weight, pattern, k_offset, name))
 
 
 @lru_cache(maxsize=64)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from slidesparse.base.arguments import require_integer, shown
 from slidesparse.errors import InputError
@@ -35,19 +35,17 @@ StorageForm = Literal["dense", "2:4", "code-byte", "code-bits", "counts"]
 COUNTED = range(2, 8)
 """Windows of a group whose metadata can be counts: a nibble is smaller for one window, and 4 bits hold seven."""
 
-_SYNTAX = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?:@([0-9]{1,9}(?:\.[0-9]{1,2})?)%)?")
+_SYNTAX = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
 
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """How many weights of every group may be non-zero, and on what share of the column groups.
+    """How many weights of every group may be non-zero.
 
     Args:
-        keep: Non-zeros allowed in a group, ``2N - 2``.
+        keep: Non-zeros allowed in a group, ``2N - 2``. ``DENSE`` alone keeps all 4 of 4, and has one window a group.
         group: Columns of a group, ``2N``, from 4 to 32.
-        share: Share of the column groups that follow the pattern in every row, in steps of 0.01 %; the other groups are
-            dense. 1 (the default) is a uniform pattern; with 0 nothing follows, and every such pattern is ``DENSE``.
 
     Raises:
         InputError: When the numbers do not make such a pattern.
@@ -55,34 +53,21 @@ class Pattern:
     >>> p = Pattern.parse("6:8")
     >>> p.windows, str(p.expansion), str(p.ideal_speedup)
     (3, '3/2', '4/3')
-    >>> str(Pattern.parse("4:6@50%"))
-    '4:6@50%'
     """
 
     keep: int
     group: int
-    share: Fraction = field(default=Fraction(1))
 
     def __post_init__(self) -> None:
         require_integer(self.keep, "keep of a pattern")
         require_integer(self.group, "group of a pattern")
-        if self.group % 2 or not 4 <= self.group <= MAX_GROUP or self.keep != self.group - 2:
+        slides = not self.group % 2 and 4 <= self.group <= MAX_GROUP and self.keep == self.group - 2
+        if not slides and not self.keep == self.group == WINDOW:
             raise InputError("not a sliding pattern", got=f"{self.keep}:{self.group}", needed=_NEEDED)
-        share = _fraction(self.share, "share of a pattern")
-        if not 0 <= share <= 1 or (share * 10_000).denominator != 1:
-            raise InputError(
-                f"not a share of column groups in {self.keep}:{self.group}",
-                got=f"{shown(self.share)} of 1",
-                needed="0 to 100 %, in steps of 0.01 %, as a Fraction",
-            )
-        object.__setattr__(self, "share", share)
-        if share == 0:
-            object.__setattr__(self, "keep", 2)
-            object.__setattr__(self, "group", 4)
 
     @classmethod
     def parse(cls, text: str | Pattern) -> Pattern:
-        """Read ``"6:8"``, ``"4:6@50%"`` or ``"dense"``; a Pattern passes through unchanged.
+        """Read ``"6:8"`` or ``"dense"``; a Pattern passes through unchanged.
 
         Raises:
             InputError: When the text is anything else. Nothing is guessed: ``6_8`` and ``6:8:10`` are errors.
@@ -92,30 +77,17 @@ class Pattern:
         if isinstance(text, str) and text == "dense":
             return DENSE
         match = _SYNTAX.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise InputError("not a pattern", got=shown(text), needed=f"{_NEEDED}, a share of one (4:6@50%), or dense")
-        keep, group, percent = match.groups()
-        return cls(int(keep), int(group), Fraction(percent or "100") / 100)
+        keep, group = map(int, match.groups()) if match else (0, 0)
+        if keep == group:  # 4:4 is DENSE, which has a name
+            raise InputError("not a pattern", got=shown(text), needed=f"{_NEEDED}, or dense")
+        return cls(keep, group)
 
     def __str__(self) -> str:
-        if self.share == 0:
-            return "dense"
-        uniform = f"{self.keep}:{self.group}"
-        return uniform if self.is_uniform else f"{uniform}@{float(self.share * 100):g}%"
-
-    @property
-    def is_uniform(self) -> bool:
-        """True when every group follows the pattern."""
-        return self.share == 1
-
-    @property
-    def uniform(self) -> Pattern:
-        """The pattern that the following groups obey, on all groups."""
-        return Pattern(self.keep, self.group)
+        return "dense" if self == DENSE else f"{self.keep}:{self.group}"
 
     @property
     def windows(self) -> int:
-        """Number of windows of a following group, ``N - 1``."""
+        """Number of windows of a group, ``N - 1``."""
         return self.group // 2 - 1
 
     def window(self, j: int) -> range:
@@ -127,18 +99,18 @@ class Pattern:
 
     @property
     def slid_group(self) -> int:
-        """Columns of a following group after sliding, ``4(N - 1)``."""
+        """Columns of a group after sliding, ``4(N - 1)``."""
         return WINDOW * self.windows
 
     @property
     def expansion(self) -> Fraction:
-        """Columns after lifting over columns before, the paper's gamma: ``2 - 2/N`` when uniform."""
-        return self.share * Fraction(self.slid_group, self.group) + (1 - self.share)
+        """Columns after lifting over columns before, the paper's gamma: ``2 - 2/N``."""
+        return Fraction(self.slid_group, self.group)
 
     @property
     def density(self) -> Fraction:
         """Non-zeros allowed, over all weights."""
-        return self.share * Fraction(self.keep, self.group) + (1 - self.share)
+        return Fraction(self.keep, self.group)
 
     @property
     def sparsity(self) -> Fraction:
@@ -147,9 +119,8 @@ class Pattern:
 
     @property
     def ideal_speedup(self) -> Fraction:
-        """Speed-up over dense where 2:4 runs at twice the dense rate: ``N/(N-1)`` when uniform (Corollary 1.2)."""
-        slid = self.share * Fraction(self.slid_group, self.group) / 2
-        return 1 / (slid + (1 - self.share))
+        """Speed-up over dense where 2:4 runs at twice the dense rate: ``N/(N-1)`` (Corollary 1.2)."""
+        return 1 / self.density
 
     @property
     def codes(self) -> int:
@@ -173,13 +144,11 @@ class Pattern:
             "code-bits": (self.codes - 1).bit_length(),
             "counts": 2 * self.keep.bit_length(),
         }
-        dense = Fraction(bits, 8)
-        if isinstance(form, str) and form == "dense":
-            return dense
-        if not isinstance(form, str) or form not in index_bits:
+        if not isinstance(form, str) or form not in ("dense", *index_bits):
             raise InputError("unknown storage form", got=shown(form), needed=f"dense, {', '.join(index_bits)}")
-        following = Fraction(self.keep * bits + index_bits[form], 8 * self.group)
-        return self.share * following + (1 - self.share) * dense
+        if form == "dense" or self == DENSE:
+            return Fraction(bits, 8)
+        return Fraction(self.keep * bits + index_bits[form], 8 * self.group)
 
     def groups(self, columns: int, k_offset: int = 0) -> int:
         """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
@@ -191,18 +160,6 @@ class Pattern:
                 "columns and k_offset", got=f"{shown(columns)} and {shown(k_offset)}", needed="whole numbers"
             ) from error
 
-    def following(self, groups: int) -> int:
-        """Return how many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
-        require_integer(groups, "column groups")
-        return math.ceil(self.share * groups)
 
-
-def _fraction(value: Any, name: str) -> Fraction:
-    try:
-        return Fraction(value)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise InputError(name, got=shown(value), needed="a Fraction") from error
-
-
-DENSE = Pattern(2, 4, Fraction(0))
-"""An ordinary dense weight: no group follows anything."""
+DENSE = Pattern(WINDOW, WINDOW)
+"""An ordinary dense weight: its groups keep everything."""

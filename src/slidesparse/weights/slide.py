@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.weights.pattern import STRIDE, WINDOW, WINDOW_KEEP, Pattern
+from slidesparse.weights.pattern import DENSE, STRIDE, WINDOW, WINDOW_KEEP, Pattern
 from slidesparse.weights.support import INT_VIEW, as_bits, check_k_offset, grouped, is_nonzero, require_dense
 
 # -- the two positions left out of a group, and the code that names them -------------------------------------------
@@ -27,7 +27,7 @@ from slidesparse.weights.support import INT_VIEW, as_bits, check_k_offset, group
 def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last two zeros of every group: [..., 2N] -> (a, b), each int8 [...], a < b.
 
-    The groups must hold at least two zeros each (``support.check_groups``).
+    The groups must hold at least two zeros each (``support.check_pattern``).
     """
     zero = ~is_nonzero(groups)
     a = b = torch.full(groups.shape[:-1], -1, dtype=torch.int8, device=groups.device)
@@ -128,7 +128,7 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
 
     Args:
         x: [..., K], int8, float8_e4m3fn, bfloat16, float16 or float32.
-        pattern: A uniform pattern. Partial patterns also move groups: see ``PackedWeight.lift``.
+        pattern: The pattern that the weight follows.
         k_offset: Position inside its group of column 0 (a tensor-parallel shard may start anywhere).
 
     Returns:
@@ -139,8 +139,8 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
     """
     pattern = Pattern.parse(pattern)
     check_k_offset(pattern, k_offset)
-    if not pattern.is_uniform:
-        raise InputError("lift needs a uniform pattern", got=pattern, remedy="use PackedWeight.lift")
+    if pattern == DENSE:
+        raise InputError("lift needs a pattern that slides", got=pattern, needed="such as 6:8")
     require_dense(x, "activations")
     if x.dim() == 0:
         raise InputError("activations", got="a single number", needed="[..., K]")

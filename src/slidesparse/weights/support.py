@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from slidesparse.base.arguments import require_integer, require_kind, shown
 from slidesparse.errors import InputError, PatternViolation
-from slidesparse.weights.pattern import DENSE, MAX_GROUP, Pattern
+from slidesparse.weights.pattern import MAX_GROUP, Pattern
 
 INT_VIEW = {
     torch.int8: torch.int8,
@@ -175,81 +175,18 @@ def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> t
     return grouped(is_nonzero(weight), pattern, k_offset).sum(-1, dtype=torch.uint8)
 
 
-def following_groups(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
-    """Return the column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
-
-    They are found by their zeros, so they are a superset of the groups that pruning chose.
-    """
-    if weight.shape[0] == 0:
-        return torch.arange(pattern.groups(weight.shape[1], k_offset), device=weight.device)
-    fullest = group_counts(weight, pattern, k_offset).amax(0)
-    return (fullest <= pattern.keep).nonzero().flatten()
-
-
-def check_groups(
-    weight: torch.Tensor,
-    pattern: Pattern,
-    groups: torch.Tensor | None = None,
-    *,
-    k_offset: int = 0,
-    name: str = "weight",
-) -> None:
-    """Make sure that ``groups`` (all of them when None) satisfy ``keep:group`` in every row.
+def check_pattern(weight: torch.Tensor, pattern: Pattern | str, k_offset: int = 0, *, name: str = "weight") -> None:
+    """Make sure that a weight [out, in] has at most ``keep`` non-zeros in every group of every row.
 
     Raises:
-        PatternViolation: Naming the first row and group that do not, and how many there are.
-        InputError: When ``groups`` are not ascending groups of this weight.
-    """
-    counts = group_counts(weight, pattern, k_offset)
-    if groups is not None:
-        check_ascending(groups, counts.shape[1], name)
-        counts = counts[:, groups]
-    bad = (counts > pattern.keep).nonzero()
-    if len(bad):
-        row, column = (int(i) for i in bad[0])
-        group = column if groups is None else int(groups[column])
-        raise PatternViolation(name, pattern.uniform, row, group, int(counts[row, column]), len(bad))
-
-
-def check_ascending(groups: torch.Tensor, total: int, name: str = "weight") -> None:
-    """Refuse ``groups`` that are not ascending numbers below ``total``: a repeated one would count twice."""
-    bounded = F.pad(F.pad(groups, (1, 0), value=-1), (0, 1), value=total)
-    misplaced = (bounded.diff() <= 0).nonzero().flatten()
-    if len(misplaced):
-        got = f"{int(bounded[misplaced[0] + 1])} after {int(bounded[misplaced[0]])}"
-        raise InputError(f"column groups of {name}", got=got, needed=f"ascending numbers from 0 to {total - 1}")
-
-
-def check_share(following: int, total: int, pattern: Pattern, name: str = "weight") -> None:
-    """Refuse a weight of which fewer column groups follow, ``following`` of ``total``, than its pattern's share."""
-    if following < pattern.following(total):
-        raise InputError(
-            f"{name} violates {pattern}",
-            got=f"{following} of {total} column groups that follow {pattern.uniform}",
-            needed=f"at least {pattern.following(total)}",
-            remedy="prune it first (slidesparse.prune_mask)",
-        )
-
-
-def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "weight") -> torch.Tensor:
-    """Make sure that a whole weight [out, in] satisfies its pattern, and return the groups that follow it, int64 [n].
-
-    For a partial pattern at least its share of the column groups must follow.
-
-    Raises:
-        PatternViolation: A uniform pattern is violated.
-        InputError: Too few groups follow a partial pattern.
+        PatternViolation: Naming the first row and group that have more, and how many there are.
     """
     pattern = Pattern.parse(pattern)
-    everything = torch.arange(pattern.groups(weight.shape[1]), device=weight.device)
-    if pattern.is_uniform:
-        check_groups(weight, pattern, name=name)
-        return everything
-    if pattern == DENSE:
-        return everything[:0]
-    following = following_groups(weight, pattern)
-    check_share(len(following), len(everything), pattern, name)
-    return following
+    counts = group_counts(weight, pattern, k_offset)
+    bad = (counts > pattern.keep).nonzero()
+    if len(bad):
+        row, group = (int(i) for i in bad[0])
+        raise PatternViolation(name, pattern, row, group, int(counts[row, group]), len(bad))
 
 
 def tightest_pattern(
@@ -280,6 +217,5 @@ def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern]
 
 
 def satisfies(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> bool:
-    """Return whether at least a pattern's share of the column groups of a weight [out, in] follows it."""
-    total = pattern.groups(weight.shape[1], k_offset)
-    return len(following_groups(weight, pattern, k_offset)) >= pattern.following(total)
+    """Return whether a weight [out, in] satisfies a pattern."""
+    return not bool((group_counts(weight, pattern, k_offset) > pattern.keep).any())

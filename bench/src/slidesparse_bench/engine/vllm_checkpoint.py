@@ -236,7 +236,7 @@ class _Writer:
         return 1 + 0.1 * self.gaussian(columns, 1).flatten()
 
     def linears(self, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
-        """Return linears of one input, pruned together so that they share the groups of a partial pattern.
+        """Return linears of one input, pruned together.
 
         Args:
             rows: Name of each -> its rows.

@@ -31,7 +31,7 @@ from slidesparse_bench.problems import HEADLINE
 from slidesparse_bench.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, Case, Record
 
 MULTIPLE = 32
-"""Columns of each segment are padded to a multiple of this, as sparse GEMMs ask."""
+"""Columns are padded to a multiple of this, as sparse GEMMs ask."""
 
 EPS = 1e-6
 
@@ -47,7 +47,7 @@ def measure(session: Session, case: Case) -> list[Record]:
             "slidesparse",
             "",
             partial(_quantize_lift, dtype, ColumnOrder.identity(case.in_features).numbers),
-            (x, columns, None),
+            (x, columns),
             moved,
             _check(x, columns, dtype),
         ),
@@ -62,7 +62,7 @@ def measure(session: Session, case: Case) -> list[Record]:
         packed = any_weight(Pattern.parse(variant), case.in_features, session.device)
         lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE)
         moved = x.nbytes + case.tokens * (len(lifted) + 4)
-        run, operands = partial(_quantize_lift, dtype, order.numbers), (x, lifted, order.pairs)
+        run, operands = partial(_quantize_lift, dtype, order.numbers), (x, lifted)
         subjects.append(Subject(f"lift {variant}", "slidesparse", "", run, operands, moved, _check(x, lifted, dtype)))
     return compare(session, case, subjects + _fused_subjects(session, case, x))
 
@@ -101,7 +101,7 @@ def _fused(
     residual = given.pop() if given else None
     spec = LiftSpec(first, x.dtype, dtype, tuple(order), get_backend("reference").layout)
     lift = resolve_lift(spec, x.shape[0], x.device)
-    made = lift(x, residual, LinearTensors(lifted, None, (), None, None, gain), EPS)
+    made = lift(x, residual, LinearTensors(lifted, (), None, None, gain), EPS)
     return tuple(result for result in made if result is not None)
 
 
@@ -124,17 +124,14 @@ def _fused_error(
 
 
 def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:
-    """Return a weight of this pattern and width; uniform ones have one column order, partial ones spread groups."""
-    total = pattern.groups(columns)
-    spread = torch.arange(pattern.following(total), device=device) * total // max(1, pattern.following(total))
-    zeros = torch.zeros(1, columns, dtype=torch.int8, device=device)
-    return pack(zeros, pattern, groups=None if pattern.is_uniform else spread)
+    """Return a weight of this pattern and width, all of which have one column order."""
+    return pack(torch.zeros(1, columns, dtype=torch.int8, device=device), pattern)
 
 
 def _quantize_lift(
-    dtype: torch.dtype, order: list[int], x: torch.Tensor, columns: torch.Tensor, pairs: torch.Tensor | None
+    dtype: torch.dtype, order: list[int], x: torch.Tensor, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale = ops.quantize_lift(x, columns, dtype, pairs=pairs, order=order)
+    values, scale = ops.quantize_lift(x, columns, dtype, order=order)
     return values, scale
 
 

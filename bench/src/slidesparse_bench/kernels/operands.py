@@ -91,7 +91,7 @@ def lifted(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return activations [M, K] in a backend's layout, with their scale [M, 1] if they are quantised."""
     columns, column_map = layout.order(packed), layout.column_map(packed)
-    order = {} if columns is None else {"pairs": columns.pairs, "order": columns.numbers}
+    order = {} if columns is None else {"order": columns.numbers}
     if packed.dtype not in QUANTISED:
         return ops.lift(x, column_map, backend, **order), None
     values, scale = ops.quantize_lift(x, column_map, packed.dtype, backend, **order)

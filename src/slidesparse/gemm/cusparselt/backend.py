@@ -8,9 +8,6 @@ The library offers no per-token scale, hence the second kernel. Its matrices are
 
 A *plan* belongs to one shape, M included, and takes half a millisecond to make. So M is padded to a bucket, plans are
 kept, and a call in steady state makes no plan: it costs one call into the library and one kernel launch.
-
-A partial pattern runs its dense segment through torch into an accumulator of its own; the second kernel adds the two,
-exactly for INT8 (the library's ``beta`` goes through float32) and with the same number of bytes moved.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
@@ -49,7 +45,7 @@ MULTIPLE = 32
 every row starts at a multiple of 16 bytes, as the library asks of pointers."""
 
 SMALLEST_BUCKET = 32
-"""torch._int_mm, which runs the dense segment, refuses 16 rows; no kernel has a tile of fewer than 64."""
+"""No kernel has a tile of fewer than 64 rows."""
 
 ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
 """Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
@@ -112,7 +108,7 @@ class CuSparseLt(Backend):
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
             # "illegal instruction" destroys the process's CUDA context; it cannot be caught.
             return "FP16 kernels of cuSPARSELt 0.8 fail on Hopper from 128 tokens on; use bf16, or 0.9"
-        return self._why_not_pattern(problem)
+        return None if problem.slid and problem.pattern != DENSE else "a dense weight has no 2:4 form"
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`: 16 to 16384 tokens, by its default algorithms.
@@ -128,44 +124,21 @@ class CuSparseLt(Backend):
         accumulator = self._accumulators.get(dtype)
         return 0 if accumulator is None else accumulator.itemsize
 
-    def _why_not_pattern(self, problem: Problem) -> str | None:
-        pattern = problem.pattern
-        if pattern.is_uniform:
-            return None
-        if pattern == DENSE:
-            return "a dense weight has no 2:4 segment"
-        if not problem.slid:
-            return "no group of this weight is slid, so it has no 2:4 segment"
-        if problem.dtype not in QUANTISED or self.name != "cusparselt":
-            return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
-        return None
-
     def library(self) -> str:
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return release("cuSPARSELt", api.load_library().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """Return the compressed 2:4 segment, uint8 [bytes]; with a dense one also that, [out, its K'], and a float32 1.
+        """Return the compressed 2:4 matrix, uint8 [bytes].
 
         Raises:
-            UnsupportedError: When no group is slid (a shard of a partial weight can be so).
+            UnsupportedError: The weight is dense.
         """
-        matrices, start, whole, pattern = {}, 0, as_bits(packed.columns()), packed.pattern
-        for segment in packed.segments:
-            columns = len(segment.groups) * (pattern.slid_group if segment.kind == "2:4" else pattern.group)
-            padding = (0, -columns % MULTIPLE, 0, -len(whole) % MULTIPLE)
-            matrix = F.pad(whole[:, start : start + columns], padding)
-            matrices[segment.kind] = matrix.contiguous().view(packed.dtype)
-            start += columns
-        if "2:4" not in matrices:
-            raise UnsupportedError(
-                "cuSPARSELt multiplies 2:4 segments", got="a weight without one", remedy="use backend='dense'"
-            )
-        operand = [compress_matrix(matrices["2:4"])]
-        if "dense" in matrices:
-            # With a type: vLLM packs layers while the model's type is torch's default, and torch refuses such a scale.
-            operand += [matrices["dense"], torch.ones((), dtype=torch.float32, device=packed.device)]
-        return tuple(operand)
+        if not packed.slid:
+            raise UnsupportedError("cuSPARSELt multiplies 2:4 weights", got="dense", remedy="use backend='dense'")
+        slid = as_bits(packed.columns())
+        padded = F.pad(slid, (0, -slid.shape[1] % MULTIPLE, 0, -len(slid) % MULTIPLE))
+        return (compress_matrix(padded.view(packed.dtype)),)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
@@ -185,13 +158,11 @@ class CuSparseLt(Backend):
         return nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
 
     def _shape(self, problem: Problem, tokens: int) -> Shape:
-        groups = problem.pattern.groups(problem.in_features)
-        columns = problem.pattern.following(groups) * problem.pattern.slid_group
+        columns = problem.pattern.groups(problem.in_features) * problem.pattern.slid_group
         out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
         accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        return Shape(
-            device_index(problem.device), out, columns, columns, token_bucket(tokens), problem.dtype, accumulator
-        )
+        rows = token_bucket(tokens)
+        return Shape(device_index(problem.device), out, columns, rows, problem.dtype, accumulator)
 
     def matmul(
         self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
@@ -211,54 +182,44 @@ class CuSparseLt(Backend):
                 "output of a 16-bit cuSPARSELt GEMM", got=out_dtype, needed=f"{x.dtype}, as the input"
             )
         x = _aligned(with_rows(x, token_bucket(tokens)))
-        dense = operand[1].shape[1] if len(operand) > 1 else 0
         if accumulator == x.dtype:
-            return self._product(x, 0, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
+            return self._product(x, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
 
         from slidesparse.gemm.scale import scale_rows
 
-        acc = self._product(x, dense, operand[0], out_features)
-        more = _dense_product(x[:, :dense], operand[1], operand[2]) if dense else None
-        return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+        acc = self._product(x, operand[0], out_features)
+        return scale_rows(acc, scale_x, scale_w, bias, tokens, out_features, out_dtype)
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
-        """Return the library's product alone, for a uniform pattern: [>= M, >= out], the accumulators."""
+        """Return the library's product alone: [>= M, >= out], the accumulators."""
         return self._bare(None, x, operand, out_features)
 
     def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         with torch.cuda.device(x.get_device()):
-            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features, plan=plan)
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), operand[0], out_features, plan=plan)
 
     def _product(
         self,
         x: torch.Tensor,
-        start: int,
         weight: torch.Tensor,
         out_features: int,
         bias: torch.Tensor | None = None,
         plan: MatmulPlan | None = None,
     ) -> torch.Tensor:
-        """Multiply activations [rows, K'], from column ``start`` on, by the 2:4 segment, and add the bias."""
-        rows, stride = x.shape
+        """Multiply activations [rows, K'] by the 2:4 matrix, and add the bias."""
+        rows, columns = x.shape
         out = out_features + -out_features % MULTIPLE
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if plan is None:
-            plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
+            plan = plan_for(Shape(x.get_device(), out, columns, rows, x.dtype, accumulator))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
         acc = empty(rows, out, accumulator, x.get_device())
         if bias is not None:
             acc[:, :out_features] = bias
-        plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)
+        plan.run(weight, x.data_ptr(), acc, accumulate=bias is not None)
         return acc
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
-
-
-def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ weight^T`` by torch (cuBLASLt): int32 for int8, float32 for FP8."""
-    if x.dtype == torch.int8:
-        return torch_private.int8_mm(x, weight.T)
-    return torch_private.fp8_mm(x, weight.T, one, one, out_dtype=torch.float32)

@@ -47,8 +47,7 @@ class Shape(NamedTuple):
     Attributes:
         device: CUDA device index.
         out: Rows of the weight, padded.
-        columns: Columns K' of the 2:4 segment, padded.
-        stride: Elements from one row of the activations to the next: more than ``columns`` after a dense segment.
+        columns: Columns K', padded.
         rows: Rows of the activations, padded.
         dtype: Type of the operands.
         accumulator: Type of the product.
@@ -57,7 +56,6 @@ class Shape(NamedTuple):
     device: int
     out: int
     columns: int
-    stride: int
     rows: int
     dtype: torch.dtype
     accumulator: torch.dtype
@@ -102,7 +100,7 @@ class MatmulPlan:
         weight = self._new("cusparseLtMatDescriptorDestroy")
         _describe_weight(weight, self._handle, shape.out, shape.columns, shape.dtype)
         x = self._new("cusparseLtMatDescriptorDestroy")
-        where = (shape.columns, shape.rows, shape.stride, ALIGNMENT, operand, api.ORDER_COLUMN)
+        where = (shape.columns, shape.rows, shape.columns, ALIGNMENT, operand, api.ORDER_COLUMN)
         call("cusparseLtDenseDescriptorInit", handle, x, *where)
         y = self._new("cusparseLtMatDescriptorDestroy")
         where = (shape.out, shape.rows, shape.out, ALIGNMENT, product, api.ORDER_COLUMN)

@@ -94,7 +94,7 @@ class AlgorithmRecord:
         gpu: Name of the device.
         library: Version of cuSPARSELt.
         out: Rows of the weight, padded.
-        columns: Columns of the 2:4 segment, padded.
+        columns: Columns K', padded.
         dtype: Type of the operands.
         accumulator: Type of the product.
         rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).

@@ -48,7 +48,7 @@ def tune(
     with torch.cuda.device(device):
         out, columns, rows = out + -out % MULTIPLE, columns + -columns % MULTIPLE, token_bucket(tokens)
         product = accumulator or ACCUMULATORS.get(dtype, dtype)
-        shape = Shape(torch.cuda.current_device(), out, columns, columns, rows, dtype, product)
+        shape = Shape(torch.cuda.current_device(), out, columns, rows, dtype, product)
         try:
             return _search(shape)
         except torch.OutOfMemoryError as error:

@@ -1,8 +1,8 @@
 """The Hopper backend: our own 2:4 GEMM (``gemm/hopper/csrc``), scales and bias applied where the sum ends.
 
-One launch multiplies the dense and the 2:4 segment into one accumulator, applies ``scale_x``, ``scale_w`` and the bias
-in float32 and rounds once. Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the
-quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: no call needs descriptors or a plan.
+One launch multiplies a 2:4 or a dense weight, applies ``scale_x``, ``scale_w`` and the bias in float32 and rounds once.
+Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the quantise-and-lift kernel, weights from
+:mod:`slidesparse.gemm.hopper.weights`: no call needs descriptors or a plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CAPABILITY = (9, 0)
 
 
 class Hopper(Backend):
-    """The backend that multiplies 2:4 and dense segments by lifted activations on sm_90a, in one launch."""
+    """The backend that multiplies 2:4 weights, and dense ones, by lifted activations on sm_90a, in one launch."""
 
     name = "hopper"
     accelerated = True
@@ -72,7 +72,7 @@ class Hopper(Backend):
         return f"slidesparse {REVISION}"
 
     def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
-        """Return the steps of both segments, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
+        """Return the steps of a weight, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
@@ -85,7 +85,7 @@ class Hopper(Backend):
         return operand
 
     def form_of(self, sparse: torch.Tensor) -> SparseForm:
-        """Return the form of the 2:4 segment of a weight of this backend: metadata with every step."""
+        """Return the form of a 2:4 weight of this backend: metadata with every step."""
         return SparseForm(sparse.shape[1], windows=0, value_bits=self.value_bits)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:

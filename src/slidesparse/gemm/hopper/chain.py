@@ -57,12 +57,10 @@ class CheckedWeight(NamedTuple):
     Attributes:
         weight: Addresses that the GEMM reads.
         gain: Address of the gain of its norm; None without one.
-        pairs: Address of its index of pairs; None without one.
     """
 
     weight: WeightAddresses
     gain: int | None
-    pairs: int | None
 
 
 class HopperChain:
@@ -111,14 +109,14 @@ class HopperChain:
         y = empty_here(lift.tokens, self._out, lift.source)
         workspace = empty_here(1, self._workspace_bytes, torch.uint8)
         start, x_at, x_stride = workspace.data_ptr(), x.data_ptr(), x.stride()[0]
-        for (linear, slots, ends, residual_start), (weight, gain, pairs) in zip(self._linears, weights, strict=True):
+        for (linear, slots, ends, residual_start), (weight, gain) in zip(self._linears, weights, strict=True):
             residual_out_at = None
             if slots.adds:
-                inputs = LiftInputs(x_at, residual_at, gain, pairs, x_stride, residual_stride)
+                inputs = LiftInputs(x_at, residual_at, gain, x_stride, residual_stride)
                 residual_out_at = last_residual_at if residual_start is None else start + residual_start
                 residual_at, residual_stride = residual_out_at, linear.lift.order.in_features
             else:
-                inputs = LiftInputs(x_at, None, gain, pairs, x_stride, 0)
+                inputs = LiftInputs(x_at, None, gain, x_stride, 0)
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
             linear.launch(inputs, residual_out_at, start, weight, x_at, slots.eps)
         return y, residual_out
@@ -131,7 +129,7 @@ class HopperChain:
             if residual is None or not self._adding[0].is_rows(residual):
                 return False
             at, stride = residual.data_ptr(), residual.stride()[0]
-        return lift.can_launch(LiftInputs(x.data_ptr(), at, None, None, x.stride()[0], stride))
+        return lift.can_launch(LiftInputs(x.data_ptr(), at, None, x.stride()[0], stride))
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
         """Return the weights, checked now or before; None where a kernel cannot read one of them."""
@@ -142,13 +140,13 @@ class HopperChain:
         checked = []
         for linear, slots, _, _ in self._linears:
             picked = slots.pick(tensors)
-            weight, pairs, gain = linear.weight_addresses(picked), picked.pairs, picked.gain
-            if weight is None or linear.lift.refusal_of_weights(pairs, gain) is not None:
+            weight, gain = linear.weight_addresses(picked), picked.gain
+            if weight is None or linear.lift.refusal_of_gain(gain) is not None:
                 return None
-            gain_at, pairs_at = 0 if gain is None else gain.data_ptr(), 0 if pairs is None else pairs.data_ptr()
-            if (gain_at | pairs_at) % ALIGNMENT:
+            gain_at = None if gain is None else gain.data_ptr()
+            if (gain_at or 0) % ALIGNMENT:
                 return None
-            checked.append(CheckedWeight(weight, gain_at or None, pairs_at or None))  # an empty tensor has no address
+            checked.append(CheckedWeight(weight, gain_at))
         self._known.add(own, checked)
         return checked
 
@@ -157,7 +155,7 @@ class HopperChain:
         # A residual between linears has rows as long as the product that is added to it.
         strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(
-            chained.linear.lift.can_launch(LiftInputs(0, None, None, None, stride, 0))
+            chained.linear.lift.can_launch(LiftInputs(0, None, None, stride, 0))
             for chained, stride in zip(self._linears, strides, strict=True)
         )
         return self._ready
@@ -175,7 +173,7 @@ class HopperChain:
         elif not self._ready:
             return  # this call compiles its kernels
         elif weights is None:
-            reason = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
+            reason = "a weight, scale, bias or gain is not as its kernel reads it"
         else:
             reason = "activations or residual are not aligned rows on the current device"
         log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)

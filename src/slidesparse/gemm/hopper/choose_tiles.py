@@ -135,7 +135,7 @@ def choose_bands(
 
     The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
     it, and smaller ones compute the channels that are left in less time than that wave takes. A weight has ``channels``
-    rows, and slabs of its 2:4 and of its dense segment, which are two steps each.
+    rows, and slabs: in 2:4 form of one step each, dense of two.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']

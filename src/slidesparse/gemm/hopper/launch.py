@@ -25,8 +25,8 @@ class WeightAddresses(NamedTuple):
     """The addresses of a weight that a launch reads, in the order of the kernel's arguments.
 
     Attributes:
-        dense: Address of the dense segment.
-        sparse: Address of the 2:4 segment.
+        dense: Address of its dense steps, if it has such.
+        sparse: Address of its 2:4 steps.
         scale: Address of the weight's scales, float32 [out]; None without.
         bias: Address of the bias [out]; None without.
         bias_type: Number of its type in :data:`BIAS_TYPES`; 0 without a bias.
@@ -47,7 +47,7 @@ class BandLaunch(NamedTuple):
     """A launch of a product, or of a band of it: a variant, its blocks, and the numbers in the arguments.
 
     ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``row_bytes`` are those of :data:`TILE_ROWS`
-    channels in the dense and in the 2:4 segment.
+    channels in dense and in 2:4 steps.
     """
 
     kernel: Kernel
@@ -134,9 +134,9 @@ def find_launch(
     Args:
         activations: [M, K'].
         dtype: Their type, and the weight's.
-        form: How the 2:4 segment lies in memory, as the weight was prepared.
-        dense: Shape of the steps of the dense segment (gemm/hopper/weights.py).
-        sparse: Shape of the steps of the 2:4 segment.
+        form: How 2:4 steps lie in memory, as the weight was prepared.
+        dense: Shape of its dense steps (gemm/hopper/weights.py).
+        sparse: Shape of its 2:4 steps.
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
@@ -164,7 +164,7 @@ def _launch(
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
     columns = SLAB_BYTES // dtype.itemsize * (form.slabs + dense_slabs)
     fits = activations[1] == columns and sparse[1:] == form.shape(out_features, dtype.itemsize)[1:]
-    fits &= dense[3] == VALUE_BYTES  # of the other segment it has another length, but for values of six bits
+    fits &= dense[3] == VALUE_BYTES  # of 2:4 steps it is another, but for values of six bits
     if not fits or out_features > TILE_ROWS * sparse[0]:
         raise InputError(
             f"activations {list(activations)} {dtype} for {out_features} outputs",

@@ -3,8 +3,8 @@
 A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
 lifted activations. A step of a row tile is contiguous, and so is one of a half or a quarter of it. The weight has
 
-* in the 2:4 segment, one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
-* in the dense segment, two steps a slab, each 64 bytes of weights a row.
+* in 2:4 form one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
+* dense two steps a slab, each 64 bytes of weights a row.
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata: two counts of 3 or 4 bits say how many
 kept entries of a group precede each of its left-out positions. The slabs of a bundle (``lifting.layout.in_bundles``)
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.lifting.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
-from slidesparse.weights.packed import PackedWeight, Segment
+from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import COUNTED, WINDOW_KEEP, Pattern
 from slidesparse.weights.slide import decode_group, metadata
 from slidesparse.weights.support import as_bits
@@ -67,10 +67,9 @@ def bundle_of(packed: PackedWeight) -> int:
     Metadata are better for 16-bit types, for 2:4 (where a nibble is smaller than two counts), for counts of more than
     4 bits, and for few groups, which would not fill their bundles.
     """
-    windows, segment = packed.pattern.windows, _segment(packed, "2:4")
-    if packed.dtype.itemsize != 1 or segment is None or windows not in COUNTED:
+    windows, groups = packed.form.windows, packed.form.groups(packed.shape[1], packed.k_offset)
+    if packed.dtype.itemsize != 1 or windows not in COUNTED:  # a dense weight has one window a group
         return 1
-    groups = len(segment.groups)
     plain = -(-groups * packed.pattern.slid_group // SLAB_BYTES)
     return BUNDLE if -(-groups // BUNDLE) * windows <= PADDING * plain else 1
 
@@ -83,7 +82,7 @@ COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
 
 
 class SparseForm(NamedTuple):
-    """How the 2:4 segment of a weight lies in memory.
+    """How a weight in 2:4 form lies in memory.
 
     Attributes:
         slabs: Its slabs.
@@ -99,7 +98,7 @@ class SparseForm(NamedTuple):
     def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> SparseForm:
         """Return the form of the weight whose activations have this order in slabs."""
         windows = order.group // 2 - 1 if order.bundle > 1 else 0
-        return cls(order.slid_columns * itemsize // SLAB_BYTES, windows, value_bits)
+        return cls(order.slid * order.k_packed * itemsize // SLAB_BYTES, windows, value_bits)
 
     @property
     def count_bits(self) -> int:
@@ -129,7 +128,7 @@ def bundle_bytes(windows: int, value_bits: int) -> int:
 
 
 class HopperOperand(NamedTuple):
-    """The tensors that the kernel reads of a weight, in the order of its arguments.
+    """The tensors that the kernel reads of a weight, in the order of its arguments; one of them has no slabs.
 
     Attributes:
         dense: From :func:`dense_steps`.
@@ -143,24 +142,23 @@ class HopperOperand(NamedTuple):
 def dense_shape(order: ColumnOrder, itemsize: int, out_features: int) -> torch.Size:
     """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs."""
     tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
-    return torch.Size((tiles, 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES))
+    return torch.Size((tiles, 0 if order.slid else 2 * (order.k_packed // slab), BLOCKS, VALUE_BYTES))
 
 
 def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
-    """Return the 2:4 segment in steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
+    """Return a weight in 2:4 steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
 
-    uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
+    uint8 [row tiles, slabs, 4, bytes of a step], no slabs for a dense one; or in bundles
     [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
-    segment = _segment(packed, "2:4")
-    if segment is None or segment.code is None:
+    if packed.code is None:
         return torch.empty(SparseForm(0, 0, value_bits).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
     if bundle > 1:
-        return _bundles(segment.values, segment.code, packed.pattern, value_bits)
-    values = _row_steps(segment.values) if value_bits == 8 else _six_bits(segment.values)
+        return _bundles(packed.values, packed.code, packed.pattern, value_bits)
+    values = _row_steps(packed.values) if value_bits == 8 else _six_bits(packed.values)
     windows = SLAB_BYTES // itemsize // 4
-    nibbles = metadata(segment.code, packed.pattern)
+    nibbles = metadata(packed.code, packed.pattern)
     missing = values.shape[1] * windows - nibbles.shape[1]
     nibbles = F.pad(nibbles, (0, missing, 0, -out % TILE_ROWS), value=ZERO_NIBBLE)
     words = _metadata_words(nibbles, windows) if itemsize == 1 else _metadata_words_16(nibbles, windows)
@@ -170,12 +168,11 @@ def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torc
 
 
 def dense_steps(packed: PackedWeight) -> torch.Tensor:
-    """Return the dense segment in steps: uint8 [row tiles, 2 * slabs, 4, 4096], no slabs without one."""
-    segment = _segment(packed, "dense")
-    if segment is None:
+    """Return a dense weight in steps: uint8 [row tiles, 2 * slabs, 4, 4096], no slabs for one in 2:4 form."""
+    if packed.slid:
         tiles = -(-packed.shape[0] // TILE_ROWS)
         return torch.empty(tiles, 0, BLOCKS, VALUE_BYTES, dtype=torch.uint8, device=packed.device)
-    steps = _row_steps(segment.values)
+    steps = _row_steps(packed.values)
     return _row_tiles(F.pad(steps, (0, 0, 0, steps.shape[1] % 2)))
 
 
@@ -213,10 +210,6 @@ def _count_words(counts: torch.Tensor, bits: int) -> torch.Tensor:
         nibbles = ((by_lane >> bit & 1).to(torch.uint8) * weight).sum(-1, dtype=torch.uint8)
         planes.append((nibbles[..., 0::2] | nibbles[..., 1::2] << 4).flatten(2))
     return torch.cat(planes, -1)
-
-
-def _segment(packed: PackedWeight, kind: str) -> Segment | None:
-    return next((segment for segment in packed.segments if segment.kind == kind), None)
 
 
 def _row_tiles(steps: torch.Tensor) -> torch.Tensor:

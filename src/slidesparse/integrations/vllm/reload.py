@@ -45,8 +45,8 @@ def pack_again(layer: Any, slide: SlideLinear, name: str) -> None:
         name: The layer's name.
 
     Raises:
-        UnsupportedError: The weight does not satisfy the layer's pattern, another number of its groups follows it, or
-            its values have more bits than the layer's backend reads.
+        UnsupportedError: The weight does not satisfy the layer's pattern, has another size, or its values have more
+            bits than the layer's backend reads.
     """
     weight = layer.weight.data
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
@@ -60,8 +60,7 @@ def pack_again(layer: Any, slide: SlideLinear, name: str) -> None:
     if not slide.holds_bits(packed):
         raise _refusal(name, "values of more than six bits", "six, as when the engine started")
     if not slide.refill(packed):
-        needed = "as many as when the engine started, for which CUDA graphs were captured"
-        raise _refusal(name, "another number of column groups that follow the pattern", needed)
+        raise _refusal(name, f"{list(packed.shape)}", f"{[slide.out_features, slide.in_features]}, as when it started")
 
 
 def _refusal(name: str, got: str, needed: str) -> UnsupportedError:
