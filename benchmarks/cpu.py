@@ -26,7 +26,7 @@ from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -68,7 +68,7 @@ def pack_seconds(repeats: int = 5) -> list[float]:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        pack_segments(weight, "6:8")
+        pack_by(weight, "6:8")
         times.append(time.perf_counter() - start)
     return times
 

@@ -69,9 +69,9 @@ NEWEST = {
 the stock engines of that record, or of the first where it has none."""
 
 
-UNIFORM = ("6:8", "4:6", "2:4")
+PATTERNS = ("6:8", "4:6", "2:4")
 SIX_BITS = "hopper-6bit"
-IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in UNIFORM}
+IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in PATTERNS}
 """Engine that was told to take them -> what it is called here."""
 
 AT_6OF8, NAME_6OF8 = next(iter(IN_SIX_BITS.items()))
@@ -152,7 +152,7 @@ def served_headline() -> str:
     ):
         found = (headline_speedup(engine, load, model) for engine in (*STOCK_RIVALS, *IN_SIX_BITS))
         rows.append([f"{model}, {HEADLINE[load]}", *("-" if one is None else f"{one:.2f}x" for one in found)])
-    return markdown(("over stock INT8", *STOCK_RIVALS, *UNIFORM), rows)
+    return markdown(("over stock INT8", *STOCK_RIVALS, *PATTERNS), rows)
 
 
 def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
@@ -240,7 +240,7 @@ def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
         first = (dtype, model) == tuned[0]
         known.sort(key=lambda name: name.startswith(SIX_BITS))
-        names = [name for name in known if name.split()[1] in UNIFORM and (first or not name.startswith(SIX_BITS))]
+        names = [name for name in known if name.split()[1] in PATTERNS and (first or not name.startswith(SIX_BITS))]
         for name in names:
             lead = [f"{TYPES[dtype]}{older}", model] if name == names[0] else ["", ""]
             pattern = f"{name.split()[1]}, six bits" if name.startswith(SIX_BITS) else name.split()[1]

@@ -7,7 +7,7 @@ import torch
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.prologue import silu_mul
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import Quantiser, Rounding, quantize_rows, quantize_weight
 
 
@@ -27,7 +27,7 @@ def packed_experts(
         whole = torch.randn(out, k_offset + columns, device=device)
         weight = (whole * prune_mask(whole, pattern))[:, k_offset:]
         values, scale = quantize_weight(weight, dtype, recipe=recipe)
-        made.append(pack_segments(values.contiguous(), pattern, scale=scale, k_offset=k_offset))
+        made.append(pack_by(values.contiguous(), pattern, scale=scale, k_offset=k_offset))
     return made
 
 

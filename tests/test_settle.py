@@ -14,7 +14,7 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
 from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, packed_problem, settle
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
 from slidesparse.weights.support import find_pattern
@@ -39,7 +39,7 @@ def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str
     settled = settle(shard, scale, parsed, REFERENCE, start=start)
     assert isinstance(settled, RunsSparse)
     k_offset = start % parsed.group
-    defined = pack_segments(shard, pattern, scale=scale, k_offset=k_offset)
+    defined = pack_by(shard, pattern, scale=scale, k_offset=k_offset)
     for name in ("values", "code"):
         assert torch.equal(getattr(settled.packed, name).float(), getattr(defined, name).float())
     assert torch.equal(settled.packed.unpack().float(), shard.float())

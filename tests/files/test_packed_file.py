@@ -20,7 +20,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 
 
 @pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6", "fp8"), ("22:24", "bf16"), ("dense", "int8")])
@@ -138,7 +138,7 @@ def test_the_second_of_two_packs_is_refused_and_harms_nothing(
     def second(*arguments: Any, **named: Any) -> PackedWeight:
         if not tried:
             tried.append(main(["pack", str(pruned)]))
-        return pack_segments(*arguments, **named)
+        return pack_by(*arguments, **named)
 
     monkeypatch.setattr(packed_file, "pack", second)
     write_packed(pruned)
@@ -233,7 +233,7 @@ def test_golden_bytes() -> None:
         [[5, 0, 7, 1, 0, 2, 0, 3, 1, 2, 3, 4, 5, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, -2, 0, 0, -3, 4]],
         dtype=torch.int8,
     )
-    parts = _parts("x", pack_segments(weight, "6:8"))
+    parts = _parts("x", pack_by(weight, "6:8"))
     assert PACKED_VERSION == "2"
     assert (
         parts["x.values"].view(torch.uint8).numpy().tobytes().hex() == "050007010203"
@@ -248,5 +248,5 @@ def test_golden_bytes() -> None:
 
 def test_golden_bytes_of_a_dense_layer() -> None:
     weight = torch.tensor([[1, 2, 3, 4, 5, 6]], dtype=torch.int8)
-    parts = _parts("x", pack_segments(weight, "dense"))
+    parts = _parts("x", pack_by(weight, "dense"))
     assert {name: part.tolist() for name, part in parts.items()} == {"x.dense": [[1, 2, 3, 4, 5, 6, 0, 0]]}

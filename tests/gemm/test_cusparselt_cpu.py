@@ -22,7 +22,7 @@ from slidesparse.gemm.dense import padded_rows
 from slidesparse.gemm.reference import apply_scales
 from slidesparse.lifting.layout import with_rows
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -129,7 +129,7 @@ def test_a_product_is_put_together_from_the_librarys(
     monkeypatch.setattr(scaling, "scale_rows", scale_rows)
     weight = torch.randint(-5, 6, (40, 64)) * prune_mask(torch.randn(40, 64), pattern)
     scale = torch.rand(40) + 0.5 if dtype.itemsize == 1 else None
-    packed = pack_segments(weight.to(dtype), pattern, scale=scale)
+    packed = pack_by(weight.to(dtype), pattern, scale=scale)
     bias, x = torch.randn(40), torch.randint(-3, 4, (33, 64)).bfloat16()
 
     def run(name: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import LiftSpec, LinearTensors
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 TOKENS, OUT, COLUMNS = 40, 32, 64
@@ -219,7 +219,7 @@ def fp8_layer() -> SlideLinear:
 @pytest.mark.parametrize("default", [torch.float32, BF16], ids=str)
 def test_the_scale_of_fp8_is_float32_whatever_the_default_type(default: torch.dtype) -> None:
     # vLLM packs layers while torch's default type is the model's; torch refuses a scale that is not float32.
-    packed = pack_segments(torch.zeros(OUT, COLUMNS).to(FP8), "6:8", scale=torch.ones(OUT))
+    packed = pack_by(torch.zeros(OUT, COLUMNS).to(FP8), "6:8", scale=torch.ones(OUT))
     with default_type(default):
         _, one = dense.Dense().prepare(packed)
     assert (one.dtype, one.shape, one.item()) == (torch.float32, (), 1)

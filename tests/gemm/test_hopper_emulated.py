@@ -22,7 +22,7 @@ from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
@@ -42,7 +42,7 @@ def problem(
     weight = torch.randn(OUT, COLUMNS) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)
     weight = weight & -4 if backend.value_bits == 6 else weight
-    packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
+    packed = pack_by(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
     x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
     return Lifted(values, scale, None), packed, x

@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import decode_group, metadata
@@ -35,7 +35,7 @@ def _packed(
     weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, k_offset:].contiguous()
     weight = weight & -4 if six_bits else weight
     scale = torch.rand(out) if dtype.itemsize == 1 else None
-    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset)
+    return pack_by(weight, pattern, scale=scale, k_offset=k_offset)
 
 
 def _decoded(packed: PackedWeight, backend: type[Hopper] = Hopper) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
     whole = _packed(pattern, torch.int8, 40, 480).unpack()
     shard = whole[:, 240 + k_offset :].contiguous()
     size = 8 if pattern == "6:8" else 6
-    packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size)
+    packed = pack_by(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size)
     x = torch.randint(-128, 128, (3, shard.shape[1]))
     for backend in (Hopper, Bundles):
         decoded, column_map = _decoded(packed, backend).view(np.int8), backend.layout.column_map(packed)

@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import Pattern
 
 
@@ -97,7 +97,7 @@ def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
     weight = torch.randint(-9, 9, (8, 16), dtype=torch.int8) * 0
-    packed = pack_segments(weight, "6:8", scale=torch.ones(1).expand(8))
+    packed = pack_by(weight, "6:8", scale=torch.ones(1).expand(8))
     assert packed.scale.is_contiguous()
     layer = SlideLinear(packed, bias=torch.rand(8, 3)[:, 0])
     assert layer.bias.is_contiguous()
@@ -105,6 +105,6 @@ def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
 
 @pytest.mark.parametrize("bias", [torch.rand(5), torch.ones(8, dtype=torch.int32)])
 def test_a_bias_that_does_not_fit(bias: torch.Tensor) -> None:
-    packed = pack_segments(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
+    packed = pack_by(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
     with pytest.raises(InputError, match="bias of SlideLinear"):
         SlideLinear(packed, bias=bias)

@@ -15,7 +15,7 @@ from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import as_bits
@@ -41,7 +41,7 @@ def test_masks_and_packed_weights_have_the_bits_of_the_cpu(pattern: str) -> None
     weight = torch.randn(65, 333, dtype=torch.bfloat16)
     mask = prune_mask(weight, pattern)
     assert torch.equal(mask, prune_mask(weight.cuda(), pattern).cpu())
-    here, there = pack_segments(weight * mask, pattern), pack_segments((weight * mask).cuda(), pattern)
+    here, there = pack_by(weight * mask, pattern), pack_by((weight * mask).cuda(), pattern)
     assert torch.equal(as_bits(here.values), as_bits(there.values.cpu()))
     assert torch.equal(here.code, there.code.cpu())
     assert torch.equal(there.unpack().cpu(), weight * mask)
@@ -102,7 +102,7 @@ def test_every_pattern_on_the_gpu(pattern: str, dtype: torch.dtype) -> None:
     """
     for columns in (320, 2560, 3584, 5120):
         weight = torch.randn(4, columns)
-        packed = pack_segments(weight * prune_mask(weight, pattern), pattern).to("cuda")
+        packed = pack_by(weight * prune_mask(weight, pattern), pattern).to("cuda")
         order, column_map = ColumnOrder.of(packed, 32), packed.column_map(32)
         for m in (1, 64, 300):
             x = torch.randn(m, columns, dtype=torch.bfloat16, device="cuda")

@@ -24,7 +24,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import with_rows
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
 
@@ -60,7 +60,7 @@ def _packed(
     else:
         weight = torch.randn(out, columns, device="cuda")
         weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
+    return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
 
 
 def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_large_int8_accumulators_are_as_good_as_exact() -> None:
     weight = torch.full((32, 8192), -128, dtype=INT8, device="cuda").view(32, -1, 4)
     weight[..., 2:] = 0
     weight[:, 0, 0] = 127
-    packed = pack_segments(weight.view(32, 8192), "2:4")
+    packed = pack_by(weight.view(32, 8192), "2:4")
     x = torch.full((32, 8192), -128, dtype=INT8, device="cuda")
     x[:, 0] = torch.arange(32)
     exact = product(x, packed.columns())

@@ -19,7 +19,7 @@ from slidesparse.gemm.dense import DenseLinear
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
@@ -68,7 +68,7 @@ def test_quantised_stays_within_the_table(
     else:
         weight = torch.randn(size, device="cuda")
         weight = (weight * prune_mask(weight, "6:8")).to(FP8)
-    packed = pack_segments(weight, "6:8", scale=torch.rand(out, device="cuda") * 1e-3)
+    packed = pack_by(weight, "6:8", scale=torch.rand(out, device="cuda") * 1e-3)
     assert packed.scale is not None
     backend = get_backend("dense")
     operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
@@ -164,7 +164,7 @@ def _full_precision_reductions() -> Iterator[None]:
 def test_floats_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     weight = torch.randn(100, 333, device="cuda")
     weight = (weight * prune_mask(weight, "6:8")).to(dtype)
-    packed, bias = pack_segments(weight, "6:8"), torch.randn(100, device="cuda").to(dtype)
+    packed, bias = pack_by(weight, "6:8"), torch.randn(100, device="cuda").to(dtype)
     backend = get_backend("dense")
     operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
     for m in TOKENS:

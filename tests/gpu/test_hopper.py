@@ -32,7 +32,7 @@ from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
 
@@ -69,7 +69,7 @@ def _packed(dtype: torch.dtype, pattern: str, out: int = OUT, columns: int = COL
     else:
         weight = torch.randn(out, columns, device="cuda")
         weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if dtype.itemsize == 1 else None)
+    return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if dtype.itemsize == 1 else None)
 
 
 def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_the_emulator_reads_what_the_kernel_reads() -> None:
 def test_a_shard_that_starts_inside_a_group() -> None:
     whole, backend = _packed(INT8, "6:8", OUT, 1600).unpack(), get_backend("hopper")
     shard = whole[:, 803:].contiguous()
-    packed = pack_segments(shard, "6:8", scale=torch.ones(OUT, device="cuda"), k_offset=803 % 8)
+    packed = pack_by(shard, "6:8", scale=torch.ones(OUT, device="cuda"), k_offset=803 % 8)
     x = _tokens(INT8, 100, shard.shape[1])
     y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, None, OUT, FP32)
     assert torch.equal(y, product(x, shard).float())

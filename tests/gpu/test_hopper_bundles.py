@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 
@@ -51,7 +51,7 @@ def packed_weight(dtype: torch.dtype, pattern: str, out: int, columns: int, k_of
     whole = whole / (1 if dtype == INT8 else 64)
     weight = (whole * prune_mask(whole, pattern)).to(dtype)[:, k_offset:].contiguous()
     scale = torch.rand(out, device="cuda") * 1e-3
-    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset)
+    return pack_by(weight, pattern, scale=scale, k_offset=k_offset)
 
 
 def tokens_of(dtype: torch.dtype, m: int, columns: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.slide import gather
 
 pytestmark = [
@@ -44,7 +44,7 @@ def _seed() -> None:
 def packed_weight(pattern: str, out: int, columns: int) -> PackedWeight:
     whole = torch.randint(-32, 32, (out, columns), device="cuda").to(torch.float32) * 4
     weight = (whole * prune_mask(whole, pattern)).to(INT8)
-    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3)
+    return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3)
 
 
 def lifted(x: torch.Tensor, packed: PackedWeight, backend: type[Hopper] = HopperSixBits) -> torch.Tensor:

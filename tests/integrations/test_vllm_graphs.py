@@ -20,7 +20,7 @@ from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -295,7 +295,7 @@ def test_a_copied_configuration_keeps_the_pass() -> None:
 
 
 def packed_linear(pattern: str, weight: torch.Tensor) -> ss.SlideLinear:
-    return ss.SlideLinear(pack_segments(weight, pattern, scale=torch.ones(len(weight))), backend="reference")
+    return ss.SlideLinear(pack_by(weight, pattern, scale=torch.ones(len(weight))), backend="reference")
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:

@@ -19,14 +19,14 @@ from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import LiftSpec
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import Rounding
 
 
 def sparse_linear(backend: str) -> SlideLinear:
     """INT8, 6:8, 16 columns -> 8 rows."""
     weight = torch.randint(-128, 128, (8, 16), dtype=torch.int8)
-    packed = pack_segments(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
+    packed = pack_by(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
     return SlideLinear(packed, backend=backend)
 
 

@@ -29,7 +29,7 @@ from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_var
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec, Slabs
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.pack_kernel import MAGNITUDE, PackVariant, pack_kernel
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import QUANTISED
 from slidesparse.weights.support import INT_VIEW
 
@@ -106,7 +106,7 @@ def accesses(ptx: str) -> dict[str, object]:
 
 
 def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
-    return ColumnOrder.of(pack_segments(torch.zeros(1, columns, dtype=INT8), pattern), multiple)
+    return ColumnOrder.of(pack_by(torch.zeros(1, columns, dtype=INT8), pattern), multiple)
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:

@@ -12,7 +12,7 @@ from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.expert_lift import lift_routed
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Layout, LiftSpec, LinearTensors, Slabs
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import Pattern
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
@@ -32,7 +32,7 @@ def test_rows_are_those_of_their_tokens(
     torch.manual_seed(0)
     monkeypatch.setattr(kernel, "MOST_COPIES", 2 if by == "token" else 1)
     gather = by != "itself"
-    packed = pack_segments(torch.zeros(1, columns, dtype=INT8), Pattern.parse(pattern))
+    packed = pack_by(torch.zeros(1, columns, dtype=INT8), Pattern.parse(pattern))
     rows, tokens = torch.tensor(ROWS, device=device), torch.tensor(TOKENS, device=device)
     prologue = "none" if gather else "silu_mul"
     shape = (5, columns) if gather else (len(tokens), 2 * columns)
@@ -54,7 +54,7 @@ def test_rows_are_those_of_their_tokens(
 
 
 def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
-    packed = pack_segments(torch.zeros(1, 48, dtype=INT8), Pattern.parse("6:8"), k_offset=3)
+    packed = pack_by(torch.zeros(1, 48, dtype=INT8), Pattern.parse("6:8"), k_offset=3)
     x, at = torch.randn(3, 48, dtype=BF16, device=device), arrange(torch.tensor([[0], [1], [0]], device=device), 2, 8)
     spec = LiftSpec("none", BF16, INT8, tuple(LAYOUT.order(packed).numbers), LAYOUT)
     assert kernel.lift_routed(x, at.rows, at.tokens, spec, gather=True) is None

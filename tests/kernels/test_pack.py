@@ -12,7 +12,7 @@ from slidesparse.errors import InputError, PatternViolation
 from slidesparse.prune import prune_mask
 from slidesparse.weights import pack_kernel as kernels
 from slidesparse.weights.pack_kernel import BLOCK, KernelPacker
-from slidesparse.weights.packed import TORCH, Shard, pack_segments
+from slidesparse.weights.packed import TORCH, Shard, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import as_bits
 
@@ -42,7 +42,7 @@ def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, ro
 def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
-    wanted = pack_segments(weight, pattern, k_offset=k_offset)
+    wanted = pack_by(weight, pattern, k_offset=k_offset)
     values, code = compress_groups(weight.to(device), parsed, k_offset=k_offset)
     assert torch.equal(values.cpu(), wanted.values)
     assert torch.equal(code.cpu(), wanted.code)
@@ -52,7 +52,7 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
-    wanted = pack_segments(weight, "6:8")
+    wanted = pack_by(weight, "6:8")
     values, code = compress_groups(weight.to(device), Pattern(6, 8))
     assert values.dtype == dtype
     assert torch.equal(as_bits(values).cpu(), as_bits(wanted.values))
@@ -61,7 +61,7 @@ def test_every_type(device: str, dtype: torch.dtype) -> None:
 
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
-    wanted = pack_segments(weight, "2:4")
+    wanted = pack_by(weight, "2:4")
     values, code = compress_groups(weight.to(device), Pattern(2, 4))
     assert torch.equal(values.cpu(), wanted.values)
     assert torch.equal(code.cpu(), wanted.code)
@@ -71,7 +71,7 @@ def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
     values, _ = compress_groups(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(values.cpu(), pack_segments(weight[::2], "6:8").values)
+    assert torch.equal(values.cpu(), pack_by(weight[::2], "6:8").values)
 
 
 def test_no_rows(device: str) -> None:
@@ -110,9 +110,9 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
 def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
     weight = sparse(pattern, 100, dtype)
     scale = torch.rand(len(weight))
-    wanted = pack_segments(weight, pattern, scale=scale)
+    wanted = pack_by(weight, pattern, scale=scale)
     for given in (weight, weight.T.contiguous().T):  # any strides
-        got = pack_segments(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
+        got = pack_by(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
         assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
         assert torch.equal(got.scale.cpu(), scale)
         assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
@@ -124,8 +124,8 @@ def test_a_shard_is_checked_first_and_then_packed(device: str, pattern: str) -> 
     weight, packer = sparse(pattern, 91, torch.int8, 3), KernelPacker()
     there = weight.to(device)
     packer.check(Shard(there, Pattern.parse(pattern), 3, "weight"))
-    wanted = pack_segments(weight, pattern, k_offset=3)
-    got = pack_segments(there, pattern, k_offset=3, checked=True, packer=packer)
+    wanted = pack_by(weight, pattern, k_offset=3)
+    got = pack_by(there, pattern, k_offset=3, checked=True, packer=packer)
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
     there[2, 5:13] = 1
@@ -155,9 +155,9 @@ def test_errors_are_those_of_the_definition(device: str, case: str) -> None:
     weight, pattern, arguments = faulty()[case]
     there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     with pytest.raises(InputError) as wanted:
-        pack_segments(weight, pattern, name="q_proj", **arguments)
+        pack_by(weight, pattern, name="q_proj", **arguments)
     with pytest.raises(InputError) as got:
-        pack_segments(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
+        pack_by(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
     assert type(got.value) is type(wanted.value)
     assert str(got.value) == str(wanted.value)
 
@@ -176,6 +176,6 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
     run = kernels.Launcher.run
     monkeypatch.setattr(kernels.Launcher, "run", lambda *given: run(*given) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
-    packed = pack_segments(weight, Pattern(6, 8), packer=KernelPacker())
+    packed = pack_by(weight, Pattern(6, 8), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)
     assert not inside

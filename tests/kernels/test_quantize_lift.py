@@ -14,7 +14,7 @@ from slidesparse.lifting import kernel as kernels
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.launch import Launch
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder, Layout, LiftSpec, LinearTensors, Slabs, column_map
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import as_bits
@@ -28,7 +28,7 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight:
     """A weight of that pattern, for its column order."""
-    return pack_segments(torch.zeros(1, columns, dtype=torch.int8), pattern, k_offset=k_offset)
+    return pack_by(torch.zeros(1, columns, dtype=torch.int8), pattern, k_offset=k_offset)
 
 
 def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple: int = 1) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Lifted
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 HIDDEN, INNER, EXPERTS = 48, 32, 5
@@ -146,13 +146,13 @@ def test_tokens_that_do_not_fit_are_refused() -> None:
 def test_experts_may_be_packed_as_one() -> None:
     alone = packed_experts(3, 16, HIDDEN, INT8)
     weight, scale = torch.cat([one.unpack() for one in alone]), torch.cat([one.scale for one in alone])
-    for one, part in zip(alone, split_rows(pack_segments(weight, "6:8", scale=scale), 3), strict=True):
+    for one, part in zip(alone, split_rows(pack_by(weight, "6:8", scale=scale), 3), strict=True):
         assert part.shape == one.shape
         assert torch.equal(part.unpack(), one.unpack())
         assert torch.equal(part.columns(), one.columns())
         assert torch.equal(part.scale, one.scale)
     with pytest.raises(InputError, match="rows of experts packed as one; got 48"):
-        split_rows(pack_segments(weight, "6:8", scale=scale), 5)
+        split_rows(pack_by(weight, "6:8", scale=scale), 5)
 
 
 # -- inference -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from slidesparse.prune import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
 from slidesparse.tuning.measure import TakenTimes
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 
 OUT, K = 24, 64
@@ -57,7 +57,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def packed(out: int = OUT, pattern: str = "6:8") -> PackedWeight:
     weight = torch.randint(1, 128, (out, K)).to(torch.int8) * prune_mask(torch.ones(out, K), pattern).to(torch.int8)
-    return pack_segments(weight, pattern, scale=torch.full((out,), 1e-2))
+    return pack_by(weight, pattern, scale=torch.full((out,), 1e-2))
 
 
 def tuner(most: int = 1024, budget_s: float = BUDGET_S, dense_us: float = 2e3, **options: Any) -> LoadTuner:

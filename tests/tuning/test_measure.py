@@ -18,7 +18,7 @@ from slidesparse.tuning.measure import (
     TakenTimes,
     sizes_up_to,
 )
-from slidesparse.weights.packed import PackedWeight, pack_segments
+from slidesparse.weights.packed import PackedWeight, pack_by
 
 OUT, K = 24, 64
 
@@ -32,8 +32,8 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
 def packed(dtype: torch.dtype = torch.int8) -> PackedWeight:
     weight = torch.randint(1, 128, (OUT, K)).to(torch.int8) * prune_mask(torch.ones(OUT, K), "6:8").to(torch.int8)
     if dtype != torch.int8:
-        return pack_segments(weight.to(dtype), "6:8")
-    return pack_segments(weight, "6:8", scale=torch.full((OUT,), 1e-2))
+        return pack_by(weight.to(dtype), "6:8")
+    return pack_by(weight, "6:8", scale=torch.full((OUT,), 1e-2))
 
 
 def taken(

@@ -8,7 +8,7 @@ import torch
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.prune import prune_mask
-from slidesparse.weights.packed import pack_segments
+from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES
 from slidesparse.weights.slide import gather
@@ -77,7 +77,7 @@ def test_cusparselts_product_alone(dtype: str) -> None:
     if (why := backend.why_not(problem)) is not None:
         pytest.skip(why)
     w = (w.float() * prune_mask(w.float(), "6:8")).to(w.dtype)
-    packed = pack_segments(w, "6:8")
+    packed = pack_by(w, "6:8")
     lifted = gather(x, backend.layout.column_map(packed))
     y = backend.bare(lifted, backend.prepare(packed), N)[:M, :N]
     if dtype == "int8":

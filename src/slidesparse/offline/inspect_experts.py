@@ -15,7 +15,7 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import (
-    UNIFORM_PATTERNS,
+    PATTERNS,
     check_pattern,
     check_weight,
     is_nonzero,
@@ -80,7 +80,7 @@ def _inspect(
     stored = {name: checkpoint.stored(name) for name in tensors}
     marks = {marker.experts.get(marker_name(name, len(one.shape))) if marker else None for name, one in stored.items()}
     mark = next(iter(marks)) if len(marks) == 1 else None
-    candidates: list[Pattern] | None = list(UNIFORM_PATTERNS)
+    candidates: list[Pattern] | None = list(PATTERNS)
     zeros, total, bits, problem = 0, 0, 0, None
     for name, weight in ((n, one) for n, tensor in tensors.items() for one in read_experts(checkpoint, n, tensor)):
         bits = max(bits, value_bits(weight))

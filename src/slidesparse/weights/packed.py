@@ -204,7 +204,7 @@ def _by_group(shard: Shard) -> torch.Tensor:
 TORCH = Packer()
 
 
-def pack_segments(
+def pack_by(
     weight: torch.Tensor,
     pattern: Pattern | str,
     *,
@@ -230,7 +230,7 @@ def pack_segments(
         InputError: When the weight, the scale or an argument is malformed.
 
     >>> w = torch.tensor([[5, 0, 7, 1, 0, 2, 0, 3]], dtype=torch.int8)
-    >>> packed = pack_segments(w, "6:8")
+    >>> packed = pack_by(w, "6:8")
     >>> packed.values.tolist(), packed.columns().tolist()
     ([[5, 0, 7, 1, 2, 3]], [[5, 0, 0, 0, 7, 1, 0, 0, 0, 2, 0, 3]])
     >>> torch.equal(packed.unpack(), w)

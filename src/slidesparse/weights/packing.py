@@ -23,12 +23,12 @@ def pack(
     checked: bool = False,
     name: str = "weight",
 ) -> PackedWeight:
-    """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_segments`, which explains the arguments.
+    """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_by`, which explains the arguments.
 
     The kernels give the same bits and raise the same errors as the definition.
     """
     require_dense(weight, name)
-    return packed.pack_segments(
+    return packed.pack_by(
         weight,
         pattern,
         scale=scale,

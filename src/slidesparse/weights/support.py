@@ -24,7 +24,7 @@ INT_VIEW = {
 }
 """Weight types that can be packed, and the integer type of the same width through which they are moved."""
 
-UNIFORM_PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GROUP + 1, 2))
+PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GROUP + 1, 2))
 """2:4, 4:6, ... 30:32, the sparsest first."""
 
 
@@ -190,7 +190,7 @@ def check_pattern(weight: torch.Tensor, pattern: Pattern | str, k_offset: int = 
 
 
 def tightest_pattern(
-    weight: torch.Tensor, candidates: Iterable[Pattern] = UNIFORM_PATTERNS, k_offset: int = 0
+    weight: torch.Tensor, candidates: Iterable[Pattern] = PATTERNS, k_offset: int = 0
 ) -> Pattern | None:
     """Return the candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
 
@@ -209,7 +209,7 @@ def tightest_pattern(
     return find_pattern(weight, k_offset, patterns)
 
 
-def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = UNIFORM_PATTERNS) -> Pattern | None:
+def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = PATTERNS) -> Pattern | None:
     """Return :func:`tightest_pattern` of a shard whose columns begin at column ``start`` of the whole weight."""
     check_weight(weight)
     by_density = sorted(candidates, key=lambda pattern: (pattern.density, pattern.group))
