@@ -58,7 +58,7 @@ class PruneOptions:
     lm_head: bool = False
     part: Part = "language"
     match: int = 0
-    smooth: bool | None = False
+    smooth: bool | None = None
 
     @property
     def rounding(self) -> Rounding:
