@@ -33,6 +33,7 @@ history: `git show bf96011f:results/history/PATH`; the [log](../docs/log/index.m
 
 `python benchmarks/index_results.py --write` writes this page, from `results/descriptions.json` and the files
 themselves. A `+` after a commit: the tree had changes. Where a file does not say its commit or date, the cell is empty.
+A command is that of its day: what the tree does not have any more, `git show COMMIT:PATH` prints.
 """
 
 

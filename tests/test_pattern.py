@@ -10,7 +10,7 @@ from oracles import all_supports, places_all
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, Pattern
 
-UNIFORM = [Pattern(group - 2, group) for group in range(4, 33, 2)]
+PATTERNS = [Pattern(group - 2, group) for group in range(4, 33, 2)]
 
 
 def test_text_round_trip() -> None:
@@ -44,8 +44,8 @@ def test_dense_keeps_everything() -> None:
     ]
 
 
-@pytest.mark.parametrize("pattern", [UNIFORM[0], UNIFORM[1], UNIFORM[-1]], ids=str)
-def test_theory_of_uniform_patterns(pattern: Pattern) -> None:
+@pytest.mark.parametrize("pattern", [PATTERNS[0], PATTERNS[1], PATTERNS[-1]], ids=str)
+def test_theory_of_patterns(pattern: Pattern) -> None:
     n = pattern.group // 2
     assert pattern.windows == n - 1
     assert pattern.expansion == 2 - Fraction(2, n)
@@ -151,5 +151,5 @@ def test_sources_that_cannot_be_slid() -> None:
 
 
 def test_codes_count_the_pairs_left_out() -> None:
-    assert [p.codes for p in UNIFORM] == [math.comb(p.group, 2) for p in UNIFORM]
+    assert [p.codes for p in PATTERNS] == [math.comb(p.group, 2) for p in PATTERNS]
     assert Pattern(6, 8).codes == 28

@@ -185,7 +185,7 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
     assert bool(((dequantize(values, scale) - exact).abs() <= 2.5 * scale).all())  # half a step of each
     told = {path: inspect_checkpoint(tmp_path / path) for path in ("s", "e")}
     assert [{layer.bits for layer in one.layers} for one in told.values()] == [{6}, {8}]
-    line = "14 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
+    line = "14 layers of six bits a value: a Hopper GPU keeps 0.8 of the 2:4 MB"
     assert [line in one.table() for one in told.values()] == [True, False]
     slidesparse.load(tmp_path / "s")
 
@@ -201,7 +201,7 @@ def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
         assert torch.equal(six.tensor(dense), eight.tensor(dense))
         assert not torch.equal(six.tensor(pruned), eight.tensor(pruned))
     table = inspect_checkpoint(tmp_path / "s").table()
-    assert "12 layers of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB" in table
+    assert "12 layers of six bits a value: a Hopper GPU keeps 0.8 of the 2:4 MB" in table
 
 
 def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:

@@ -35,10 +35,6 @@ def _llama(**options: object) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, **options)).eval()
 
 
-def _qwen2(**options: object) -> nn.Module:
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER, **options)).eval()
-
-
 def _qwen3(**options: object) -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=32, **options)).eval()
 

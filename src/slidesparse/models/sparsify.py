@@ -80,9 +80,7 @@ def sets_to_prune(
     if not coupled:
         return [[name] for name in linears]
     if run is None:
-        raise InputError(
-            "cannot tell which linears read the same input", remedy="pass run=, a function that runs the model once"
-        )
+        raise InputError("cannot tell which linears read the same input", remedy="use --method magnitude")
     sets = []
     for names in input_sets(model, linears, run):
         together = [name for name in names if name in coupled]

@@ -148,7 +148,7 @@ class Inspection:
 
 def _describe_six_bits(layers: list[Layer]) -> list[str]:
     count = sum(layer.bits == 6 and layer.ideal_speedup > 1 for layer in layers)
-    told = f"{counted(count, 'layer')} of six bits a value: of slid groups a Hopper GPU keeps 0.8 of the 2:4 MB"
+    told = f"{counted(count, 'layer')} of six bits a value: a Hopper GPU keeps 0.8 of the 2:4 MB"
     return [told] if count else []
 
 
