@@ -403,7 +403,8 @@ def test_missing_vllm_is_one_line(
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert main(["bench", "serve", "--out", str(tmp_path / "r.jsonl")]) == 1
     assert (
-        capsys.readouterr().err == 'slidesparse: slidesparse bench serve needs vLLM; pip install "slidesparse[vllm]"\n'
+        capsys.readouterr().err
+        == 'slidesparse: slidesparse bench serve needs vLLM; pip install ".[vllm]" in a checkout of slidesparse\n'
     )
 
 

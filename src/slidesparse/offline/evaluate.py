@@ -204,7 +204,7 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
 
 
 def _harness() -> Any:
-    remedy = 'pip install "slidesparse[eval]"'
+    remedy = 'pip install ".[eval]" in a checkout of slidesparse'
     try:
         import lm_eval
         import lm_eval.models.huggingface

@@ -27,6 +27,9 @@ from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
 
+SERVE = "## Serve and load"
+"""The heading before which ``slidesparse recover`` adds what it did."""
+
 ROUNDED: dict[Recipe, str] = {
     "absmax": "",
     "6bit": ", of six bits where pruned",
@@ -58,17 +61,17 @@ def write_card(
     counts = Counter(summary.patterns.values()).most_common()
     zeros = float(Pattern.parse(counts[0][0]).sparsity) if counts else 0.0
     left = describe_dense({**summary.dense, **summary.other})
+    card = None if summary.source_card is None else folder / summary.source_card
     rows = {
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         "experts": "; ".join(summary.treated_experts),
-        "method": method,
+        "method": method if is_one_shot or card is None else f"{method}; what was done before: {summary.source_card}",
         "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",
         "to expect": _expected(options.method, zeros, summary.source_bytes) if zeros and is_one_shot else "",
     }
     by = "the slidesparse plugin" if quantised else "that option"
-    card = None if summary.source_card is None else folder / summary.source_card
     reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
     first = f"**Before all else: {NOT_IN_TRANSFORMERS}.**\n\n" if summary.in_transformers is False else ""
     text = f"""{_front_matter(origin, card, quantised)}
@@ -81,10 +84,10 @@ Of the weights of a linear at 6:8, at most six in each group of eight are not ze
 |---|---|
 {chr(10).join(f"| {key} | {_plain(value)} |" for key, value in rows.items() if value)}
 
-## Serve and load
+{SERVE}
 
 ```bash
-pip install "slidesparse[vllm]"
+pip install ".[vllm]"  # in a checkout of slidesparse
 vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
@@ -106,7 +109,7 @@ model = ss.load("THIS_FOLDER", device="cuda")
 
 def _expected(method: str, zeros: float, n_bytes: int) -> str:
     if method != "sparsegpt":
-        return f"{method} loses more than SparseGPT, magnitude many times more; least is lost by {BEST}"
+        return f"{'many times ' if method == 'magnitude' else ''}more loss than by SparseGPT; least is lost by {BEST}"
     return f"{expected_cost(zeros, n_bytes)}; least is lost by {BEST}"
 
 

@@ -18,6 +18,7 @@ from slidesparse.files.source_files import SourceFiles, without_code
 from slidesparse.files.staging import Workplace
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.model_card import FILE_NAME, SERVE
 
 RECORD = "recover.json"
 """What the run was, and what it gained."""
@@ -85,7 +86,8 @@ def write_result(
     files.copy_to(work.output)
     write_json(work.output / "config.json", without_code(checkpoint.config))
     write_json(work.output / RECORD, record)
-    if trained and (card := work.output / "README.md").is_file():
+    if trained and (card := work.output / FILE_NAME).is_file():
         kl = "{:.4f} -> {:.4f}".format(*(record[when]["kl"] for when in ("before", "after")))
-        said = f"\n`slidesparse recover` trained it on {record['tokens']} tokens: divergence from dense {kl} nats.\n"
-        replace_file(card, card.read_bytes() + said.encode())
+        said = f"`slidesparse recover` trained it on {record['tokens']} tokens: divergence from dense {kl} nats.\n\n"
+        before, heading, after = card.read_bytes().partition(SERVE.encode())
+        replace_file(card, before + said.encode() + heading + after)

@@ -63,7 +63,7 @@ from slidesparse_bench.served_records import (
     resume,
 )
 
-NEEDS = {VLLM: ("vLLM", 'pip install "slidesparse[vllm]"'), SGLANG: ("SGLang", "pip install sglang")}
+NEEDS = {VLLM: ("vLLM", 'pip install ".[vllm]" in a checkout of slidesparse'), SGLANG: ("SGLang", "pip install sglang")}
 
 SAME = ("gpu", "driver", "torch", "vllm")
 """What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""

@@ -134,7 +134,7 @@ def _nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError:
-        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install cuda-bindings") from None
     return nvrtc
 
 

@@ -181,7 +181,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
-        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install cuda-bindings") from None
     return driver
 
 
