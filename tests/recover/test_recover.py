@@ -361,14 +361,6 @@ def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     assert found.seconds >= 1.2
 
 
-def test_a_budget_of_less_than_a_step_is_said(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for tokens, said in ((WINDOW * WINDOWS, False), (100, True)):
-        capsys.readouterr()
-        found = recover(pair / "pruned", pair / "base", tmp_path / str(tokens), options(pair, tokens=tokens))
-        assert found.tokens == 256
-        assert ("a step takes 256 tokens, more than --tokens" in capsys.readouterr().err) == said
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +436,7 @@ def test_a_dense_model_that_is_pruned_itself(pair: Path) -> None:
 
 
 def test_a_window_that_the_model_cannot_read(pair: Path) -> None:
-    refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192)
+    refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192, tokens=8192)
 
 
 def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:
@@ -466,6 +458,7 @@ def test_options_that_cannot_be_used(pair: Path) -> None:
         "--window; got 1; needed 2": {"window": 1},
         "--rate; got -1": {"rate": -1.0},
         "--batch; got 16; needed 32 tokens": {"batch": 16},
+        "--tokens; got 100; needed 256 or more, those of a step": {"tokens": 100},
         "--train; got 'some'": {"train": "some"},
         "--recipe 6bit; got --dtype None": {"recipe": "6bit"},
     }.items():
@@ -497,7 +490,7 @@ def test_a_gpu_that_is_too_small_says_how_much_is_needed(monkeypatch: Any) -> No
     config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
     size = Size(8_000_000_000, 7_000_000_000, config)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
-    wanted = RecoverOptions(("t",), tokens=1)
+    wanted = RecoverOptions(("t",), tokens=65536)
     with pytest.raises(
         UnsupportedError, match=r"too small to train 8 G parameters .*; needed about 1\d\d GB; use more"
     ):

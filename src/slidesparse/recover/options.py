@@ -105,6 +105,9 @@ class RecoverOptions:
             raise InputError("--seed", got=self.seed, needed=f"0 to {MAX_SEED}")
         if self.batch < self.window:
             raise InputError("--batch", got=self.batch, needed=f"{self.window} tokens or more, those of a window")
+        if self.tokens is not None and self.tokens < self.step_tokens:
+            needed = f"{self.step_tokens} or more, those of a step"
+            raise InputError("--tokens", got=self.tokens, needed=needed, remedy="use a smaller --batch")
         choices = {"train": get_args(Trained), "recompute": get_args(Recompute), "recipe": get_args(Rounding)}
         for name, known in {**choices, "dtype": (None, *QUANT_NAMES)}.items():
             if getattr(self, name) not in known:
@@ -125,8 +128,8 @@ class RecoverOptions:
 
     @property
     def steps(self) -> int | None:
-        """Steps of a budget in tokens, at least one."""
-        return None if self.tokens is None else max(1, round(self.tokens / self.step_tokens))
+        """Steps of a budget in tokens."""
+        return None if self.tokens is None else round(self.tokens / self.step_tokens)
 
     def done(self, step: int, seconds: float) -> float:
         """Return the share of the budget that is spent after some steps and seconds of training: 1 at the end."""

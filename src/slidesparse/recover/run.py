@@ -279,8 +279,6 @@ def _train(
     if options.tokens is not None and options.steps is not None:
         through = options.steps * options.windows / windows.count
         words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
-        if options.tokens < options.step_tokens:
-            words += f"; a step takes {options.step_tokens} tokens, more than --tokens: use a smaller --batch"
     say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
     if not (work.kept / BEFORE).exists():
         before = training.judge()
