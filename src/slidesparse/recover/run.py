@@ -276,7 +276,7 @@ def _train(
     state = State(work.kept, parameters, training.optimizer)
     progress = state.load(ranks)
     words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
-    if options.tokens is not None and options.steps is not None:
+    if options.steps is not None:
         through = options.steps * options.windows / windows.count
         words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
     say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
