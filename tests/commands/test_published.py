@@ -12,6 +12,7 @@ from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.outcome import BY_SIZE
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.published import BEST, COSTS, expected_cost
 
@@ -50,9 +51,11 @@ def test_help_and_card_recommend_it(
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), samples=4, length=16)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "bf16", method="sparsegpt", calibration=text))
-    prune_checkpoint(tmp_path / "m", tmp_path / "magnitude", PruneOptions("4:6", "int8"))
-    prune_checkpoint(tmp_path / "s", tmp_path / "rounded", PruneOptions("4:6", "int8"))
+    sparsegpt = PruneOptions("4:6", "bf16", method="sparsegpt", calibration=text)
+    int8 = PruneOptions("4:6", "int8")
+    runs = (("m", "s", sparsegpt), ("m", "magnitude", int8), ("s", "rounded", int8))
+    said = {name: prune_checkpoint(tmp_path / source, tmp_path / name, how).describe() for source, name, how in runs}
+    assert [BY_SIZE in one for one in said.values()] == [False, True, False]
     cards = {name: (tmp_path / name / "README.md").read_text() for name in ("s", "magnitude", "rounded")}
     assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", cards["s"])
     assert re.search(

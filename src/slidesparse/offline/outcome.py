@@ -23,6 +23,8 @@ NOT_IN_TRANSFORMERS = (
 
 SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
 
+BY_SIZE = "pruned by size alone, which is to try the tools: --method sparsegpt with --calibration loses far less"
+
 MOST_NAMES = 3
 """Most names of tensors in a line."""
 
@@ -39,6 +41,7 @@ class PruneOutcome:
         in_transformers: Whether the installed transformers loads the new checkpoint; None where it cannot be asked.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
+        by_size: Whether a model that was dense is pruned by magnitude.
         not_copied: Files of the source that hold or describe code or other copies of the weights.
         destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
     """
@@ -50,6 +53,7 @@ class PruneOutcome:
     in_transformers: bool | None
     dense_head: str | None
     lacks_tokenizer: bool
+    by_size: bool
     not_copied: list[str]
     destination_bytes: int
 
@@ -62,9 +66,11 @@ class PruneOutcome:
         head = (
             f"{self.dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
         )
+        prunes = any(pattern != str(DENSE) for pattern in patterns)
         said = {
+            BY_SIZE: self.by_size and prunes,
             # Of six bits the sizes of files show nothing.
-            SIX_BITS: self.recipe == "6bit" and any(pattern != str(DENSE) for pattern in patterns),
+            SIX_BITS: self.recipe == "6bit" and prunes,
             EXPERTS_FOLLOW: bool(self.treated_experts),
             head: self.dense_head is not None,
             NO_TOKENIZER: self.lacks_tokenizer,

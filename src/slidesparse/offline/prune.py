@@ -37,6 +37,7 @@ from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
+from slidesparse.prune import Magnitude
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
 
@@ -76,6 +77,7 @@ class Prepared:
             "in_transformers": quantization is None or transformers_loads(job.meta.model, quantization, stored),
             "dense_head": job.dense_head,
             "lacks_tokenizer": lacks_tokenizer(self.files, getattr(job.meta.model, "config", None)),
+            "by_size": job.marker is None and isinstance(job.pruner, Magnitude),
             "not_copied": list(self.files.not_copied),
         }
 

@@ -225,5 +225,6 @@ def prune_layers_from_disk(
             ranks.wait()  # for the file of the layer, which the first process writes
             here = store.losses(name)
             losses += here
-            advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
+            worst = max((loss.loss for loss in here), default=0.0)
+            advance(1, f"loss {worst:.2e}" if worst else "")
     return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)
