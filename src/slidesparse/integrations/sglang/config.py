@@ -47,8 +47,12 @@ OPTION = "--json-model-override-args"
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
 
-APART = ("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem")
-"""Arguments of servers with norms of their own, that gather what norms return, or choose the memory of products."""
+APART = (
+    *("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem"),
+    "speculative_algorithm",
+)
+"""Arguments of servers with norms of their own, that gather what norms return, or choose the memory of products; and
+drafts, whose answers were compared with stock's without fused norms alone."""
 
 log = logging.getLogger(LOGGER)
 
