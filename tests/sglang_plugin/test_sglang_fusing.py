@@ -370,8 +370,13 @@ def test_products_and_inputs_are_freed_with_the_result() -> None:
 @pytest.mark.usefixtures("sglang_on_cpu")
 @pytest.mark.parametrize(
     "argument",
-    ["enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem"]
-    + ["speculative_algorithm"],
+    [
+        "enable_deterministic_inference",
+        "rl_on_policy_target",
+        "enable_dp_attention",
+        "enable_symm_mem",
+        "speculative_algorithm",
+    ],
 )
 def test_servers_that_are_left_alone(server: Any, argument: str) -> None:
     assert config_of().fuses
