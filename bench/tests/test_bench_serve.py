@@ -160,6 +160,14 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
 
 
+def test_six_bits_are_served_as_they_come_too(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], backends=["auto-6bit"], engines=["6:8 auto-6bit"])
+    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
+    (started,) = Pretender.started
+    assert started.additional == {"slidesparse": {"backend": "auto"}}
+    assert started.folder.name.endswith("6of8-6bit")
+
+
 def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(PROFILE, path, tmp_path)

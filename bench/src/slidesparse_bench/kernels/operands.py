@@ -61,9 +61,13 @@ def packed_weight(
     return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype), recipe)
 
 
+AUTO_SIX_BITS = "auto-6bit"
+"""The choice ``auto`` of a served model whose weights have six bits."""
+
+
 def recipe_for(backend: str, dtype: str) -> Rounding:
     """Return how the weights are rounded that a backend is measured with."""
-    return "6bit" if backend == HopperSixBits.name and dtype == "int8" else "absmax"
+    return "6bit" if backend in (HopperSixBits.name, AUTO_SIX_BITS) and dtype == "int8" else "absmax"
 
 
 @lru_cache(maxsize=KEPT)

@@ -33,6 +33,8 @@ from slidesparse_bench import environment
 from slidesparse_bench.comparison import now
 from slidesparse_bench.engine.eagle_head import STEPS, eagle_settings
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES
+from slidesparse_bench.kernels.linear import AUTO
+from slidesparse_bench.kernels.operands import AUTO_SIX_BITS
 from slidesparse_bench.records import Machine
 from slidesparse_bench.serve.serve_checkpoints import (
     ready_checkpoint,
@@ -317,8 +319,9 @@ def _log_of(path: Path, key: EngineKey) -> Path:
 
 def _own_options(key: EngineKey) -> dict[str, str]:
     """Options of the plugin: experts go with the linears, as they come, all sparse, or in the control all dense."""
-    experts = key.backend if key.backend in ("auto", "dense") else "sparse"
-    return {"backend": key.backend} | ({"experts": experts} if ARCHITECTURES[key.model].mixture is not None else {})
+    backend = AUTO if key.backend == AUTO_SIX_BITS else key.backend
+    experts = backend if backend in (AUTO, "dense") else "sparse"
+    return {"backend": backend} | ({"experts": experts} if ARCHITECTURES[key.model].mixture is not None else {})
 
 
 def _name(key: EngineKey) -> str:

@@ -15,6 +15,7 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.kernels.linear import AUTO
+from slidesparse_bench.kernels.operands import AUTO_SIX_BITS
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
 from slidesparse_bench.serve.serve_options import BATCHED_TOKENS
@@ -39,7 +40,7 @@ class ServeProfile:
         dtypes: ``int8``, ``fp8`` or ``bf16``.
         patterns: Of the pruned checkpoints.
         workloads: What is asked.
-        backends: ``auto`` or backends' names, an engine each for every pattern.
+        backends: ``auto``, ``auto-6bit`` or backends' names, an engine each for every pattern.
         graphs: Tokens of the largest CUDA graph of our engines; None: what the plugin chooses. One more stock engine
             captures as large ones.
         layers: Decoder layers; None for all.
@@ -149,7 +150,7 @@ def adapt(
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
         patterns=select_patterns(patterns, usual.patterns),
         workloads=_workloads(ANSWERS if eagle else QUICK if quick else FULL, workloads, soak_s),
-        backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
+        backends=select(backends, (AUTO, AUTO_SIX_BITS, *BACKENDS), usual.backends, "backend"),
         graphs=graphs,
         layers=layers,
         gpus=gpus or 1,
