@@ -122,7 +122,7 @@ def test_a_gpu_that_is_not_there_is_one_line(
     capsys.readouterr()
     assert main([*words, "--device", "cuda"]) == 1
     assert re.fullmatch(
-        r"slidesparse: no CUDA device here; got .* too old .*; use device='cpu'\n", capsys.readouterr().err
+        r"slidesparse: no CUDA device here; got .* too old .*; use the device cpu\n", capsys.readouterr().err
     )
     assert listed(folder) == before
 

@@ -50,7 +50,7 @@ def test_too_old_a_driver_is_one_clear_line_everywhere(monkeypatch: pytest.Monke
         with pytest.raises(UnsupportedError) as error:
             call()
         assert words in str(error.value)
-        assert "use device='cpu'" in str(error.value)
+        assert "use the device cpu" in str(error.value)
     found = info.collect()
     assert found["gpus"] == []
     assert words in info.describe(found)

@@ -64,7 +64,7 @@ def usable_device(device: str | torch.device) -> torch.device:
     if where.type == "cpu":
         return torch.device("cpu")
     if (why := why_no_cuda()) is not None:
-        raise UnsupportedError("no CUDA device here", got=why, remedy="use device='cpu'")
+        raise UnsupportedError("no CUDA device here", got=why, remedy="use the device cpu")
     if (where.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"no device {where} here", needed=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where

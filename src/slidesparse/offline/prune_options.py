@@ -166,7 +166,10 @@ def _require_text(options: PruneOptions) -> None:
             f"{pruner.name} takes no calibration text", got=calibration.file, remedy="use --method wanda or sparsegpt"
         )
     if calibration is None and pruner.needs_calibration:
-        raise InputError(f"{pruner.name} needs calibration text", remedy="add --calibration FILE")
+        raise InputError(
+            f"{pruner.name} needs calibration text",
+            remedy="add --calibration FILE, --calibration default, or --self NUMBER",
+        )
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
     for option, (doing, _) in STEPS.items():
