@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from vllm_driver import settings_of
+
 from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
 
 
@@ -32,16 +34,7 @@ class DataParallel:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        settings: dict[str, Any] = {
-            "model": str(options.folder),
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "gpu_memory_utilization": options.share,
-            "kv_cache_memory_bytes": 1_000_000_000,
-            "data_parallel_size": 2,
-            "additional_config": options.additional,
-        }
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings | options.arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**{"data_parallel_size": 2} | settings_of(options)))
 
     def tokens(self, prompt: Sequence[int], count: int, gpu: int) -> list[int]:
         """Return the greedy continuation of a prompt by the engine on one of the GPUs."""

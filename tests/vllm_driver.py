@@ -23,22 +23,25 @@ def serve(connection: Connection, options: EngineOptions) -> None:
     answer_calls(connection, lambda: Driver(options))
 
 
+def settings_of(options: EngineOptions) -> dict[str, Any]:
+    """The arguments of vLLM with which an engine is started; those of the options count."""
+    return {
+        "model": str(options.folder),
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "gpu_memory_utilization": options.share,
+        "kv_cache_memory_bytes": 1_000_000_000,
+        "additional_config": options.additional,
+    } | options.arguments
+
+
 class Driver:
     """The engine, in its own process, and the calls that it answers."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM
 
-        settings: dict[str, Any] = {
-            "model": str(options.folder),
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "gpu_memory_utilization": options.share,
-            "kv_cache_memory_bytes": 1_000_000_000,
-            "disable_log_stats": True,
-            "additional_config": options.additional,
-        }
-        self.llm = LLM(**settings | options.arguments)
+        self.llm = LLM(**{"disable_log_stats": True} | settings_of(options))
 
     def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Return greedy continuations of some prompts."""
