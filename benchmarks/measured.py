@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,7 @@ def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
     rows = []
     for load in loads:
         for words, measure in _measures(load, model).items():
-            stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
-            cells = [
-                "-" if one is None else f"{_ms(one[0])} ({one[1]:.2f})"
-                for one in (newest_ms(model, engine, load, measure) for engine in columns)
-            ]
-            rows.append([f"{words}, ms", _ms(min(stock)), *cells])
+            rows.append([f"{words}, ms", *_newest_cells(model, columns, load, measure)])
     return markdown((f"{model}, INT8", STOCK, *columns.values()), rows)
 
 
@@ -174,13 +170,17 @@ def served_side_by_side(models: Sequence[str], *loads: str) -> str:
     rows = []
     asked = [(load, words, measure) for load in loads for words, measure in _measures(load).items()]
     for load, words, measure in asked:
-        row = [f"{words}, ms"]
-        for model in models:
-            stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
-            own = newest_ms(model, AT_6OF8, load, measure)
-            row += ["-", "-"] if own is None else [_ms(min(stock)), f"{_ms(own[0])} ({own[1]:.2f})"]
-        rows.append(row)
+        cells = (_newest_cells(model, [AT_6OF8], load, measure) for model in models)
+        rows.append([f"{words}, ms", *chain.from_iterable(cells)])
     return markdown(("INT8", *(f"{model}, {who}" for model in models for who in (STOCK, NAME_6OF8))), rows)
+
+
+def _newest_cells(model: str, engines: Iterable[str], load: str, measure: Measure) -> list[str]:
+    """The fastest stock INT8, and engines of ours over it; a dash where no record has one."""
+    stock = [found[0] for one in (STOCK, AGAIN) if (found := newest_ms(model, one, load, measure))]
+    ours = (newest_ms(model, engine, load, measure) for engine in engines)
+    cells = ["-" if one is None else f"{_ms(one[0])} ({one[1]:.2f})" for one in ours]
+    return [_ms(min(stock)) if stock else "-", *cells]
 
 
 def served_eagle() -> str:
@@ -208,8 +208,7 @@ def _median(group: Group, engine: str, load: str) -> float:
 
 def _undisturbed(group: Group, engine: str, load: str) -> float:
     """Seconds: the median, and of decoding the fastest repeat."""
-    seconds = group.records[engine][load].seconds
-    return min(seconds) if load.startswith("decode") else statistics.median(seconds)
+    return min(group.records[engine][load].seconds) if load.startswith("decode") else _median(group, engine, load)
 
 
 def _computing(group: Group, engine: str, load: str = "mixed") -> float:
