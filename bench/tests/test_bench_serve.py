@@ -35,7 +35,7 @@ from slidesparse_bench.served_records import (
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
-STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {}, {"k": 10.0})
+STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {})
 
 
 class Pretender:
