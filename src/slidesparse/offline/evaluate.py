@@ -15,7 +15,7 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
-from slidesparse.base.progress import progress_bar
+from slidesparse.base.progress import advice, progress_bar
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.check_config import unread_quantisation
 from slidesparse.files.check_tensors import check_finite, refuse_faults
@@ -77,7 +77,8 @@ class Evaluation:
             )
             if p.tokens < FEW_TOKENS:
                 few = counted(p.tokens, "token")
-                lines.append(f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more")
+                said = f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more"
+                lines += advice([said])
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
         return "\n".join(lines if self.experts is None else [*lines, self.experts])
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import advice
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
@@ -99,7 +100,8 @@ class Recovery:
         if self.ended_early:
             lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
         kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
-        return "\n".join([*lines, f"{self.destination} has {kept}; quantise it with slidesparse prune, calibrated"])
+        then = advice(["quantise it with slidesparse prune, calibrated"])
+        return "\n".join([*lines, "; ".join([f"{self.destination} has {kept}", *then])])
 
 
 def recover(
