@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,9 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
     assert found.kept == "before"
     assert "weights of before" in found.describe()
+    few = "only 256 tokens: another text may give quite other figures; take 1000 or more"
+    assert few in found.describe().splitlines()
+    assert few not in replace(found, held_tokens=1000).describe()
     before, after = tensors(pair / "pruned"), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -36,6 +36,7 @@ from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer, positions
+from slidesparse.offline.evaluate import warn_of_few
 from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
@@ -94,6 +95,7 @@ class Recovery:
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
             f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
+            *warn_of_few(self.held_tokens),
         ]
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
