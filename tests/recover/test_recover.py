@@ -95,6 +95,8 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() or name != "qwen2"
     record = json.loads((tmp_path / "out/recover.json").read_text())
     assert record["after"] == found.after
+    assert record["options"]["texts"] == ["text.txt"]
+    assert not [path for path in (tmp_path / "out").iterdir() if str(tmp_path).encode() in path.read_bytes()]
     assert len(record["losses"]) == found.steps
     assert record["losses"][-1] < record["losses"][0]
     assert not (tmp_path / "out.partial").exists()

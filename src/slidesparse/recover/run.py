@@ -157,7 +157,10 @@ def recover(
         if ranks.is_first:
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
-            write_result(work, pair.pruned, files, trained, {**record, "compiled": compiled, **asdict(result)})
+            # Of texts the names alone: the folder may be published, and paths are this machine's.
+            named = {**asdict(told), "texts": [Path(text).name for text in told.texts]}
+            said = {"compiled": compiled, "held_tokens": result.held_tokens, **outcome}
+            write_result(work, pair.pruned, files, trained, {**record, "options": named, **said})
     return result
 
 
