@@ -14,8 +14,8 @@ from vllm_tiny import LIKELIEST, TOKENS, Answers, Case, Served, checkpoint, prom
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.engine.engine_process import Engine, answer_calls
 from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
-from slidesparse_bench.engine.vllm_engine import Engine, answer_calls
 from slidesparse_bench.serve.serve_options import ServeOptions, engine_settings
 from slidesparse_bench.serve.serve_server import last_words
 

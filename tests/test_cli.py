@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -188,6 +189,30 @@ def test_a_log_has_lines_where_a_terminal_has_bars(
     assert [len(lines) for lines in told] == [0, 2, 0]
     assert re.fullmatch(r"wanda: 1/2 layers, loss [0-9.e-]+", told[1][0])
     assert re.fullmatch(r"wanda: 2/2 layers, loss [0-9.e-]+, 0:00:00 left", told[1][1])
+
+
+def test_a_quiet_command_gives_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt", words=20)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+    new = ["--pattern", "6:8", "--dtype", "fp8"]
+    capsys.readouterr()
+    for words, first in (
+        (["prune", str(tmp_path / "m"), str(tmp_path / "DST"), *new], "README.md is a model card"),
+        (["prune", str(tmp_path / "m"), str(tmp_path / "dry"), "--dry-run", *new], "pruned by size alone"),
+        (["eval", str(tmp_path / "s"), "--text", str(text), "--device", "cpu"], "only "),
+        (["inspect", str(tmp_path / "s")], "FP8 has sparse kernels"),
+    ):
+        shown = []
+        for more in ([], ["-q"]):
+            shutil.rmtree(tmp_path / "DST", ignore_errors=True)
+            assert main([*words, *more]) == 0
+            shown.append([re.sub(r"[\d.]+ \w+ free", "free", line) for line in capsys.readouterr().out.splitlines()])
+        usual, quiet = shown
+        advice = [line for line in usual if line not in quiet]
+        assert advice[0].startswith(first)
+        assert quiet == [line for line in usual if line not in advice]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.engine.engine_process import Engine
 from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
-from slidesparse_bench.engine.vllm_engine import Engine
 
 SETTINGS = {"enable_prefix_caching": True, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
 LAYERS, PROMPTS, TOKENS, LIKELIEST = 4, 64, 64, 20

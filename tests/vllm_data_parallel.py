@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_driver import settings_of
 
-from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse_bench.engine.engine_process import ENVIRONMENT, EngineOptions, answer_calls
 
 
 def serve_on_two(connection: Connection, options: EngineOptions) -> None:

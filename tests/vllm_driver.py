@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse_bench.engine.engine_process import ENVIRONMENT, EngineOptions, answer_calls
 from slidesparse_bench.serve.serve_load import FIRST_TOKEN, VOCABULARY
 
 

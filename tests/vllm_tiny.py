@@ -21,7 +21,7 @@ from vllm_families import SMALL, VISION_MODEL, write_pruned
 from slidesparse.errors import SlideSparseError
 from slidesparse.offline.prune_options import Recipe
 from slidesparse_bench.engine.eagle_head import write_eagle_head
-from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse_bench.engine.engine_process import ENVIRONMENT, EngineOptions, answer_calls
 
 PROMPTS, TOKENS, LIKELIEST = 4, 32, 20
 RANK = 8

@@ -35,7 +35,7 @@ from slidesparse_bench.served_records import (
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
-STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {}, {"k": 10.0})
+STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {})
 
 
 class Pretender:
@@ -53,7 +53,7 @@ class Pretender:
 
     def ready(self) -> None:
         if self.dies_at == "start" and self.options.plugin:
-            raise UnsupportedError("the vLLM engine failed", got="no memory")
+            raise UnsupportedError("the engine failed", got="no memory")
 
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "timeline":
@@ -64,7 +64,7 @@ class Pretender:
 
     def measure(self, workload: Workload, rate: float | None) -> Measured:
         if workload.name == self.dies_at and self.options.plugin:
-            raise UnsupportedError("the vLLM engine failed", got="EngineDeadError")
+            raise UnsupportedError("the engine failed", got="EngineDeadError")
         Pretender.asked.append((workload.name, rate))
         seconds = (self.seconds, 2 * self.seconds)
         power = Power(700.0, 350.0, 1500.0, 60.0, 0.9, 100.0)

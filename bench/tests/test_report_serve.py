@@ -34,19 +34,7 @@ MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22
 SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}
 BACKENDS = {"stock": "", "control": "dense", "stock again": ""}
 STEP = Step(
-    700,
-    1,
-    256,
-    20e3,
-    15e3,
-    19e3,
-    12e3,
-    3e3,
-    {"gemm": 10e3, "lift": 1e3},
-    400,
-    {},
-    {"forward": 8e3, "preprocess": 2e3},
-    {},
+    700, 1, 256, 20e3, 15e3, 19e3, 12e3, 3e3, {"gemm": 10e3, "lift": 1e3}, 400, {}, {"forward": 8e3, "preprocess": 2e3}
 )
 
 

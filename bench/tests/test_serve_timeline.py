@@ -54,7 +54,6 @@ def test_what_a_step_launched_is_its_own(tmp_path: Path) -> None:
     assert first.launches == 3
     assert first.calls_us == {"cuLaunchKernelEx": 3.0, "cudaLaunchKernel": 2.0}
     assert first.scopes_us == {"forward": 20.0}
-    assert first.names_us == {"sparse_gemm": 50.0, "held_kernel": 30.0, "flash::attention": 4.0}
     assert (second.tokens, second.prompts, second.requests) == (256, 0, 256)
     assert (second.busy_us, second.gpu_us, second.lead_us) == (11.0, 110.0, 20.0)
 

@@ -15,7 +15,7 @@ import torch
 from vllm_answers import LAYERS, SETTINGS, Answers, Weights, ask, checkpoint, difference
 from vllm_driver import serve
 
-from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
+from slidesparse_bench.engine.engine_process import Engine, EngineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 

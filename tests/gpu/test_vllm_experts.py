@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import Rounding
-from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions, FarEnd
+from slidesparse_bench.engine.engine_process import Engine, EngineOptions, FarEnd
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from vllm_answers import difference
 from vllm_families import DRAFTED, FAMILIES, SMALL, VISION_MODEL
 from vllm_tiny import NUDGE, TOKENS, Answers, Case, Served, prompts, serve
 
-from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
+from slidesparse_bench.engine.engine_process import Engine, EngineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 

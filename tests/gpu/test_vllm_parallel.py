@@ -18,7 +18,7 @@ from vllm_answers import SETTINGS, TOKENS, Answers, ask_one_by_one, checkpoint, 
 from vllm_data_parallel import serve_on_two
 from vllm_driver import serve
 
-from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions
+from slidesparse_bench.engine.engine_process import Engine, EngineOptions
 
 pytestmark = [
     pytest.mark.gpu,

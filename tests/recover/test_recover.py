@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() or name != "qwen2"
     record = json.loads((tmp_path / "out/recover.json").read_text())
     assert record["after"] == found.after
+    assert record["options"]["texts"] == ["text.txt"]
+    assert not [path for path in (tmp_path / "out").iterdir() if str(tmp_path).encode() in path.read_bytes()]
     assert len(record["losses"]) == found.steps
     assert record["losses"][-1] < record["losses"][0]
     assert not (tmp_path / "out.partial").exists()
@@ -322,6 +325,9 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
     assert found.kept == "before"
     assert "weights of before" in found.describe()
+    few = "only 256 tokens: another text may give quite other figures; take 1000 or more"
+    assert few in found.describe().splitlines()
+    assert few not in replace(found, held_tokens=1000).describe()
     before, after = tensors(pair / "pruned"), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 

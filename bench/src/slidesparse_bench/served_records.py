@@ -203,7 +203,6 @@ class Step:
         launches: Kernels.
         calls_us: Calls of the host into CUDA -> time in them.
         scopes_us: vLLM's parts of a step -> time in them.
-        names_us: Kernel -> the sum of its times, of the largest.
     """
 
     tokens: int
@@ -218,7 +217,6 @@ class Step:
     launches: int
     calls_us: dict[str, float]
     scopes_us: dict[str, float]
-    names_us: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -283,6 +281,8 @@ def _from_line(kind: type[R], line: str) -> R:
     found = (data.get("benchmark"), data.get("format")) if isinstance(data, dict) else type(data).__name__
     if found != (due, FORMAT):
         raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
+    if isinstance(step := data.get("step"), dict):
+        step.pop("names_us", None)  # which older records have, and nobody reads
     record: R = decode(kind, LATER | data if kind is ServeRecord else data, "record")
     require_printable(record.key, "record.key")
     require_printable(record.machine, "record.machine")
@@ -292,7 +292,7 @@ def _from_line(kind: type[R], line: str) -> R:
         _check_served(record)
     else:
         times = ("tokens", "prompts", "requests", "wall_us", "host_us", "gpu_us", "busy_us", "lead_us", "launches")
-        require_numbers(record.step, "record.step", *times, "kernels_us", "calls_us", "scopes_us", "names_us")
+        require_numbers(record.step, "record.step", *times, "kernels_us", "calls_us", "scopes_us")
     return record
 
 

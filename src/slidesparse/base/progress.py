@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
@@ -78,12 +78,17 @@ def bars_shown(show: bool | None = None) -> bool:
 
 @contextmanager
 def hidden_bars() -> Iterator[None]:
-    """Show no progress bar while the block runs."""
+    """Show no progress bar, and no :func:`advice`, while the block runs."""
     token = _HIDDEN.set(True)
     try:
         yield
     finally:
         _HIDDEN.reset(token)
+
+
+def advice(lines: Iterable[str]) -> list[str]:
+    """Return the lines beside a result that warn, or say what to do next; none of them inside :func:`hidden_bars`."""
+    return [] if _HIDDEN.get() else list(lines)
 
 
 def terminal_width() -> int | None:

@@ -17,7 +17,7 @@ import torch
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import other_library
-from slidesparse.base.progress import progress_bar, table, terminal_width
+from slidesparse.base.progress import advice, progress_bar, table, terminal_width
 from slidesparse.errors import CheckpointError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import describe_model, source_folder
@@ -81,7 +81,8 @@ class ChatReport:
             cells.append([row.pattern, f"{zeros:.0%}", f"{row.perplexity:.1f}", f"{over:.2f}x"])
         lines += [table(["pattern", "zeros", "perplexity", "over dense"], cells), ""]
         lines += [f"{self.model} on {self.device}, {self.seconds:.0f} s; perplexity of the demo's {TEXT.name}"]
-        return "\n".join([*lines, f"pruned by {METHOD} in one shot; least is lost by {BEST}"])
+        how = [f"pruned by {METHOD} in one shot", *advice([f"least is lost by {BEST}"])]
+        return "\n".join([*lines, "; ".join(how)])
 
 
 def run_chat(source: str | None = None, device: str = "cpu") -> ChatReport:

@@ -15,7 +15,7 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
-from slidesparse.base.progress import progress_bar
+from slidesparse.base.progress import advice, progress_bar
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.check_config import unread_quantisation
 from slidesparse.files.check_tensors import check_finite, refuse_faults
@@ -32,8 +32,14 @@ from slidesparse.offline.calibrate.calibration import check_tokens, encode, load
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 
 FEW_TOKENS = 1000
-"""Below it a warning follows the perplexity. The losses of single tokens scatter by nats: if by 3, then the mean of
+"""Below it a warning follows the figures. The losses of single tokens scatter by nats: if by 3, then the mean of
 1000 is uncertain by 0.1, and the perplexity by a tenth."""
+
+
+def warn_of_few(tokens: int) -> list[str]:
+    """Return a line where so few tokens judge a model that others may judge otherwise."""
+    said = f"only {counted(tokens, 'token')}: another text may give quite other figures; take {FEW_TOKENS} or more"
+    return advice([said]) if tokens < FEW_TOKENS else []
 
 
 def _json_number(value: float) -> float | None:
@@ -75,9 +81,7 @@ class Evaluation:
                 f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
                 f" ({counted(p.tokens, 'token')} of {self.text}, windows of {p.window} every {p.stride})"
             )
-            if p.tokens < FEW_TOKENS:
-                few = counted(p.tokens, "token")
-                lines.append(f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more")
+            lines += warn_of_few(p.tokens)
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
         return "\n".join(lines if self.experts is None else [*lines, self.experts])
 

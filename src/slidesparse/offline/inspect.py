@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.counted import counted
-from slidesparse.base.progress import progress_bar, table, wrapped
+from slidesparse.base.progress import advice, progress_bar, table, wrapped
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
@@ -136,7 +136,7 @@ class Inspection:
             *describe_dense({**self.dense, **self.other}),
             *describe_expert_layers(self.expert_layers),
             *(f"experts in an unknown layout: {line}" for line in describe_experts(unread)),
-            *(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
+            *advice(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
         ]
         problems = [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slidesparse.base.counted import counted
+from slidesparse.base.progress import advice
 from slidesparse.base.readable_size import readable_size
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.gemm.cards import warn_of_type
@@ -77,7 +78,7 @@ class PruneOutcome:
             warn_of_type(parse_dtype(self.dtype)) or "": True,
             NOT_IN_TRANSFORMERS: self.in_transformers is False,
         }
-        return [line for line, holds in said.items() if line and holds]
+        return advice(line for line, holds in said.items() if line and holds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ class PruneSummary(PruneOutcome):
         ):
             lines += [f"{what}: {', '.join(names)}"] if names else []
         own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
-        lines.append(f"README.md is a model card to read and correct{own}")
+        lines += advice([f"README.md is a model card to read and correct{own}"])
         sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
         lines.append(f"{sizes} in {self.destination}")
         return "\n".join([*lines, *self._on_use([*self.patterns.values(), *self.experts.values()])])

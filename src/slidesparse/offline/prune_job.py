@@ -30,6 +30,7 @@ from slidesparse.models.smooth import Fold
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_checkpoint
@@ -66,6 +67,8 @@ class PruneJob:
         self.experts = ExpertJob(checkpoint, self.meta, options, self.marker, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
         self.run = run_once(self.meta.model)
+        self.reads: dict[str, str] | None = None
+        everything = self._find_targets(options, ())  # first: its reads hold for what any ignore list leaves
         self.targets = self._find_targets(options, options.ignore)
         if left := self._left_by_the_source(options):
             options = replace(options, ignore=(*options.ignore, *left))
@@ -84,7 +87,7 @@ class PruneJob:
         self.must_smooth, self.folds = bool(options.smooth), self._find_folds(options)
         self.matching = self._find_matching(options)
         self.calibrated: PrunedLayers | None = None
-        self._require_alike(options)
+        self._require_alike(everything.linears)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, self.run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
@@ -98,12 +101,18 @@ class PruneJob:
             self.experts.found,
             self.routers,
             ignore,
-            self.run,
+            self._read,
             quantise=self.rounds,
             lm_head=options.lm_head,
             also_ignore=left_alone(self.checkpoint.config, linears) if self.source_dtype else (),
             part=options.part,
         )
+
+    def _read(self, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+        """Run the model to see which weights it reads without calling the layer: once, of all that may be treated."""
+        if self.reads is None:
+            self.reads = read_without_calling(self.meta.model, linears, self.run)
+        return self.reads
 
     def _left_by_the_source(self, options: PruneOptions) -> list[str]:
         """Return the linears that a pruned source left alone, and that no option names."""
@@ -116,12 +125,11 @@ class PruneJob:
         """Whether weights of a float type become 8 bits."""
         return self.source_dtype is None and self.dtype in QUANTISED
 
-    def _require_alike(self, options: PruneOptions) -> None:
+    def _require_alike(self, everything: dict[str, nn.Linear]) -> None:
         """Refuse linears that servers join and that would differ.
 
         What ``--ignore`` leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
         """
-        everything = self._find_targets(options, ()).linears if options.ignore else self.targets.linears
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 

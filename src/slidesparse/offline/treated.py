@@ -12,7 +12,6 @@ from slidesparse.models.experts import Experts, linears_inside
 from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.parts import Part, output_embedding
 from slidesparse.models.targets import Targets, find_targets, matches_entry, treated_head
-from slidesparse.models.weight_reads import read_without_calling
 
 
 def find_treated(
@@ -20,14 +19,17 @@ def find_treated(
     experts: Sequence[Experts],
     routers: Mapping[str, str],
     ignore: Iterable[str],
-    run: Callable[[], object] | None,
+    read: Callable[[Mapping[str, nn.Linear]], Mapping[str, str]],
     *,
     quantise: bool,
     lm_head: bool = False,
     also_ignore: Iterable[str] = (),
     part: Part = "language",
 ) -> Targets:
-    """Sort a model's linears into those to be treated and the rest, as :func:`find_targets`, but for experts'."""
+    """Sort a model's linears into those to be treated and the rest, as :func:`find_targets`, but for experts'.
+
+    ``read`` returns what :func:`slidesparse.models.weight_reads.read_without_calling` says of linears.
+    """
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
     linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)} - inside.keys()
@@ -39,7 +41,7 @@ def find_treated(
     keep = {**meta.why_stored_otherwise(), **routers}
     keep |= float_heads(meta.model) if quantise and lm_head else {}
     found = find(keep).linears
-    keep |= read_without_calling(meta.model, found, run)
+    keep |= read(found)
     mixers = linears_of_float_mixers(meta.model) if quantise else {}
     if mixers and found.keys() <= keep.keys() | mixers.keys():
         raise InputError(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import advice
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
@@ -35,6 +36,7 @@ from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer, positions
+from slidesparse.offline.evaluate import warn_of_few
 from slidesparse.recover.memory import Fit, Size, fit_memory
 from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
 from slidesparse.recover.options import RecoverOptions, usual_rate
@@ -93,13 +95,15 @@ class Recovery:
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
             f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
+            *warn_of_few(self.held_tokens),
         ]
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
         if self.ended_early:
             lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
         kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
-        return "\n".join([*lines, f"{self.destination} has {kept}; quantise it with slidesparse prune, calibrated"])
+        then = advice(["quantise it with slidesparse prune, calibrated"])
+        return "\n".join([*lines, "; ".join([f"{self.destination} has {kept}", *then])])
 
 
 def recover(
@@ -153,7 +157,10 @@ def recover(
         if ranks.is_first:
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
-            write_result(work, pair.pruned, files, trained, {**record, "compiled": compiled, **asdict(result)})
+            # Of texts the names alone: the folder may be published, and paths are this machine's.
+            named = {**asdict(told), "texts": [Path(text).name for text in told.texts]}
+            said = {"compiled": compiled, "held_tokens": result.held_tokens, **outcome}
+            write_result(work, pair.pruned, files, trained, {**record, "options": named, **said})
     return result
 
 

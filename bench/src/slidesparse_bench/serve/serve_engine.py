@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from slidesparse.errors import UnsupportedError, first_line
-from slidesparse_bench.engine.vllm_engine import ENVIRONMENT, Engine, answer_calls
+from slidesparse_bench.engine.engine_process import ENVIRONMENT, Engine, answer_calls
 from slidesparse_bench.serve.serve_http import OverHttp
 from slidesparse_bench.serve.serve_inside import Inside
 from slidesparse_bench.serve.serve_load import BURST, MIXED, Request, Served, requests, soak_requests

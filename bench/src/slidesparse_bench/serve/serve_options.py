@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slidesparse_bench.engine.vllm_engine import EngineOptions
+from slidesparse_bench.engine.engine_process import EngineOptions
 from slidesparse_bench.serve.serve_load import LONGEST
 from slidesparse_bench.served_records import SGLANG, VLLM
 

@@ -41,8 +41,8 @@ HOST, GPU = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memse
 SCOPES = ("user_annotation", "gpu_model_runner: ")
 """Category, and the beginning of the names, of vLLM's own parts of a step; with VLLM_CUSTOM_SCOPES_FOR_PROFILING."""
 
-MOST_NAMES, NAME_LENGTH = 8, 120
-"""Calls into CUDA, and kernels, that a step tells of, the slowest, and how much of a kernel's name."""
+MOST_NAMES = 8
+"""Calls into CUDA, and parts of vLLM, that a step tells of, the slowest."""
 
 
 def read_steps(trace: Path) -> list[Step]:
@@ -117,10 +117,8 @@ def _step(
     start, host_us, (prompts, prompt_tokens, decoding, decoded) = mark
     first, then = (min(event["ts"] for event in some) for some in (work, following))
     names: Counter[str] = Counter()
-    short: Counter[str] = Counter()
     for event in work:
         names[event["name"]] += event["dur"]
-        short[event["name"][:NAME_LENGTH]] += event["dur"]
     return Step(
         tokens=prompt_tokens + decoded,
         prompts=prompts,
@@ -134,7 +132,6 @@ def _step(
         launches=len(work),
         calls_us=_largest(calls),
         scopes_us=_largest(parts),
-        names_us=_largest(short),
     )
 
 

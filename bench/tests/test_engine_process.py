@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slidesparse.errors import UnsupportedError
-from slidesparse_bench.engine import vllm_engine
-from slidesparse_bench.engine.vllm_engine import Engine, EngineOptions, answer_calls
+from slidesparse_bench.engine import engine_process
+from slidesparse_bench.engine.engine_process import Engine, EngineOptions, answer_calls
 
 
 class Adder:
@@ -37,7 +37,7 @@ def is_deaf(connection: Connection, options: EngineOptions) -> None:
 
 def test_an_engine_whose_process_fails_says_why(tmp_path: Path) -> None:
     engine = Engine(EngineOptions(tmp_path / "nothing", False), fails)
-    with pytest.raises(UnsupportedError, match="the vLLM engine failed; got FileNotFoundError"):
+    with pytest.raises(UnsupportedError, match="the engine failed; got FileNotFoundError"):
         engine.ready(timeout_s=120)
     engine.stop()
 
@@ -56,7 +56,7 @@ def test_a_process_that_dies_between_answers_is_an_engine_that_failed(tmp_path: 
             os.kill(engine._process.pid or 0, signal.SIGSTOP)
             engine.ask("add", 1, 2)
             os.kill(engine._process.pid or 0, signal.SIGKILL)
-        with pytest.raises(UnsupportedError, match="the vLLM engine failed; got its process ended"):
+        with pytest.raises(UnsupportedError, match="the engine failed; got its process ended"):
             engine.answer(60)
     finally:
         engine.stop()
@@ -65,7 +65,7 @@ def test_a_process_that_dies_between_answers_is_an_engine_that_failed(tmp_path: 
 def test_an_engine_that_is_killed_has_ended_when_the_next_may_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "STOP_S", 0.1, raising=False)
+    monkeypatch.setattr(engine_process, "STOP_S", 0.1, raising=False)
     engine = Engine(EngineOptions(tmp_path, False), is_deaf)
     engine.ready(timeout_s=120)
     engine.stop()

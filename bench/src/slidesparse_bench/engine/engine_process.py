@@ -33,10 +33,10 @@ class EngineOptions:
 
     Attributes:
         folder: Its checkpoint.
-        plugin: Load slidesparse's plugin; without it the engine is stock vLLM.
-        additional: The value of ``--additional-config``.
+        plugin: Load slidesparse's plugin; without it the engine is a stock one.
+        additional: The value of vLLM's ``--additional-config``.
         arguments: More arguments of the engine.
-        share: Share of the GPU's memory that vLLM must find free when it starts.
+        share: Share of the GPU's memory that must be free when it starts.
     """
 
     folder: Path
@@ -81,13 +81,13 @@ class Engine:
             UnsupportedError: It failed, or took too long.
         """
         if not self._near.poll(timeout_s):
-            raise UnsupportedError("the vLLM engine does not answer", got=f"nothing in {timeout_s:.0f} s")
+            raise UnsupportedError("the engine does not answer", got=f"nothing in {timeout_s:.0f} s")
         try:
             value, error = self._near.recv()
         except (EOFError, OSError):
             value, error = None, "its process ended; its output says why"
         if error is not None:
-            raise UnsupportedError("the vLLM engine failed", got=error)
+            raise UnsupportedError("the engine failed", got=error)
         return value
 
     def call(self, name: str, *arguments: Any) -> Any:
