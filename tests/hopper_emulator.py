@@ -144,25 +144,19 @@ def indices(first: int, second: int, entries: int) -> list[tuple[int, int]]:
     return found
 
 
-def dense_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
-    """A dense step of a row block: [64, 64 / itemsize] of bit patterns."""
-    return np.stack([read_row(memory, row, 64).view(TYPES[itemsize]) for row in range(ROWS)])
+def weights(steps: np.ndarray, itemsize: int) -> np.ndarray:
+    """A weight as the matrix [rows, K'] that multiplies, rows padded to tiles.
 
-
-def weights(dense: np.ndarray, sparse: np.ndarray, itemsize: int) -> np.ndarray:
-    """A weight as the matrix [rows, K'] that multiplies, rows padded to tiles; one of its tensors has no steps.
-
-    ``sparse`` is in steps, or in bundles: of each row tile the words of its four row blocks, then its steps.
+    It is in steps, or in bundles: of each row tile the words of its four row blocks, then its steps.
     """
     tiles = []
-    for tile in range(sparse.shape[0]):
+    for tile in steps:
         for block in range(4):
-            steps = [dense_block(dense[tile, step, block], itemsize) for step in range(dense.shape[1])]
-            if sparse.ndim == 4:
-                steps += [sparse_block(sparse[tile, step, block], itemsize) for step in range(sparse.shape[1])]
+            if steps.ndim == 4:
+                blocks = [sparse_block(step[block], itemsize) for step in tile]
             else:
-                steps += [bundle_block(*of_block(bundle, block)) for bundle in sparse[tile]]
-            tiles.append(np.concatenate(steps, 1) if steps else np.zeros((ROWS, 0), TYPES[itemsize]))
+                blocks = [bundle_block(*of_block(bundle, block)) for bundle in tile]
+            tiles.append(np.concatenate(blocks, 1))
     return np.concatenate(tiles)
 
 

@@ -15,7 +15,7 @@ from slidesparse.weights.pattern import COUNTED
 
 
 def _always(packed: PackedWeight) -> int:
-    return BUNDLE if packed.slid else 1
+    return BUNDLE
 
 
 class Bundles(Hopper):
@@ -23,11 +23,9 @@ class Bundles(Hopper):
 
     layout = replace(Hopper.layout, bundle=_always)
 
-    def form_of(self, sparse: torch.Tensor) -> SparseForm:
-        if sparse.dim() == 4:  # no group is slid
-            return super().form_of(sparse)
-        windows = next(each for each in COUNTED if bundle_bytes(each, self.value_bits) == sparse.shape[2])
-        return SparseForm(sparse.shape[1] * windows, windows, self.value_bits)
+    def form_of(self, steps: torch.Tensor) -> SparseForm:
+        windows = next(each for each in COUNTED if bundle_bytes(each, self.value_bits) == steps.shape[2])
+        return SparseForm(steps.shape[1] * windows, windows, self.value_bits)
 
 
 class SixBitBundles(Bundles):

@@ -118,13 +118,12 @@ def run_product(
     backend: type[Hopper] = Hopper,
 ) -> torch.Tensor:
     """Return what the kernel computes of activations in slabs; ``backend`` decides on the form of the weight."""
-    memory, operand = GlobalMemory(), backend().prepare(packed)
+    memory, (steps,) = GlobalMemory(), backend().prepare(packed)
     tokens, channels = x.values.shape[0], packed.shape[0]
     slabs = slab_view(x.values, SLABS).clone()
     y = torch.full((tokens * channels + GUARD,), 7.0, dtype=out_dtype)
     weight = WeightAddresses(
-        memory.add(operand.dense),
-        memory.add(operand.sparse),
+        memory.add(steps),
         None if packed.scale is None else memory.add(packed.scale),
         None if bias is None else memory.add(bias),
         0 if bias is None else BIAS_TYPES[bias.dtype],
@@ -136,8 +135,7 @@ def run_product(
         return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 
     with patch.object(launch, "load_kernel", load), patch.object(launch, "current_stream", lambda device: 0):
-        form = backend().form_of(operand.sparse)
-        sizes = x.values.shape, x.values.dtype, form, operand.dense.shape, operand.sparse.shape, channels, out_dtype
+        sizes = x.values.shape, x.values.dtype, backend().form_of(steps), steps.shape, channels, out_dtype
         launch._launch.cache_clear()  # it holds kernels with the memory of another product
         product = launch.find_launch(*sizes, 0, tile)
         product.launch(memory.add(slabs), None if x.scale is None else memory.add(x.scale), weight, memory.add(y))

@@ -66,8 +66,8 @@ class Linear:
 
     def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
         self.checks += 1
-        dense, sparse = tensors.operand
-        return WeightAddresses(dense.data_ptr(), sparse.data_ptr(), None, None, 0) if self.readable else None
+        (steps,) = tensors.operand
+        return WeightAddresses(steps.data_ptr(), None, None, 0) if self.readable else None
 
     def launch(
         self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
@@ -82,7 +82,7 @@ class Linear:
             x = x * at(inputs.gain, 1, self.columns, self.columns) + eps
         lifted = at(workspace, TOKENS, self.columns, self.columns)
         lifted.copy_(x)
-        w = at(weight.dense, self.out, self.columns, self.columns)
+        w = at(weight.weights, self.out, self.columns, self.columns)
         at(y, TOKENS, self.out, self.out).copy_(lifted @ w.T)
         lifted.fill_(torch.nan)  # no other linear may read it
 
@@ -97,11 +97,11 @@ def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] =
     linears, tensors = [], []
     for prologue, size in zip(prologues, sizes, strict=False):
         linear, start = Linear(*size, prologue), len(tensors)
-        tensors += [torch.zeros(1), torch.randn(size), torch.zeros(1), torch.ones(linear.out)]
+        tensors += [torch.zeros(1), torch.randn(size), torch.ones(linear.out)]
         gain = len(tensors) if "norm" in prologue else None
         tensors += [torch.rand(linear.columns)] if gain is not None else []
         eps = 0.5 if gain is not None else 0.0
-        slots = Slots(range(start, start + 3), start + 3, None, gain, prologue == "add_rms_norm", eps)
+        slots = Slots(range(start, start + 2), start + 2, None, gain, prologue == "add_rms_norm", eps)
         linears.append((linear, slots))
     hopper_chain._known.cache_clear()
     return HopperChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def one_by_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = iter(tensors)
     for linear in linears:
-        _, w, _, _ = (next(given) for _ in range(4))
+        _, w, _ = (next(given) for _ in range(3))
         if linear.prologue == "silu_mul":
             x = x[:, : linear.columns] * x[:, linear.columns :]
         if linear.prologue == "add_rms_norm":
@@ -201,11 +201,11 @@ def test_weights_that_changed_are_checked_again() -> None:
     assert chain(*inputs(), tensors) is not ONE_BY_ONE
     assert linears[0].checks == 4
     for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
-        before, tensors[3].data = tensors[3].data, change(tensors[3].data)
+        before, tensors[2].data = tensors[2].data, change(tensors[2].data)
         checks = linears[0].checks
         assert chain(*inputs(), tensors) is not ONE_BY_ONE
         assert linears[0].checks == checks + 1
-        tensors[3].data = before
+        tensors[2].data = before
 
 
 def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
@@ -230,7 +230,7 @@ def test_a_gain_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | Non
     if wrong is None:
         chain._linears[1] = chain._linears[1]._replace(slots=chain._linears[1].slots._replace(gain=None))
     else:
-        tensors[8] = wrong
+        tensors[6] = wrong
     assert chain(*inputs(), tensors) is ONE_BY_ONE
 
 
@@ -285,7 +285,7 @@ def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
     assert chain(aside, residual, tensors) is ONE_BY_ONE
     gain = torch.empty(HIDDEN + 1)[1:]
     assert gain.data_ptr() % 16
-    assert chain(x, residual, [*tensors[:8], gain, *tensors[9:]]) is ONE_BY_ONE
+    assert chain(x, residual, [*tensors[:6], gain, *tensors[7:]]) is ONE_BY_ONE
     assert said(caplog) == [WEIGHTS]
     log_once.cache_clear()
     linears[2].readable = False
@@ -345,7 +345,7 @@ def _moved(tensor: torch.Tensor) -> None:
 def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: Callable[[torch.Tensor], None]) -> None:
     # The same objects with, but for the last change, the same bytes at the same address.
     known, tensors = KnownWeights(), [torch.randn(16, 32), torch.randn(16, 16)]
-    address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, 2, None, None, 0), None)]
+    address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, None, None, 0), None)]
     known.add(tensors, weights)
     assert known.find(tensors) is weights
     change(tensors[which])

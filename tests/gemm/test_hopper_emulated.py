@@ -56,7 +56,7 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
 
 @pytest.mark.parametrize(
     ("pattern", "backend"),
-    [("6:8", Bundles), ("2:4", Hopper), ("dense", Hopper), ("6:8", HopperSixBits), ("6:8", SixBitBundles)],
+    [("6:8", Bundles), ("2:4", Hopper), ("6:8", HopperSixBits), ("6:8", SixBitBundles)],
 )
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
@@ -67,7 +67,7 @@ def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[H
 @pytest.mark.parametrize(
     ("pattern", "backend"),
     [
-        *((pattern, Hopper) for pattern in ("2:4", "4:6", "dense")),
+        *((pattern, Hopper) for pattern in ("2:4", "4:6")),
         *((pattern, Bundles) for pattern in ("4:6", "8:10", "14:16")),
         *((pattern, HopperSixBits) for pattern in ("2:4", "4:6", "8:10")),
         *((pattern, SixBitBundles) for pattern in ("4:6", "8:10", "14:16")),

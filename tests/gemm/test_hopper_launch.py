@@ -26,7 +26,7 @@ from slidesparse.gemm.hopper.launch import (
     find_launch,
 )
 from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile
-from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
+from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -175,11 +175,10 @@ class Told:
         return 1000 + tiles
 
 
-NO_EXPERTS = {"experts": None, "used": None}
+NO_EXPERTS = {"experts": None, "used": None, "dense": None, "dense_slabs": 0}
 SIZES = {
     "tokens": 11,
     "channels": 12,
-    "dense_slabs": 13,
     "sparse_slabs": 14,
     "group": 15,
     "windows": 16,
@@ -192,13 +191,13 @@ def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
     told: Any = Told()
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: told)
-    launch = GemmLaunch([Band(PLAIN, 12)], (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096, (0, 0))
-    launch.launch(1, 2, WeightAddresses(dense=3, sparse=4, scale=5, bias=6, bias_type=7), 8)
-    launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
+    launch = GemmLaunch([Band(PLAIN, 12)], (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096, 0)
+    launch.launch(1, 2, WeightAddresses(weights=4, scale=5, bias=6, bias_type=7), 8)
+    launch.launch(21, None, WeightAddresses(weights=24, scale=None, bias=None, bias_type=0), 28)
     first, second = told.launches
-    addresses = {"x": 1, "dense": 3, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
+    addresses = {"x": 1, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
     assert first == (SIZES | addresses | NO_EXPERTS, 1132, STREAM + 3)
-    addresses = {"x": 21, "dense": 23, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
+    addresses = {"x": 21, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
     addresses |= {"bias_type": 0} | NO_EXPERTS
     assert second == (SIZES | addresses, 1132, STREAM + 3)  # nothing of the launch before
 
@@ -208,14 +207,13 @@ def test_a_second_band_begins_where_the_first_ends(monkeypatch: pytest.MonkeyPat
     told: Any = Told()
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: told)
-    bands, row_bytes = [Band(PLAIN, 512), Band(PLAIN, 100)], (1000, 30_000)
+    bands, tile_bytes = [Band(PLAIN, 512), Band(PLAIN, 100)], 30_000
     launch = GemmLaunch(
-        bands, (torch.int8, torch.float16, 0, 0), Arguments(**SIZES | {"channels": 612}), 4096, row_bytes
+        bands, (torch.int8, torch.float16, 0, 0), Arguments(**SIZES | {"channels": 612}), 4096, tile_bytes
     )
-    launch.launch(1, 2, WeightAddresses(3000, 4000, 5000, 6000, BIAS_TYPES[bias_type]), 8000)
-    launch.launch(1, 2, WeightAddresses(3000, 4000, None, None, 0), 8000)
+    launch.launch(1, 2, WeightAddresses(4000, 5000, 6000, BIAS_TYPES[bias_type]), 8000)
+    launch.launch(1, 2, WeightAddresses(4000, None, None, 0), 8000)
     fields = {
-        "dense": (3000, 5000),
         "sparse": (4000, 64_000),
         "scale_w": (5000, 5000 + 4 * 512),
         "channels": (512, 100),
@@ -235,25 +233,20 @@ def test_a_second_band_begins_where_the_first_ends(monkeypatch: pytest.MonkeyPat
 
 ORDER = ColumnOrder(192, 8, 0, 24, 384, slid=True)
 """Three slabs."""
-DENSE = ColumnOrder(192, 4, 0, 48, 256, slid=False)
-"""Two slabs."""
 BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
 """Two bundles of three slabs."""
 
 OUT = 300
 
 
-def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, torch.Size, torch.Size]:
-    """The form of a weight, and the shapes of its two tensors."""
+def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, torch.Size]:
+    """The form of a weight, and the shape of its tensor."""
     form = SparseForm.of_order(order, itemsize)
-    return form, dense_shape(order, itemsize, out), form.shape(out, itemsize)
+    return form, form.shape(out, itemsize)
 
 
 @pytest.mark.parametrize("tile", [None, PLAIN])
-@pytest.mark.parametrize(("order", "slabs"), [(ORDER, (0, 3)), (DENSE, (2, 0))])
-def test_a_launch_is_found_by_its_sizes(
-    monkeypatch: pytest.MonkeyPatch, order: ColumnOrder, slabs: tuple[int, int], tile: Tile | None
-) -> None:
+def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
     loaded: list[tuple[Any, ...]] = []
     told: Any = Told()
 
@@ -265,19 +258,19 @@ def test_a_launch_is_found_by_its_sizes(
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, order.k_packed)), torch.int8, *shapes(order, 1, OUT), OUT, torch.bfloat16, 5
+    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
-    chosen = cheapest(70, OUT, 2 * slabs[0] + slabs[1]) if tile is None else tile
+    chosen = cheapest(70, OUT, 3) if tile is None else tile
     assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8, False)]
-    assert launch.slab_bytes == sum(slabs) * 72 * 128
-    launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+    assert launch.slab_bytes == 3 * 72 * 128
+    launch.launch(1, 2, WeightAddresses(4, None, None, 0), 8)
     ((arguments, grid, _),) = told.launches
     numbers = {
         "tokens": 70,
         "channels": OUT,
-        "dense_slabs": slabs[0],
-        "sparse_slabs": slabs[1],
+        "dense_slabs": 0,
+        "sparse_slabs": 3,
         "group": GROUP,
         "windows": 0,
     }
@@ -296,7 +289,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
     sizes = torch.Size((70, BUNDLED.k_packed)), torch.int8, *shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
     for launch, tokens in ((find_launch(*sizes), 70), (find_launch(*sizes).for_tokens(900), 900)):
         assert launch.slab_bytes == -(-tokens // 8) * 8 * 128 * 6
-        launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+        launch.launch(1, 2, WeightAddresses(4, None, None, 0), 8)
         arguments = told.launches.pop()[0]
         numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
         assert {name: arguments[name] for name in numbers} == numbers
@@ -306,20 +299,19 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
-    form, dense, sparse = shapes(ORDER, 1, OUT)
+    form, steps = shapes(ORDER, 1, OUT)
     x, rest = torch.Size((70, ORDER.k_packed)), (OUT, torch.bfloat16, 0)
     for activations, operand, out in (
-        (torch.Size((70, ORDER.k_packed - 128)), (form, dense, sparse), OUT),
-        (x, (form, sparse, dense), OUT),  # the one for the other
-        (x, (form, dense, sparse), 513),
-        (x, (form._replace(value_bits=6), dense, sparse), OUT),
+        (torch.Size((70, ORDER.k_packed - 128)), (form, steps), OUT),
+        (x, (form, steps), 513),
+        (x, (form._replace(value_bits=6), steps), OUT),
         (torch.Size((70, BUNDLED.k_packed - 128)), shapes(BUNDLED, 1, OUT), OUT),
         (torch.Size((70, BUNDLED.k_packed + 128)), shapes(BUNDLED, 1, OUT), OUT),
     ):
         with pytest.raises(InputError, match="as the weight was prepared"):
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
     with pytest.raises(InputError, match="output type of the Hopper kernel"):
-        find_launch(x, torch.int8, form, dense, sparse, OUT, torch.float64, 0)
+        find_launch(x, torch.int8, form, steps, OUT, torch.float64, 0)
 
 
 def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +321,7 @@ def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pyte
     no_outputs = find_launch(x, torch.int8, *shapes(ORDER, 1, 0), 0, *types)
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
         assert not nothing.bands
-        nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+        nothing.launch(1, 2, WeightAddresses(4, None, None, 0), 8)
 
 
 # -- loading -------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import torch
 from hopper_forms import Bundles, SixBitBundles
 from slab_views import slab_view
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of, dense_shape
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.ops import quantize_lift
 from slidesparse.prune import prune_mask
@@ -24,7 +24,7 @@ from slidesparse.weights.slide import decode_group, metadata
 from slidesparse.weights.support import as_bits
 
 BUNDLED = ("4:6", "6:8", "8:10", "14:16")
-PATTERNS = ("2:4", "4:6", "14:16", "dense")
+PATTERNS = ("2:4", "4:6", "14:16")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
@@ -39,8 +39,8 @@ def _packed(
 
 
 def _decoded(packed: PackedWeight, backend: type[Hopper] = Hopper) -> np.ndarray:
-    dense, sparse = (tensor.numpy() for tensor in backend().prepare(packed))
-    return emulator.weights(dense, sparse, packed.dtype.itemsize)
+    (steps,) = backend().prepare(packed)
+    return emulator.weights(steps.numpy(), packed.dtype.itemsize)
 
 
 def _bits(matrix: torch.Tensor) -> np.ndarray:
@@ -64,10 +64,6 @@ def test_the_hardware_reads_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), HopperSixBits)
 
 
-def test_a_dense_weight_has_eight_bits_where_others_have_six() -> None:
-    _assert_it_is_the_weight(_packed("dense", torch.int8, 70, 333), HopperSixBits)
-
-
 @pytest.mark.parametrize("pattern", BUNDLED)
 def test_the_hardware_reads_bundles_of_six_bits_by_the_column_map(pattern: str) -> None:
     _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), SixBitBundles)
@@ -75,7 +71,7 @@ def test_the_hardware_reads_bundles_of_six_bits_by_the_column_map(pattern: str) 
 
 def test_six_bits_take_four_fifths_of_the_memory() -> None:
     packed = _packed("6:8", torch.int8, 512, 1024, six_bits=True)
-    eight, six = (backend().prepare(packed).sparse for backend in (Hopper, HopperSixBits))
+    eight, six = (backend().prepare(packed)[0] for backend in (Hopper, HopperSixBits))
     assert six.nbytes * 5 == eight.nbytes * 4
     order = HopperSixBits.layout.order(packed)
     assert order is not None
@@ -89,6 +85,12 @@ def test_values_of_more_bits_are_refused() -> None:
     packed = _packed("6:8", torch.int8, 64, 128)
     with pytest.raises(InputError, match=r"values of a weight for hopper-6bit; got 8 bits.*use backend='auto'"):
         HopperSixBits().prepare(packed)
+
+
+@pytest.mark.parametrize("backend", [Hopper, HopperSixBits])
+def test_a_dense_weight_is_refused(backend: type[Hopper]) -> None:
+    with pytest.raises(UnsupportedError, match="multiplies 2:4 weights; got dense; use backend='dense'"):
+        backend().prepare(_packed("dense", torch.int8, 70, 333))
 
 
 def _assert_it_is_the_weight(packed: PackedWeight, backend: type[Hopper]) -> None:
@@ -114,10 +116,8 @@ def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: t
         packed = _packed(pattern, dtype, out, columns, k_offset % Pattern.parse(pattern).group)
         order = backend.layout.order(packed)
         assert order is not None
-        operand = backend().prepare(packed)
-        form = SparseForm.of_order(order, dtype.itemsize)
-        assert dense_shape(order, dtype.itemsize, out) == operand.dense.shape
-        assert form.shape(out, dtype.itemsize) == operand.sparse.shape
+        (steps,) = backend().prepare(packed)
+        assert SparseForm.of_order(order, dtype.itemsize).shape(out, dtype.itemsize) == steps.shape
         assert len(backend.layout.column_map(packed)) == order.k_packed
 
 
@@ -150,11 +150,11 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
 
 def test_the_emulator_notices_a_wrong_index() -> None:
     packed = _packed("6:8", torch.int8, 64, 128)
-    dense, sparse = (tensor.numpy() for tensor in Hopper().prepare(packed))
-    before = emulator.weights(dense, sparse, 1)
-    nibble = sparse[0, 0, 0, 4096] & 15  # window 0 of row 0
-    sparse[0, 0, 0, 4096] ^= nibble ^ min(emulator.LEGAL - {int(nibble)})
-    assert not np.array_equal(before, emulator.weights(dense, sparse, 1))
+    steps = Hopper().prepare(packed)[0].numpy()
+    before = emulator.weights(steps, 1)
+    nibble = steps[0, 0, 0, 4096] & 15  # window 0 of row 0
+    steps[0, 0, 0, 4096] ^= nibble ^ min(emulator.LEGAL - {int(nibble)})
+    assert not np.array_equal(before, emulator.weights(steps, 1))
 
 
 # -- bundles ---------------------------------------------------------------------------------------------------------
@@ -241,14 +241,14 @@ def test_bundles_take_fewer_bytes() -> None:
     for pattern, share in (("4:6", 0.792), ("6:8", 0.844), ("8:10", 0.9), ("14:16", 0.938)):
         columns = 32 * Pattern.parse(pattern).group
         packed = _packed(pattern, torch.int8, 256, columns)
-        assert Bundles().prepare(packed).sparse.nbytes / (256 * columns) == pytest.approx(share, abs=1e-3)
+        assert Bundles().prepare(packed)[0].nbytes / (256 * columns) == pytest.approx(share, abs=1e-3)
 
 
 def test_padding_has_legal_metadata() -> None:
     packed = _packed("6:8", torch.int8, 3, 8)
-    sparse = Bundles().prepare(packed).sparse.numpy()
+    steps = Bundles().prepare(packed)[0].numpy()
     for block in range(4):
-        planes = emulator.of_threads(emulator.of_block(sparse[0, 0], block)[0])
+        planes = emulator.of_threads(emulator.of_block(steps[0, 0], block)[0])
         for row in range(3 if block == 0 else 0, 64):
             counts = {emulator.count(planes, row, place, which) for place in range(32) for which in range(2)}
             assert counts == {6}
@@ -269,11 +269,11 @@ def test_int8_product_of_bundles(pattern: str) -> None:
 
 def test_the_emulator_notices_a_wrong_count() -> None:
     packed = _packed("6:8", torch.int8, 64, 256)
-    dense, sparse = (tensor.numpy() for tensor in Bundles().prepare(packed))
-    before = emulator.weights(dense, sparse, 1)
-    planes = emulator.of_threads(sparse[0, 0, : 3 * 512])
+    steps = Bundles().prepare(packed)[0].numpy()
+    before = emulator.weights(steps, 1)
+    planes = emulator.of_threads(steps[0, 0, : 3 * 512])
     counts = [emulator.count(planes, 0, 0, which) for which in range(2)]
     for plane in range(3):  # the first group of row 0 leaves out its last two instead
-        sparse[0, 0, 512 * plane] = sparse[0, 0, 512 * plane] & 0xFC | (6 >> plane & 1) * 3
+        steps[0, 0, 512 * plane] = steps[0, 0, 512 * plane] & 0xFC | (6 >> plane & 1) * 3
     assert counts != [6, 6]
-    assert not np.array_equal(before, emulator.weights(dense, sparse, 1))
+    assert not np.array_equal(before, emulator.weights(steps, 1))

@@ -15,16 +15,15 @@ from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
+from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
-ORDER = ColumnOrder(64, 4, 0, 16, 128, slid=False)
+ORDER = ColumnOrder(64, 6, 0, 11, 128, slid=True)
 FORM = SparseForm.of_order(ORDER, 1)
-SHAPES = dense_shape(ORDER, 1, OUT), FORM.shape(OUT, 1)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 
@@ -90,7 +89,7 @@ def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> HopperLinear:
 
 
 def weight() -> LinearTensors:
-    operand = [torch.empty(shape, dtype=torch.uint8) for shape in SHAPES]
+    operand = [torch.empty(FORM.shape(OUT, 1), dtype=torch.uint8)]
     return LinearTensors(torch.empty(0), operand, torch.ones(OUT), None, None)
 
 
@@ -109,8 +108,8 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     ((inputs, eps, outputs),) = launches.lifted
     assert inputs is INPUTS
     assert (outputs["residual_out"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
-    (dense, sparse), scale = tensors.operand, tensors.scale
-    addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
+    (steps,), scale = tensors.operand, tensors.scale
+    addresses = steps.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
     assert launches.multiplied == [(outputs["values"], outputs["scale"], WeightAddresses(*addresses), y.data_ptr())]
     assert not launches.by_parts
 
@@ -137,7 +136,7 @@ def test_another_number_of_tokens_has_its_own_lift_launch_and_parts(monkeypatch:
     y, _ = other(rows().repeat(8, 1), None, weight(), 0.0)
     assert y.shape == (40, OUT)
     assert (len(more.lifted), len(more.multiplied), launches.lifted, launches.multiplied) == (1, 1, [], [])
-    assert other.weight_addresses(weight()._replace(operand=[SPARSE, DENSE])) is None
+    assert other.weight_addresses(weight()._replace(operand=[STEPS[:, :0]])) is None
 
 
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,37 +153,36 @@ def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None
     made(monkeypatch, launches)(rows(), None, weight()._replace(scale=None), 0.0)
     ((_, _, outputs),) = launches.lifted
     ((_, scale_x, addresses, _),) = launches.multiplied
-    assert (outputs["scale"], scale_x, *addresses[2:]) == (None, None, None, None, 0)
+    assert (outputs["scale"], scale_x, *addresses[1:]) == (None, None, None, None, 0)
 
 
-DENSE, SPARSE = weight().operand
+(STEPS,) = weight().operand
 
 
 @pytest.mark.parametrize(
-    ("operand", "scale", "bias"),
+    ("steps", "scale", "bias"),
     [
-        ([DENSE[:, :0], DENSE[:, :0]], torch.ones(OUT), None),
-        ([SPARSE, DENSE], torch.ones(OUT), None),
-        ([DENSE, torch.empty(1, 1, 4, 5120, dtype=torch.uint8)], torch.ones(OUT), None),
-        ([DENSE.to("meta"), SPARSE], torch.ones(OUT), None),
-        ([DENSE.view(torch.int8), SPARSE], torch.ones(OUT), None),
-        ([DENSE.transpose(1, 2).contiguous().transpose(1, 2), SPARSE], torch.ones(OUT), None),
-        ([DENSE, SPARSE], torch.ones(OUT - 1), None),
-        ([DENSE, SPARSE], torch.ones(2 * OUT)[::2], None),
-        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
-        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, device="meta")),
+        (STEPS[:, :0], torch.ones(OUT), None),
+        (torch.empty(1, 1, 4, 4096, dtype=torch.uint8), torch.ones(OUT), None),
+        (STEPS.to("meta"), torch.ones(OUT), None),
+        (STEPS.view(torch.int8), torch.ones(OUT), None),
+        (STEPS.transpose(2, 3).contiguous().transpose(2, 3), torch.ones(OUT), None),
+        (STEPS, torch.ones(OUT - 1), None),
+        (STEPS, torch.ones(2 * OUT)[::2], None),
+        (STEPS, torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
+        (STEPS, torch.ones(OUT), torch.ones(OUT, device="meta")),
     ],
 )
 def test_a_weight_that_the_kernel_could_not_read_is_left_to_the_parts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    operand: list[torch.Tensor],
+    steps: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
     caplog.set_level(logging.INFO, logger="slidesparse")
     launches = Launches()
-    tensors, x = LinearTensors(torch.empty(0), operand, scale, bias, None), rows()
+    tensors, x = LinearTensors(torch.empty(0), [steps], scale, bias, None), rows()
     linear = made(monkeypatch, launches)
     for _ in range(2):
         assert linear(x, None, tensors, 0.5) is PARTS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import pack_by
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,12 @@ def test_another_device_type_or_architecture(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert _why_not() == "it is written for compute capability 9.0 (H100, H200), this GPU has 10.0"
     assert _why_not(torch.float32) == "it has no fp32 kernels"
+
+
+@pytest.mark.parametrize("problem", [{"slid": False}, {"pattern": DENSE}])
+def test_a_dense_weight(problem: dict[str, Any], h200: None) -> None:
+    wanted = replace(Problem(Pattern(6, 8), torch.int8, 64, 64, torch.device("cuda")), **problem)
+    assert get_backend("hopper").why_not(wanted) == "a dense weight has no 2:4 form"
 
 
 def test_no_bindings(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,7 @@ def _losses(name: str, fewest: int, split: bool, after: str = "") -> list[float]
     losses = []
     for case in _cases(name):
         us = {str(tile): case["us"].get(f"{tile}{after}", math.inf) for tile in TILES}
-        sparse, dense = case["slabs"]
-        chosen = cheapest(case["tokens"], case["out"], sparse + 2 * dense)
+        chosen = cheapest(case["tokens"], case["out"], case["slabs"][0])
         if fewest <= case["tokens"] and us[str(chosen)] < math.inf and (split or chosen.split == 1):
             losses.append(us[str(chosen)] / min(us.values()) - 1)
     return losses
@@ -87,7 +86,7 @@ def test_two_bands_are_chosen_where_they_were_faster(
 ) -> None:
     losses, gains = [], []
     for case in (cases := _cases(name)):
-        chosen = choose_bands(case["tokens"], case["out"], *case["slabs"])
+        chosen = choose_bands(case["tokens"], case["out"], case["slabs"][0])
         ratio = case["us"][1] / min(case["us"][0], case["us"][2])
         if len(chosen) == 2:
             if [f"{band.channels} in {band.tile}" for band in chosen] != case["two"]:
@@ -166,11 +165,6 @@ def test_a_share_is_a_multiple_of_16_for_at_most_as_many_blocks() -> None:
     assert {tile.share for tile in TILES if tile.split == 1} == {tile.tokens for tile in TILES if tile.split == 1}
 
 
-def test_a_dense_slab_counts_twice() -> None:
-    once, twice = choose_bands(256, 4096, 20, 0), choose_bands(256, 4096, 40, 0)
-    assert choose_bands(256, 4096, 0, 20) == twice != once
-
-
 def cycles(tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int) -> float:
     """The cost of one product by its definition."""
     blocks = tile.count(tokens, channels) * tile.split
@@ -206,8 +200,8 @@ def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band,
 def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
     near = {at + by for at in range(0, MOST_TOKENS, 192) for by in (0, 1, 15, 16, 17)}
     for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_TOKENS, MOST_TOKENS + 1, 10**6):
-        chosen = choose_bands(tokens, channels, slabs, 2, multiprocessors)
-        assert chosen == fewest_cycles(tokens, channels, slabs + 4, multiprocessors)
+        chosen = choose_bands(tokens, channels, slabs, multiprocessors)
+        assert chosen == fewest_cycles(tokens, channels, slabs, multiprocessors)
 
 
 @pytest.mark.parametrize("multiprocessors", [114, 78])  # of an H100 PCIe and an H20
@@ -215,8 +209,8 @@ def test_tiles_fill_the_waves_of_the_gpu_that_runs_them(multiprocessors: int) ->
     other = 0
     for channels, slabs in ((4608, 42), (37888, 42), (3584, 222)):
         for tokens in range(64, 2049, 64):
-            here = choose_bands(tokens, channels, slabs, 0, multiprocessors)
-            other += here != choose_bands(tokens, channels, slabs, 0)
+            here = choose_bands(tokens, channels, slabs, multiprocessors)
+            other += here != choose_bands(tokens, channels, slabs)
             if len(here) == 2:  # less than a row of tiles is missing to whole waves
                 large, own = here[0]
                 assert -large.count(tokens, own) % multiprocessors < -(-tokens // large.tokens)

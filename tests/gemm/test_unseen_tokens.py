@@ -38,7 +38,7 @@ MOST_S, MOST_CALLS = 500e-6, 210
 def linear(out: int, columns: int, prologue: Prologue) -> LinearSpec:
     """A linear at 6:8 that the Hopper kernel runs at any number of tokens."""
     slid = -(-(columns // 8 * 12) // SLAB_BYTES) * SLAB_BYTES
-    form = FormSpec("hopper", (columns, 8, 0, columns // 8, slid, 1), 3)
+    form = FormSpec("hopper", (columns, 8, 0, columns // 8, slid, 1), 2)
     eps = 1e-6 if prologue == "add_rms_norm" else 0.0
     return LinearSpec(prologue, eps, True, False, WeightSpec(out, "int8", (form,), (Route(0, "hopper"),)))
 
@@ -128,9 +128,7 @@ def test_a_linear_for_other_tokens_is_the_one_that_would_be_made(spec: LinearSpe
 def numbers(runner: HopperLinear) -> dict[str, Any]:
     """All that a linear and its launches are told."""
     lift, gemm = runner.lift, runner._gemm
-    own = {
-        name: getattr(runner, name) for name in ("kind", "out", "workspace_bytes", "_scales_start", "_dense", "_sparse")
-    }
+    own = {name: getattr(runner, name) for name in ("kind", "out", "workspace_bytes", "_scales_start", "_steps")}
     own |= {f"lift {name}": getattr(lift, name) for name in lift.__slots__}
     own |= {f"gemm {name}": getattr(gemm, name) for name in ("_types", "slab_bytes")}
     own["bands"] = [band._replace(sizes=bytes(band.sizes)) for band in gemm.bands]

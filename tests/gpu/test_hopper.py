@@ -39,7 +39,7 @@ from slidesparse.weights.slide import gather
 pytestmark = pytest.mark.gpu
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "dense")
+PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16")
 TOKENS = (0, 1, 7, 64, 193, 1000)
 OUT, COLUMNS = 300, 1000
 """Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
@@ -111,7 +111,7 @@ def test_int8_has_the_bits_of_the_reference(pattern: str, out: int, tile: Tile) 
             assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "6:8", "dense"])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8"])
 @pytest.mark.parametrize("columns", [60, 200, 500])
 def test_a_split_into_more_parts_than_there_are_steps(columns: int, pattern: str, split_tile: Tile) -> None:
     packed, backend = _packed(INT8, pattern, OUT, columns), Hopper()
@@ -217,7 +217,7 @@ def test_the_emulator_reads_what_the_kernel_reads() -> None:
     for dtype, pattern in ((INT8, "6:8"), (INT8, "4:6"), (BF16, "8:10"), (BF16, "2:4")):
         packed, backend = _packed(dtype, pattern, 70, 320), get_backend("hopper")
         operand = backend.prepare(packed)
-        decoded = emulator.weights(*(tensor.cpu().numpy() for tensor in operand), dtype.itemsize)
+        decoded = emulator.weights(operand[0].cpu().numpy(), dtype.itemsize)
         # One token a column of K': the product is the operand itself, element by element.
         width = decoded.shape[1]
         identity = torch.eye(width, device="cuda").to(dtype)

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 INT8, BF16 = torch.int8, torch.bfloat16
-PATTERNS = ("2:4", "4:6", "6:8", "8:10", "dense")
+PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 TOKENS = (1, 7, 64, 193, 1000)
 
 

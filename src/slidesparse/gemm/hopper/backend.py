@@ -1,6 +1,6 @@
 """The Hopper backend: our own 2:4 GEMM (``gemm/hopper/csrc``), scales and bias applied where the sum ends.
 
-One launch multiplies a 2:4 or a dense weight, applies ``scale_x``, ``scale_w`` and the bias in float32 and rounds once.
+One launch multiplies a 2:4 weight, applies ``scale_x``, ``scale_w`` and the bias in float32 and rounds once.
 Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the quantise-and-lift kernel, weights from
 :mod:`slidesparse.gemm.hopper.weights`: no call needs descriptors or a plan.
 """
@@ -14,7 +14,6 @@ import torch
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, ChainRunner, LiftThenMultiply, OneByOne, Operand, Problem, Runner, gpu_of
-from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
@@ -22,11 +21,12 @@ from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import METADATA, SparseForm, dense_steps, sparse_steps
+from slidesparse.gemm.hopper.weights import METADATA, SparseForm, sparse_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift
 from slidesparse.lifting.layout import check_slabs
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import dtype_name
 from slidesparse.weights.support import check_vector
 
@@ -38,7 +38,7 @@ CAPABILITY = (9, 0)
 
 
 class Hopper(Backend):
-    """The backend that multiplies 2:4 weights, and dense ones, by lifted activations on sm_90a, in one launch."""
+    """The backend that multiplies 2:4 weights by lifted activations on sm_90a, in one launch."""
 
     name = "hopper"
     accelerated = True
@@ -52,6 +52,8 @@ class Hopper(Backend):
             return "it needs a CUDA device"
         if problem.dtype not in TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels"
+        if not problem.slid or problem.pattern == DENSE:
+            return "a dense weight has no 2:4 form"
         major, minor = torch.cuda.get_device_capability(problem.device)
         if (major, minor) != CAPABILITY:
             return f"it is written for compute capability 9.0 (H100, H200), this GPU has {major}.{minor}"
@@ -71,22 +73,23 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
 
-    def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
-        """Return the steps of a weight, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
+    def prepare(self, packed: PackedWeight) -> Operand:
+        """Return the steps of a weight, uint8: see :func:`slidesparse.gemm.hopper.weights.sparse_steps`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
-        """
-        operand = weights.HopperOperand(
-            dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed), self.value_bits)
-        )
-        if operand.sparse.is_cuda:
-            torch.cuda.current_stream(operand.sparse.device).synchronize()
-        return operand
 
-    def form_of(self, sparse: torch.Tensor) -> SparseForm:
-        """Return the form of a 2:4 weight of this backend: metadata with every step."""
-        return SparseForm(sparse.shape[1], windows=0, value_bits=self.value_bits)
+        Raises:
+            UnsupportedError: The weight is dense.
+        """
+        steps = sparse_steps(packed, self.layout.bundle(packed), self.value_bits)
+        if steps.is_cuda:
+            torch.cuda.current_stream(steps.device).synchronize()
+        return (steps,)
+
+    def form_of(self, steps: torch.Tensor) -> SparseForm:
+        """Return the form of a weight of this backend: metadata with every step."""
+        return SparseForm(steps.shape[1], windows=0, value_bits=self.value_bits)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
         """See :class:`slidesparse.gemm.backend.Backend`; it launches twice, with only addresses between."""
@@ -115,24 +118,22 @@ class Hopper(Backend):
         tile: Tile | tuple[Band, ...] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces what would be chosen."""
-        device, (dense, sparse) = gpu_of(x, self.name), operand
+        device, (steps,) = gpu_of(x, self.name), operand
         if not is_current(device):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype, tile)
-        if sparse.get_device() != device or dense.get_device() != device:
-            raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
+        if steps.get_device() != device:
+            raise InputError("weight of the Hopper kernel", got=steps.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
-        gemm = find_launch(
-            x.shape, x.dtype, self.form_of(sparse), dense.shape, sparse.shape, out_features, out_dtype, device, tile
-        )
+        form = self.form_of(steps)
+        gemm = find_launch(x.shape, x.dtype, form, steps.shape, out_features, out_dtype, device, tile)
         check_slabs(x, gemm.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
         check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
         y = empty(tokens, out_features, out_dtype, device)
         weight = WeightAddresses(
-            dense.data_ptr(),
-            sparse.data_ptr(),
+            steps.data_ptr(),
             None if scale_w is None else scale_w.data_ptr(),
             None if bias is None else bias.data_ptr(),
             0 if bias is None else BIAS_TYPES[bias.dtype],
@@ -160,10 +161,11 @@ class HopperSixBits(Hopper):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return None
 
-    def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
+    def prepare(self, packed: PackedWeight) -> Operand:
         """See :meth:`Hopper.prepare`.
 
         Raises:
+            UnsupportedError: The weight is dense.
             InputError: A value needs more bits: other weights were loaded into a layer.
         """
         if packed.bits != self.bits:

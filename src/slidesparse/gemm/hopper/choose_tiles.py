@@ -128,21 +128,18 @@ class Band(NamedTuple):
     channels: int
 
 
-def choose_bands(
-    tokens: int, channels: int, sparse_slabs: int, dense_slabs: int, multiprocessors: int = MULTIPROCESSORS
-) -> tuple[Band, ...]:
+def choose_bands(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[Band, ...]:
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
     The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
     it, and smaller ones compute the channels that are left in less time than that wave takes. A weight has ``channels``
-    rows, and slabs: in 2:4 form of one step each, dense of two.
+    rows, and a step for each of its slabs.
 
-    >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
+    >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
-    >>> [f"{band.channels} in {band.tile}" for band in choose_bands(384, 37888, 42, 0)]
+    >>> [f"{band.channels} in {band.tile}" for band in choose_bands(384, 37888, 42)]
     ['33792 in 192x256', '4096 in 96x128']
     """
-    steps = sparse_slabs + 2 * dense_slabs
     if tokens > MOST_TOKENS:
         return (Band(cheapest(tokens, channels, steps, multiprocessors), channels),)
     ends, bands = bands_by_tokens(channels, steps, multiprocessors)

@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper.choose_tiles import Band, choose_bands
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, VALUE_BYTES, SparseForm
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, SparseForm
 from slidesparse.lifting.layout import SLAB_BYTES
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -25,15 +25,13 @@ class WeightAddresses(NamedTuple):
     """The addresses of a weight that a launch reads, in the order of the kernel's arguments.
 
     Attributes:
-        dense: Address of its dense steps, if it has such.
-        sparse: Address of its 2:4 steps.
+        weights: Address of its steps.
         scale: Address of the weight's scales, float32 [out]; None without.
         bias: Address of the bias [out]; None without.
         bias_type: Number of its type in :data:`BIAS_TYPES`; 0 without a bias.
     """
 
-    dense: int
-    sparse: int
+    weights: int
     scale: int | None
     bias: int | None
     bias_type: int
@@ -46,23 +44,20 @@ WHOLE, LEADING, FOLLOWING = range(3)
 class BandLaunch(NamedTuple):
     """A launch of a product, or of a band of it: a variant, its blocks, and the numbers in the arguments.
 
-    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``row_bytes`` are those of :data:`TILE_ROWS`
-    channels in dense and in 2:4 steps.
+    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``tile_bytes`` are those of the weights of so many.
     """
 
     kernel: Kernel
     grid: int
     sizes: Arguments
     start: int
-    row_bytes: tuple[int, int]
+    tile_bytes: int
 
     def weight(self, whole: WeightAddresses) -> WeightAddresses:
         """Return the addresses of this band of a weight."""
-        tiles, (dense, sparse) = self.start // TILE_ROWS, self.row_bytes
         bias_bytes = 4 if whole.bias_type == BIAS_TYPES[torch.float32] else 2
         return WeightAddresses(
-            whole.dense + tiles * dense,
-            whole.sparse + tiles * sparse,
+            whole.weights + self.start // TILE_ROWS * self.tile_bytes,
             None if whole.scale is None else whole.scale + 4 * self.start,
             None if whole.bias is None else whole.bias + bias_bytes * self.start,
             whole.bias_type,
@@ -77,13 +72,13 @@ class GemmLaunch:
         types: What :func:`slidesparse.gemm.hopper.kernel.load_kernel` takes between its first and last argument.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
-        row_bytes: See :class:`BandLaunch`.
+        tile_bytes: See :class:`BandLaunch`.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
     """
 
-    __slots__ = ("_row_bytes", "_sizes", "_types", "bands", "slab_bytes")
+    __slots__ = ("_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
 
     def __init__(
         self,
@@ -91,9 +86,9 @@ class GemmLaunch:
         types: tuple[torch.dtype, torch.dtype, int, int, int],
         sizes: Arguments,
         slab_bytes: int,
-        row_bytes: tuple[int, int],
+        tile_bytes: int,
     ) -> None:
-        self.slab_bytes, self._types, self._sizes, self._row_bytes = slab_bytes, types, sizes, row_bytes
+        self.slab_bytes, self._types, self._sizes, self._tile_bytes = slab_bytes, types, sizes, tile_bytes
         self.bands: list[BandLaunch] = []
         start = 0
         for tile, channels in bands:
@@ -101,16 +96,16 @@ class GemmLaunch:
             own.channels, own.row = channels, sizes.channels
             own.band = WHOLE if len(bands) == 1 else FOLLOWING if start else LEADING
             grid = kernel.grid(kernel.tile.count(sizes.tokens, channels))
-            self.bands.append(BandLaunch(kernel, grid, own, start, row_bytes))
+            self.bands.append(BandLaunch(kernel, grid, own, start, tile_bytes))
             start += channels
 
     def for_tokens(self, tokens: int) -> GemmLaunch:
         """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tiles."""
         sizes = Arguments.from_buffer_copy(self._sizes)
-        sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
-        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
-        bands = choose_bands(tokens, sizes.channels, *slabs, multiprocessors(self._types[2])) if sizes.channels else ()
-        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._row_bytes)
+        sizes.tokens, channels, slabs = tokens, sizes.channels, sizes.sparse_slabs
+        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * slabs
+        bands = choose_bands(tokens, channels, slabs, multiprocessors(self._types[2])) if channels else ()
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
@@ -121,12 +116,12 @@ class GemmLaunch:
             own = band.weight(weight) if band.start else weight
             arguments = Arguments.from_buffer_copy(band.sizes)
             arguments.x, arguments.scale_x, arguments.y = x, scale_x, y + band.start * self._types[1].itemsize
-            arguments.dense, arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = own
+            arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = own
             band.kernel.launch(arguments, band.grid, current_stream(self._types[2]))
 
 
 def find_launch(
-    activations: torch.Size, dtype: torch.dtype, form: SparseForm, dense: torch.Size, sparse: torch.Size,
+    activations: torch.Size, dtype: torch.dtype, form: SparseForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, tile: Tile | tuple[Band, ...] | None = None,
 ) -> GemmLaunch:  # fmt: skip
     """Return the launch of a product, kept from one call to the next.
@@ -134,9 +129,8 @@ def find_launch(
     Args:
         activations: [M, K'].
         dtype: Their type, and the weight's.
-        form: How 2:4 steps lie in memory, as the weight was prepared.
-        dense: Shape of its dense steps (gemm/hopper/weights.py).
-        sparse: Shape of its 2:4 steps.
+        form: How steps lie in memory, as the weight was prepared.
+        steps: Shape of the weight's steps (gemm/hopper/weights.py).
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
@@ -148,32 +142,28 @@ def find_launch(
         UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
     """
     if tile is None:
-        bands = choose_bands(activations[0], out_features, form.slabs, dense[1] // 2, multiprocessors(device))
+        bands = choose_bands(activations[0], out_features, form.slabs, multiprocessors(device))
     else:
         bands = (Band(tile, out_features),) if isinstance(tile, Tile) else tile
-    return _launch(activations, dtype, form, dense, sparse, out_features, out_dtype, device, bands)
+    return _launch(activations, dtype, form, steps, out_features, out_dtype, device, bands)
 
 
 @lru_cache(maxsize=1 << 13)
 def _launch(
-    activations: torch.Size, dtype: torch.dtype, form: SparseForm, dense: torch.Size, sparse: torch.Size,
+    activations: torch.Size, dtype: torch.dtype, form: SparseForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, bands: tuple[Band, ...],
 ) -> GemmLaunch:  # fmt: skip
-    tokens, dense_slabs = activations[0], dense[1] // 2
     if out_dtype not in OUTPUTS:
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
-    columns = SLAB_BYTES // dtype.itemsize * (form.slabs + dense_slabs)
-    fits = activations[1] == columns and sparse[1:] == form.shape(out_features, dtype.itemsize)[1:]
-    fits &= dense[3] == VALUE_BYTES  # of 2:4 steps it is another, but for values of six bits
-    if not fits or out_features > TILE_ROWS * sparse[0]:
+    tokens, columns = activations[0], SLAB_BYTES // dtype.itemsize * form.slabs
+    fits = activations[1] == columns and steps[1:] == form.shape(out_features, dtype.itemsize)[1:]
+    if not fits or out_features > TILE_ROWS * steps[0]:
         raise InputError(
             f"activations {list(activations)} {dtype} for {out_features} outputs",
-            needed=f"{columns} columns, at most {TILE_ROWS * sparse[0]} outputs, as the weight was prepared",
+            needed=f"{columns} columns, at most {TILE_ROWS * steps[0]} outputs, as the weight was prepared",
             remedy="quantise and lift with this weight's own columns",
         )
     slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
-    numbers = {"dense_slabs": dense_slabs, "sparse_slabs": form.slabs, "windows": form.windows}
-    sizes = Arguments(tokens=tokens, channels=out_features, group=GROUP, **numbers)
+    sizes = Arguments(tokens=tokens, channels=out_features, sparse_slabs=form.slabs, group=GROUP, windows=form.windows)
     types = dtype, out_dtype, device, form.count_bits, form.value_bits
-    row_bytes = math.prod(dense[1:]), math.prod(sparse[1:])
-    return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, row_bytes)
+    return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, math.prod(steps[1:]))

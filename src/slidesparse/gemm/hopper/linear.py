@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import SparseForm, dense_shape
+from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.weights.support import is_vector
@@ -45,7 +45,7 @@ class HopperLinear:
         kind: Everything that determines which weights and gains it can read.
     """
 
-    __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
+    __slots__ = ("_by_parts", "_gemm", "_scales_start", "_steps", "kind", "lift", "out", "workspace_bytes")
 
     def __init__(
         self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: Tile | None = None
@@ -53,10 +53,10 @@ class HopperLinear:
         self.out = by_parts.out_features
         item_bytes = lift.target.itemsize
         form = SparseForm.of_order(lift.order, item_bytes, value_bits)
-        self._dense, self._sparse = dense_shape(lift.order, item_bytes, self.out), form.shape(self.out, item_bytes)
+        self._steps = form.shape(self.out, item_bytes)
         self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))
-        sizes = activations, lift.target, form, self._dense, self._sparse, self.out
+        sizes = activations, lift.target, form, self._steps, self.out
         self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
 
     def _size(self, lift: KernelLift, by_parts: LiftThenMultiply, gemm: GemmLaunch) -> None:
@@ -70,7 +70,7 @@ class HopperLinear:
         This is much faster than constructing it anew; a server meets most numbers of tokens once.
         """
         lift, made = self.lift.for_tokens(tokens), HopperLinear.__new__(HopperLinear)
-        made.out, made.kind, made._dense, made._sparse = self.out, self.kind, self._dense, self._sparse
+        made.out, made.kind, made._steps = self.out, self.kind, self._steps
         by_parts = LiftThenMultiply(self._by_parts.backend, lift, self.out)
         made._size(lift, by_parts, self._gemm.for_tokens(tokens))
         return made
@@ -90,12 +90,11 @@ class HopperLinear:
 
     def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
         """Return a weight's addresses; None where the kernel cannot read its sizes, types, strides or device."""
-        device, (dense, sparse) = self.lift.device, tensors.operand
-        if dense.shape != self._dense or sparse.shape != self._sparse:
+        device, (steps,) = self.lift.device, tensors.operand
+        if steps.shape != self._steps or steps.dtype != torch.uint8:
             return None
-        for steps in (dense, sparse):
-            if steps.device != device or steps.dtype != torch.uint8 or not steps.is_contiguous():
-                return None
+        if steps.device != device or not steps.is_contiguous():
+            return None
         scale_at = bias_at = None
         bias_type = 0
         if tensors.scale is not None:
@@ -106,7 +105,7 @@ class HopperLinear:
             if not is_vector(tensors.bias, self.out, device, BIAS_TYPES):
                 return None
             bias_at, bias_type = tensors.bias.data_ptr(), BIAS_TYPES[tensors.bias.dtype]
-        return WeightAddresses(dense.data_ptr(), sparse.data_ptr(), scale_at, bias_at, bias_type)
+        return WeightAddresses(steps.data_ptr(), scale_at, bias_at, bias_type)
 
     def launch(
         self, inputs: LiftInputs, residual_out: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float

@@ -1,10 +1,8 @@
 """Arrange weights as the Hopper kernel's shared memory needs them, so that every step of a tile is one bulk copy.
 
 A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
-lifted activations. A step of a row tile is contiguous, and so is one of a half or a quarter of it. The weight has
-
-* in 2:4 form one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
-* dense two steps a slab, each 64 bytes of weights a row.
+lifted activations. The weight has one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows. A
+step of a row tile is contiguous, and so is one of a half or a quarter of it.
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata: two counts of 3 or 4 bits say how many
 kept entries of a group precede each of its left-out positions. The slabs of a bundle (``lifting.layout.in_bundles``)
@@ -25,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from slidesparse.errors import UnsupportedError
 from slidesparse.lifting.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import COUNTED, WINDOW_KEEP, Pattern
@@ -68,7 +67,7 @@ def bundle_of(packed: PackedWeight) -> int:
     4 bits, and for few groups, which would not fill their bundles.
     """
     windows, groups = packed.form.windows, packed.form.groups(packed.shape[1], packed.k_offset)
-    if packed.dtype.itemsize != 1 or windows not in COUNTED:  # a dense weight has one window a group
+    if packed.dtype.itemsize != 1 or windows not in COUNTED:
         return 1
     plain = -(-groups * packed.pattern.slid_group // SLAB_BYTES)
     return BUNDLE if -(-groups // BUNDLE) * windows <= PADDING * plain else 1
@@ -98,7 +97,7 @@ class SparseForm(NamedTuple):
     def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> SparseForm:
         """Return the form of the weight whose activations have this order in slabs."""
         windows = order.group // 2 - 1 if order.bundle > 1 else 0
-        return cls(order.slid * order.k_packed * itemsize // SLAB_BYTES, windows, value_bits)
+        return cls(order.k_packed * itemsize // SLAB_BYTES, windows, value_bits)
 
     @property
     def count_bits(self) -> int:
@@ -127,33 +126,18 @@ def bundle_bytes(windows: int, value_bits: int) -> int:
     return BLOCKS * (count_bits_of(windows) * PLANE_BYTES + windows * value_bytes(value_bits))
 
 
-class HopperOperand(NamedTuple):
-    """The tensors that the kernel reads of a weight, in the order of its arguments; one of them has no slabs.
-
-    Attributes:
-        dense: From :func:`dense_steps`.
-        sparse: From :func:`sparse_steps`.
-    """
-
-    dense: torch.Tensor
-    sparse: torch.Tensor
-
-
-def dense_shape(order: ColumnOrder, itemsize: int, out_features: int) -> torch.Size:
-    """Return the shape of :func:`dense_steps` of a weight whose activations have this order in slabs."""
-    tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
-    return torch.Size((tiles, 0 if order.slid else 2 * (order.k_packed // slab), BLOCKS, VALUE_BYTES))
-
-
 def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
     """Return a weight in 2:4 steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
 
-    uint8 [row tiles, slabs, 4, bytes of a step], no slabs for a dense one; or in bundles
+    uint8 [row tiles, slabs, 4, bytes of a step]; or in bundles
     [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
+
+    Raises:
+        UnsupportedError: The weight is dense.
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     if packed.code is None:
-        return torch.empty(SparseForm(0, 0, value_bits).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
+        raise UnsupportedError("the Hopper kernel multiplies 2:4 weights", got="dense", remedy="use backend='dense'")
     if bundle > 1:
         return _bundles(packed.values, packed.code, packed.pattern, value_bits)
     values = _row_steps(packed.values) if value_bits == 8 else _six_bits(packed.values)
@@ -165,15 +149,6 @@ def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torc
     if value_bits == 6:  # of each thread: three words of values, one of metadata
         return _row_tiles(torch.cat([values, words.unflatten(-1, (-1, 4))], -1).flatten(2))
     return _row_tiles(torch.cat([values, words], -1))
-
-
-def dense_steps(packed: PackedWeight) -> torch.Tensor:
-    """Return a dense weight in steps: uint8 [row tiles, 2 * slabs, 4, 4096], no slabs for one in 2:4 form."""
-    if packed.slid:
-        tiles = -(-packed.shape[0] // TILE_ROWS)
-        return torch.empty(tiles, 0, BLOCKS, VALUE_BYTES, dtype=torch.uint8, device=packed.device)
-    steps = _row_steps(packed.values)
-    return _row_tiles(F.pad(steps, (0, 0, 0, steps.shape[1] % 2)))
 
 
 def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, value_bits: int) -> torch.Tensor:
