@@ -12,9 +12,10 @@ BEST = "--method sparsegpt --match 200 with text like the model's use, then slid
 COSTS = (
     ("SmolLM2-135M-Instruct", 135e6, "6:8", "3.8 %", "1.5 %"),
     ("SmolLM2-135M-Instruct", 135e6, "4:6", "9.7 %", "4.1 %"),
-    ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "6:8", "4.1 %", "1.9 %"),
+    ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "6:8", "3.8 %", "0.8 %"),
     ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "4:6", "9.3 %", "3.0 %"),
-    ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "2:4", "36.3 %", "13.3 %"),
+    ("Qwen2.5-Coder-0.5B-Instruct", 494e6, "2:4", "34.4 %", "7.7 %"),
+    ("Qwen2.5-Coder-1.5B-Instruct", 1544e6, "6:8", "4.0 %", "2.2 %"),
     ("Qwen2.5-Coder-1.5B-Instruct", 1544e6, "4:6", "9.8 %", "6.3 %"),
 )
 """Model, parameters, pattern, and how far it raised the perplexity of code, before and after recover."""
