@@ -28,6 +28,7 @@ from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.mixed_texts import without_folder
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
 from slidesparse.files.staging import Workplace, new_folder
@@ -158,7 +159,7 @@ def recover(
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
             # Of texts the names alone: the folder may be published, and paths are this machine's.
-            named = {**asdict(told), "texts": [Path(text).name for text in told.texts]}
+            named = {**asdict(told), "texts": [*map(without_folder, told.texts)]}
             said = {"compiled": compiled, "held_tokens": result.held_tokens, **outcome}
             write_result(work, pair.pruned, files, trained, {**record, "options": named, **said})
     return result
