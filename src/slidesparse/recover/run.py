@@ -101,7 +101,8 @@ class Recovery:
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
         if self.ended_early:
-            lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
+            early = f"it ended early, after {MOST_LEFT_OUT} such steps in a row"
+            lines.append(": ".join([early, *advice(["use a lower --rate"])]))
         kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
         then = advice(["quantise it with slidesparse prune, calibrated"])
         return "\n".join([*lines, "; ".join([f"{self.destination} has {kept}", *then])])
