@@ -326,7 +326,7 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
     assert found.kept == "before"
     assert "weights of before" in found.describe()
-    few = "only 256 tokens: another text may give quite other figures; take 1000 or more"
+    few = "only 256 tokens: another text may give quite other figures; use more text, or a larger --held"
     assert few in found.describe().splitlines()
     assert few not in replace(found, held_tokens=1000).describe()
     usual = replace(found, ended_early=True).describe()

@@ -96,7 +96,7 @@ class Recovery:
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
             f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
-            *warn_of_few(self.held_tokens),
+            *warn_of_few(self.held_tokens, "use more text, or a larger --held"),
         ]
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
