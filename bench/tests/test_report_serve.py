@@ -30,6 +30,7 @@ from slidesparse_bench.served_records import (
     to_line,
 )
 
+RESULTS = Path(__file__).parents[2] / "results/h200"
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}
 BACKENDS = {"stock": "", "control": "dense", "stock again": ""}
@@ -130,7 +131,7 @@ def test_the_command_line_tells_files_apart(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(serve), str(timeline), "--out", str(tmp_path / "out")]) == 0
     assert "serve.md" in capsys.readouterr().out
     serve.write_text(serve.read_text().replace('"lost":0', '"lost":"none"'))
-    layers = str(Path(__file__).parents[2] / "results/h200/grouped.jsonl")
+    layers = str(RESULTS / "grouped.jsonl")
     for files in ([str(serve)], [layers, str(serve)]):
         assert main(["report", *files, "--out", str(tmp_path / "new")]) == 1
         assert "lost" in capsys.readouterr().err
@@ -220,6 +221,10 @@ def test_a_soak_served_all_that_came_and_not_each_of_its_lengths_once() -> None:
     (group,) = groups([soaked])
     rows = load_table(group).rows
     assert [row[:3] for row in rows] == [("6:8", "arrivals, soak", 5000 / 250.0)]
+
+
+def test_a_timeline_with_names_of_kernels_is_read() -> None:
+    assert read(TimelineRecord, [RESULTS / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"])
 
 
 def test_records_without_later_fields_are_read(tmp_path: Path) -> None:

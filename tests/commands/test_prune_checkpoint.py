@@ -28,6 +28,7 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import dequantize
@@ -363,6 +364,26 @@ def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
     with pytest.raises(InputError, match=words):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads then is that of any ignore list."""
+    make_checkpoint(tmp_path / "m")
+    ran = []
+
+    def counted(model: Any, linears: Any, run: Any) -> dict[str, str]:
+        ran.append(sorted(linears))
+        return read_without_calling(model, linears, run)
+
+    monkeypatch.setattr("slidesparse.offline.prune_job.read_without_calling", counted)
+    with pytest.raises(InputError, match="matches no linear"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("o_proj",)))
+    assert not ran
+    alone = ("re:.*o_proj",)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=alone))
+    assert ran == [sorted([*done.patterns, *(name for name, why in done.dense.items() if "ignore" in why)])]
 
 
 def test_a_bias_that_is_not_there(tmp_path: Path) -> None:

@@ -63,4 +63,6 @@ def test_where_nothing_else_is_left_the_remedy_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16)
     with pytest.raises(InputError, match=r"8 linears of first Mamba mixers.*--dtype bf16, fp16 or fp32"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+    with pytest.raises(InputError, match="matches no linear layer"):  # which is wrong for any type
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("re:.*down_proj",)))
     assert not (tmp_path / "s").exists()

@@ -20,6 +20,7 @@ from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, 
 from rank_processes import run_ranks
 
 import slidesparse
+from slidesparse.base.progress import quietly
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
@@ -325,9 +326,16 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
     assert found.kept == "before"
     assert "weights of before" in found.describe()
-    few = "only 256 tokens: another text may give quite other figures; take 1000 or more"
+    few = "only 256 tokens: another text may give quite other figures; use more text, or a larger --held"
     assert few in found.describe().splitlines()
     assert few not in replace(found, held_tokens=1000).describe()
+    usual = replace(found, ended_early=True).describe()
+    with quietly():
+        quiet = replace(found, ended_early=True).describe()
+    for advice in (f"{few}\n", ": use a lower --rate", "; quantise it with slidesparse prune, calibrated"):
+        assert usual.count(advice) == 1
+        usual = usual.replace(advice, "")
+    assert quiet == usual
     before, after = tensors(pair / "pruned"), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 

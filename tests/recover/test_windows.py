@@ -14,7 +14,7 @@ from checkpoints import SMALL, add_tokenizer, make_checkpoint, put_bos_first, wr
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.files.mixed_texts import weighted
+from slidesparse.files.mixed_texts import weighted, without_folder
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.offline.calibrate import calibration
 from slidesparse.offline.calibrate.calibration import (
@@ -142,6 +142,16 @@ def test_texts_are_mixed_by_weights(tmp_path: Path) -> None:
 def test_a_weight_that_is_none() -> None:
     with pytest.raises(InputError, match=r"weight of a\.txt; got 0; needed a number above 0"):
         weighted("a.txt:0")
+
+
+def test_a_record_names_files_without_their_folders_and_data_sets_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "of:2"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    given = (f"{tmp_path}/a.txt:0.5", f"{tmp_path}/of:2", ".", "owner/data:python", "owner/data:2", "default")
+    assert [*map(without_folder, given)] == ["a.txt:0.5", "of:2", tmp_path.name, *given[3:]]
 
 
 def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:

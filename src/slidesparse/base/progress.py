@@ -34,7 +34,7 @@ LINE_S = 30.0
 SPEED_S = 600.0
 """Seconds from which a speed is estimated: a layer may take minutes."""
 
-_HIDDEN = ContextVar("hidden bars", default=False)
+_QUIET = ContextVar("quiet", default=False)
 
 
 @contextmanager
@@ -70,25 +70,28 @@ def progress_bar(
 
 
 def bars_shown(show: bool | None = None) -> bool:
-    """Return whether bars are shown: as asked for; None: on a terminal only. Never inside :func:`hidden_bars`."""
-    if _HIDDEN.get():
+    """Return whether bars are shown: as asked for; None: on a terminal only. Never :func:`quietly`."""
+    if _QUIET.get():
         return False
     return (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
 
 
 @contextmanager
-def hidden_bars() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Show no progress bar, and no :func:`advice`, while the block runs."""
-    token = _HIDDEN.set(True)
+    token = _QUIET.set(True)
     try:
         yield
     finally:
-        _HIDDEN.reset(token)
+        _QUIET.reset(token)
 
 
 def advice(lines: Iterable[str]) -> list[str]:
-    """Return the lines beside a result that warn, or say what to do next; none of them inside :func:`hidden_bars`."""
-    return [] if _HIDDEN.get() else list(lines)
+    """Return words beside a result that say what to do, or to do otherwise; none of them :func:`quietly`.
+
+    What a result is stays, also where it is less than one may expect.
+    """
+    return [] if _QUIET.get() else list(lines)
 
 
 def terminal_width() -> int | None:

@@ -66,11 +66,11 @@ def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argpa
 @contextmanager
 def _one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
     """Show bars and warnings of the first process alone, and of the others only what ``--verbose`` adds."""
-    from slidesparse.base.progress import hidden_bars
+    from slidesparse.base.progress import quietly
 
     with ExitStack() as stack:
         if not ranks.is_first:
-            stack.enter_context(hidden_bars())
+            stack.enter_context(quietly())
             if not options.verbose:
                 stack.callback(LOG.setLevel, LOG.level)
                 LOG.setLevel(logging.ERROR)

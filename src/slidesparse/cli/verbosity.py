@@ -18,7 +18,7 @@ from typing import Any
 
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import quiet_libraries, quiet_transformers
-from slidesparse.base.progress import hidden_bars
+from slidesparse.base.progress import quietly
 from slidesparse.errors import SlideSparseWarning
 
 SETTINGS = {
@@ -45,7 +45,7 @@ def verbosity(options: argparse.Namespace) -> Iterator[None]:
         LOG.setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
         stack.enter_context(_warnings(verbose, quiet))
         if quiet:
-            stack.enter_context(hidden_bars())
+            stack.enter_context(quietly())
         if not verbose:
             stack.enter_context(quiet_libraries())
             for name in SETTINGS.keys() - os.environ.keys():  # what the user has set stays

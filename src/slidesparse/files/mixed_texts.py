@@ -41,6 +41,16 @@ def weighted(text: str) -> WeightedText:
     return WeightedText(file, weight)
 
 
+def without_folder(text: str) -> str:
+    """Return ``FILE`` or ``FILE:WEIGHT`` with the name of the file alone; what is no file here stays as it is.
+
+    >>> without_folder("owner/data:python")
+    'owner/data:python'
+    """
+    file = weighted(text).file
+    return os.path.basename(os.path.abspath(file)) + text[len(file) :] if os.path.lexists(file) else text
+
+
 def shares(texts: Sequence[WeightedText], total: int) -> list[int]:
     """Divide a number by weights, the remainders to those that lost most by rounding down.
 

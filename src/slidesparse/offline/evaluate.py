@@ -36,9 +36,9 @@ FEW_TOKENS = 1000
 1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
-def warn_of_few(tokens: int) -> list[str]:
+def warn_of_few(tokens: int, remedy: str = f"take {FEW_TOKENS} or more") -> list[str]:
     """Return a line where so few tokens judge a model that others may judge otherwise."""
-    said = f"only {counted(tokens, 'token')}: another text may give quite other figures; take {FEW_TOKENS} or more"
+    said = f"only {counted(tokens, 'token')}: another text may give quite other figures; {remedy}"
     return advice([said]) if tokens < FEW_TOKENS else []
 
 

@@ -68,17 +68,16 @@ class PruneOutcome:
             f"{self.dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
         )
         prunes = any(pattern != str(DENSE) for pattern in patterns)
-        said = {
-            BY_SIZE: self.by_size and prunes,
+        facts = {
             # Of six bits the sizes of files show nothing.
             SIX_BITS: self.recipe == "6bit" and prunes,
             EXPERTS_FOLLOW: bool(self.treated_experts),
             head: self.dense_head is not None,
             NO_TOKENIZER: self.lacks_tokenizer,
-            warn_of_type(parse_dtype(self.dtype)) or "": True,
             NOT_IN_TRANSFORMERS: self.in_transformers is False,
         }
-        return advice(line for line, holds in said.items() if line and holds)
+        better = [BY_SIZE if self.by_size and prunes else None, warn_of_type(parse_dtype(self.dtype))]
+        return [*advice(filter(None, better)), *(line for line, holds in facts.items() if holds)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,6 @@ class PruneJob:
         self.routers = find_routers(self.meta.model, self.experts.found)
         self.run = run_once(self.meta.model)
         self.reads: dict[str, str] | None = None
-        everything = self._find_targets(options, ())  # first: its reads hold for what any ignore list leaves
         self.targets = self._find_targets(options, options.ignore)
         if left := self._left_by_the_source(options):
             options = replace(options, ignore=(*options.ignore, *left))
@@ -87,7 +86,7 @@ class PruneJob:
         self.must_smooth, self.folds = bool(options.smooth), self._find_folds(options)
         self.matching = self._find_matching(options)
         self.calibrated: PrunedLayers | None = None
-        self._require_alike(everything.linears)
+        self._require_alike(options)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, self.run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.layer_of = {f"{self.meta.prefix(name)}.weight": name for name in self.targets.linears}
@@ -109,7 +108,7 @@ class PruneJob:
         )
 
     def _read(self, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-        """Run the model to see which weights it reads without calling the layer: once, of all that may be treated."""
+        """Run the model, once, to see which weights it reads without calling the layer."""
         if self.reads is None:
             self.reads = read_without_calling(self.meta.model, linears, self.run)
         return self.reads
@@ -125,11 +124,12 @@ class PruneJob:
         """Whether weights of a float type become 8 bits."""
         return self.source_dtype is None and self.dtype in QUANTISED
 
-    def _require_alike(self, everything: dict[str, nn.Linear]) -> None:
+    def _require_alike(self, options: PruneOptions) -> None:
         """Refuse linears that servers join and that would differ.
 
         What ``--ignore`` leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
         """
+        everything = self._find_targets(options, ()).linears if options.ignore else self.targets.linears
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 

@@ -28,20 +28,21 @@ def find_treated(
 ) -> Targets:
     """Sort a model's linears into those to be treated and the rest, as :func:`find_targets`, but for experts'.
 
-    ``read`` returns what :func:`slidesparse.models.weight_reads.read_without_calling` says of linears.
+    ``read`` returns what :func:`slidesparse.models.weight_reads.read_without_calling` says of linears. It is given all
+    that any ignore list could leave, so that one answer holds for each.
     """
     inside = linears_inside(meta.model, experts)
     left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
     linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)} - inside.keys()
     entries = _of_linears(ignore, linears, left)
 
-    def find(keep: dict[str, str]) -> Targets:
+    def find(keep: dict[str, str], entries: Iterable[str] = entries) -> Targets:
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
 
     keep = {**meta.why_stored_otherwise(), **routers}
     keep |= float_heads(meta.model) if quantise and lm_head else {}
-    found = find(keep).linears
-    keep |= read(found)
+    found = find(keep).linears  # first: it refuses wrong entries before the model runs
+    keep |= read(find(keep, ()).linears)
     mixers = linears_of_float_mixers(meta.model) if quantise else {}
     if mixers and found.keys() <= keep.keys() | mixers.keys():
         raise InputError(

@@ -28,6 +28,7 @@ from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.mixed_texts import without_folder
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
 from slidesparse.files.staging import Workplace, new_folder
@@ -95,12 +96,13 @@ class Recovery:
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
             f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
-            *warn_of_few(self.held_tokens),
+            *warn_of_few(self.held_tokens, "use more text, or a larger --held"),
         ]
         if self.left_out:
             lines.append(f"{self.left_out} steps were left out, since their loss was NaN or Inf")
         if self.ended_early:
-            lines.append(f"it ended early, after {MOST_LEFT_OUT} such steps in a row: use a lower --rate")
+            early = f"it ended early, after {MOST_LEFT_OUT} such steps in a row"
+            lines.append(": ".join([early, *advice(["use a lower --rate"])]))
         kept = "the trained weights" if self.kept == "after" else "the weights of before, which are the better ones"
         then = advice(["quantise it with slidesparse prune, calibrated"])
         return "\n".join([*lines, "; ".join([f"{self.destination} has {kept}", *then])])
@@ -158,7 +160,7 @@ def recover(
             if files.not_copied:
                 say(f"not copied, other weights or code: {', '.join(files.not_copied)}")
             # Of texts the names alone: the folder may be published, and paths are this machine's.
-            named = {**asdict(told), "texts": [Path(text).name for text in told.texts]}
+            named = {**asdict(told), "texts": [*map(without_folder, told.texts)]}
             said = {"compiled": compiled, "held_tokens": result.held_tokens, **outcome}
             write_result(work, pair.pruned, files, trained, {**record, "options": named, **said})
     return result
