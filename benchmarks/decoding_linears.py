@@ -3,8 +3,8 @@
     python benchmarks/decoding_linears.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtypes int8 fp8]
 
 Needs an H100 or H200, and vLLM for its dense layers. Other dense layers are anchors: they tell what fewer bytes give
-from what another kernel gives. They are our kernel on dense weights, torch's row-wise FP8 product, and Humming's own
-quantisation and product, where the package humming-kernels is installed.
+from what another kernel gives. They are torch's row-wise FP8 product, and Humming's own quantisation and product, where
+the package humming-kernels is installed.
 
 Every linear quantises activations of its own, lifts them and multiplies; the blocks together exceed three L2 caches.
 What the graph gives is compared, again and again, with the result of single calls: a kernel that started before its
@@ -41,7 +41,7 @@ ALIKE = 0.02
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
-OURS, TORCH, HUMMING = "dense, this kernel", "dense, torch", "dense, Humming"
+TORCH, HUMMING = "dense, torch", "dense, Humming"
 
 
 def vllm_layer(packed: PackedWeight) -> Layer:
@@ -89,7 +89,6 @@ def humming_layer(packed: PackedWeight) -> Layer:
 
 
 ANCHORS: dict[str, Callable[[PackedWeight], Layer]] = {
-    OURS: partial(SlideLinear, backend="hopper"),
     TORCH: torch_layer,
     HUMMING: humming_layer,
 }
@@ -97,7 +96,7 @@ ANCHORS: dict[str, Callable[[PackedWeight], Layer]] = {
 
 def anchors(dtype: str) -> list[str]:
     """The other dense layers that can run here."""
-    found = [OURS, TORCH] if dtype == "fp8" else [OURS]
+    found = [TORCH] if dtype == "fp8" else []
     return [*found, HUMMING] if installed("humming-kernels") else found
 
 

@@ -47,15 +47,15 @@ def measure(
     """Time one weight in both ways, at each number of tokens at which two bands save cycles by the estimate."""
     (out, columns), device = size, torch.device("cuda")
     packed = operands.packed_weight(pattern, dtype, out, columns, device)
-    dense, sparse = operands.operand("hopper", pattern, dtype, out, columns, device)
-    slabs = sparse.shape[1], dense.shape[1] // 2
+    (steps,) = operands.operand("hopper", pattern, dtype, out, columns, device)
+    slabs = steps.shape[1], 0
     for m in tokens:
-        one, two, estimate = candidates(m, out, slabs[0] + 2 * slabs[1])
+        one, two, estimate = candidates(m, out, slabs[0])
         if estimate >= 1:
             continue
         x = operands.gaussian(m, columns, dtype=torch.bfloat16, device=device)
         lifted, scale_x = operands.lifted(x, packed, Hopper.layout, "hopper")
-        given = lifted, scale_x, (dense, sparse), packed.scale, None, out, torch.bfloat16
+        given = lifted, scale_x, (steps,), packed.scale, None, out, torch.bfloat16
         ways = [partial(Hopper().matmul, *given, tile) for tile in (one, two, one)]
         names = [f"{band.channels} in {band.tile}" for band in two]
         row = {"out": out, "columns": columns, "slabs": slabs, "tokens": m, "pattern": pattern, "dtype": dtype}

@@ -82,11 +82,10 @@ def sparse_calls(
     """The product by every tile, on each copy of the weight."""
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
-    no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
     weights = copies_of((sparse_operand(out, slabs, dtype, backend.value_bits),), copies)
 
-    def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
-        return backend.matmul(x, scale_x, (no_dense, sparse), scale_w, None, out, torch.bfloat16, tile)
+    def run(tile: Tile, steps: torch.Tensor) -> torch.Tensor:
+        return backend.matmul(x, scale_x, (steps,), scale_w, None, out, torch.bfloat16, tile)
 
     expected = run(next(iter(TILES)), *weights[0])
     for tile in TILES:

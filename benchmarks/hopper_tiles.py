@@ -85,9 +85,8 @@ def measure(
     def run(tile: Tile | None) -> torch.Tensor:
         return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16, tile)
 
-    dense, sparse = operand
-    slabs = (sparse.shape[1], dense.shape[1] // 2)
-    wide = [tile for tile in WIDE if work_of(tile, tokens, out, slabs[0] + 2 * slabs[1])[0] < math.inf]
+    (steps,) = operand
+    wide = [tile for tile in WIDE if work_of(tile, tokens, out, steps.shape[1])[0] < math.inf]
     expected = run(wide[0])
     for tile in wide:
         assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
@@ -102,7 +101,7 @@ def measure(
         )
     us = [round(t, 2) for t in times(calls, stopwatch)]
     row: dict[str, object] = {"model": model, "layer": layer, "out": out, "columns": columns, "tokens": tokens}
-    row |= {"pattern": pattern, "bits": backend.value_bits, "dtype": dtype, "slabs": slabs}
+    row |= {"pattern": pattern, "bits": backend.value_bits, "dtype": dtype, "slabs": (steps.shape[1], 0)}
     row["us"] = dict(zip(names, us[: len(names)], strict=True))
     return row | ({"dense_us": us[-1]} if len(us) > len(names) else {})
 
@@ -111,13 +110,13 @@ def fit(rows: Sequence[dict[str, Any]]) -> None:
     """Costs with the least relative error, and how far the choice by today's costs is from the best tile."""
     equations, losses = defaultdict(list), []
     for row in rows:
-        sparse, dense = row["slabs"]
+        slabs, _ = row["slabs"]
         us = {tile: row["us"][str(tile)] for tile in TILES if str(tile) in row["us"]}
         for tile, time_us in us.items():
             cycles = max(1.0, time_us * 1e3 * GHZ - LAUNCH)
-            steps, tiles = work_of(tile, row["tokens"], row["out"], sparse + 2 * dense)
+            steps, tiles = work_of(tile, row["tokens"], row["out"], slabs)
             equations[tile].append((steps / cycles, tiles / cycles))
-        chosen = cheapest(row["tokens"], row["out"], sparse + 2 * dense)
+        chosen = cheapest(row["tokens"], row["out"], slabs)
         losses.append((us.get(chosen, float("inf")) / min(us.values()) - 1, row["layer"], row["tokens"], str(chosen)))
     for tile, lines in equations.items():
         (step, once), _ = nnls(np.array(lines), np.ones(len(lines)))

@@ -68,6 +68,12 @@ def test_a_weight_that_runs_dense_by_choice_is_not_packed(
     assert settled.choice.backends == ("dense",)
 
 
+@pytest.mark.parametrize("backend", ["reference", "hopper", "hopper-6bit", "cusparselt"])
+def test_a_backend_is_chosen_for_weights_that_are_slid_alone(backend: str) -> None:
+    weight, scale = pruned("6:8", torch.int8)
+    assert Chooser(backend).choose(pack(weight, DENSE, scale=scale)).backends == ("dense",)
+
+
 def test_without_a_claim_the_tightest_pattern_is_found_where_the_shard_begins() -> None:
     weight, _ = pruned("4:6", torch.bfloat16)
     for start in (0, 2, 9):

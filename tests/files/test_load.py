@@ -15,7 +15,9 @@ from torch import nn
 import slidesparse
 from slidesparse.errors import InputError
 from slidesparse.files import load
+from slidesparse.files.packed_file import write_packed
 from slidesparse.gemm import Problem
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.tuning.at_load import LoadTuner
 
@@ -41,6 +43,20 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
     offered.clear()
     slidesparse.load(tmp_path / "s", fallback="none", tune="off")
     assert offered == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backend_that_was_named_runs_the_sparse_layers(tmp_path: Path, packed: bool) -> None:
+    make_checkpoint(tmp_path / "m")
+    layers = {"re:.*down_proj": "dense"}
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", layers=layers))
+    if packed:
+        write_packed(tmp_path / "s")
+    model = slidesparse.load(tmp_path / "s", backend="reference")
+    slides = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
+    assert len(slides) == 14
+    for name, slide in slides.items():
+        assert slide.choice.backends == ("dense" if name.endswith("down_proj") else "reference",)
 
 
 def test_an_unknown_value_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -87,10 +87,11 @@ def test_values_of_more_bits_are_refused() -> None:
         HopperSixBits().prepare(packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 @pytest.mark.parametrize("backend", [Hopper, HopperSixBits])
-def test_a_dense_weight_is_refused(backend: type[Hopper]) -> None:
+def test_a_dense_weight_is_refused(backend: type[Hopper], dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match="multiplies 2:4 weights; got dense; use backend='dense'"):
-        backend().prepare(_packed("dense", torch.int8, 70, 333))
+        backend().prepare(_packed("dense", dtype, 70, 333))
 
 
 def _assert_it_is_the_weight(packed: PackedWeight, backend: type[Hopper]) -> None:
@@ -225,7 +226,6 @@ def test_a_slab_has_a_window_of_32_groups() -> None:
         ("8:10", 18944, 32),
         ("2:4", 3584, 1),
         ("16:18", 3584, 1),
-        ("dense", 3584, 1),
     ],
 )
 def test_bundles_are_used_where_they_hardly_pad(pattern: str, columns: int, bundle: int) -> None:

@@ -374,6 +374,12 @@ def test_exceptions_and_ignored_layers() -> None:
     assert bool(_run(model).isfinite().all())
 
 
+def test_a_backend_that_was_named_runs_the_sparse_layers() -> None:
+    model = sparsify_(_llama(), "6:8", layers={"re:.*down_proj": "dense"}, backend="reference")
+    for name, layer in _slid(model).items():
+        assert layer.choice.backends == ("dense" if "down_proj" in name else "reference",)
+
+
 def test_compiled_model_is_the_eager_one() -> None:
     torch._dynamo.reset()
     model = sparsify_(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), "6:8", backend="reference")

@@ -114,12 +114,13 @@ def _filled(
 
 def _settled(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, chooser: Chooser, name: str
-) -> tuple[PackedWeight, Choice | None]:
-    """Return a weight as SlideLinear takes it, and its backends; None: SlideLinear chooses them."""
+) -> tuple[PackedWeight, Choice]:
+    """Return a weight as SlideLinear takes it, and its backends."""
     settled = settle(weight, scale, pattern, chooser, name=name)
     if isinstance(settled, RunsSparse):
         return settled.packed, settled.choice
-    return pack_dense(weight, scale, pattern, name=name), settled.choice
+    packed = pack_dense(weight, scale, pattern, name=name)
+    return packed, settled.choice or chooser.choose(packed)
 
 
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:

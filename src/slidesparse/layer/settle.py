@@ -66,7 +66,7 @@ class Chooser:
     """Chooses the backends of a model's layers.
 
     Attributes:
-        backend: ``auto`` or a backend's name.
+        backend: ``auto`` or a backend's name, for weights that are slid; others get what ``auto`` gives.
         fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
         tuner: Measures a layer first where this machine has no times of its kind; None: a prior decides.
     """
@@ -89,7 +89,11 @@ class Chooser:
         if self.tuner is not None and self.tuner.wants(problem, self.backend, self.fallback):
             packed = pack_it()
             self.tuner.measure(problem, packed, self.fallback)
-        return choose(problem, self.backend, self.fallback), packed
+        return self.choose_unmeasured(problem), packed
+
+    def choose_unmeasured(self, problem: Problem) -> Choice:
+        """Choose the backends of a weight without measuring it first."""
+        return choose(problem, self.backend if problem.slid else "auto", self.fallback)
 
 
 def settle(

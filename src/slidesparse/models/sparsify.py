@@ -11,9 +11,10 @@ from torch import nn
 from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
-from slidesparse.gemm import Problem, choose
+from slidesparse.gemm import Problem
 from slidesparse.gemm.select import Fallback
 from slidesparse.layer.linear import SlideLinear, checked_bias
+from slidesparse.layer.settle import Chooser
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
@@ -208,7 +209,7 @@ def sparsify_(
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         method: Pruning method, or None when the weights satisfy their patterns already.
-        backend: ``auto`` or a backend's name.
+        backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
         recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
             ``dense`` keep eight.
@@ -224,6 +225,7 @@ def sparsify_(
     storage = parse_dtype(dtype)
     check_rounding(recipe, storage)
     bits = rounded_bits(recipe, storage)
+    chooser = Chooser(backend, fallback)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
@@ -239,7 +241,8 @@ def sparsify_(
         if method is None:
             check_pattern(weight, patterns[name], name=name)
         size = linear.out_features, linear.in_features
-        choose(Problem(patterns[name], storage, *size, weight.device, bits=bits), backend, fallback)
+        slid = patterns[name] != DENSE
+        chooser.choose_unmeasured(Problem(patterns[name], storage, *size, weight.device, slid, bits))
     pruner = None if method is None else get_pruner(method)
     if pruner is not None and pruner.needs_calibration:
         raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
@@ -251,7 +254,8 @@ def sparsify_(
         if pruner is not None and patterns[name] != DENSE:
             weight = pruner.prune(Linears({name: weight}, patterns[name]))[name]
         packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
-        options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
+        options: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
+        options["dense_dtype"] = linear.weight.dtype
         layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
         move_hooks(linear, layer)
         for alias in aliases[id(linear)]:  # one module may have several names

@@ -168,7 +168,7 @@ class HopperSixBits(Hopper):
             UnsupportedError: The weight is dense.
             InputError: A value needs more bits: other weights were loaded into a layer.
         """
-        if packed.bits != self.bits:
+        if packed.slid and packed.bits != self.bits:
             what = f"values of a weight for {self.name}"
             raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
         return super().prepare(packed)

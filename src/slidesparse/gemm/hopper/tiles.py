@@ -99,7 +99,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cost:
-    """Clock cycles of a multiprocessor: of a step, a 2:4 slab or half a dense one, and of a tile besides its steps."""
+    """Clock cycles of a multiprocessor: of a step, which is a slab, and of a tile besides its steps."""
 
     step: int
     tile: int

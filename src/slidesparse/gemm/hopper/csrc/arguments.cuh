@@ -6,7 +6,7 @@
 
 struct Arguments {
     const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
-    const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
+    const u8* dense;      // always null; of dense steps: [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
                           // six bits: [row tiles][sparse slabs][W_TILE][2 instructions][128 threads]{3 words of values; metadata}
                           // counts: [row tiles][bundles]{[W_TILE][FIELD][128] words; [windows][W_TILE][64][HALF] values}
@@ -17,7 +17,7 @@ struct Arguments {
     out_t* y;             // [tokens, row]
     int tokens;
     int channels;
-    int dense_slabs;
+    int dense_slabs;      // always 0: no weight has dense steps
     int sparse_slabs;
     int bias_type;        // 0 none, 1 float32, 2 bfloat16, 3 float16
     int group;            // row tiles that neighbouring tiles cycle through, so that they share them in L2

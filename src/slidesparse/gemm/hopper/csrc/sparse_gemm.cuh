@@ -1,8 +1,8 @@
 // Y[token, channel] = scale_x[token] * (scale_w[channel] * (W X^T)[channel, token]) + bias[channel]   on Hopper (sm_90a)
 //
-// W has a dense segment and a 2:4 segment along K (either may be empty), and X is lifted to match. Both segments run in one
-// launch into one accumulator. wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows an instruction)
-// and the tokens are B.
+// W is 2:4 along K, and X is lifted to match. Dense steps before the 2:4 ones, which the source can also multiply, are in no
+// weight: the host asks for none (arguments.cuh). wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows
+// an instruction) and the tokens are B.
 //
 // A block has one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
 // WARPGROUPS * ROW_BLOCKS * 64 channels by TOKENS tokens. Here WARPGROUPS = 2 and ROW_BLOCKS = 2:
@@ -16,11 +16,8 @@
 //     row block 3       |              |   channels 192 .. 255
 //                       +--------------+
 //
-// Along K a tile is a sequence of *steps* of 128 bytes of an X row (a *slab*), or of half a slab where the weight is dense,
-// since a dense weight has twice the bytes:
-//
-//     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
-//     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
+// Along K a tile is a sequence of *steps* of 128 bytes of an X row (a *slab*), each of 64 x 64 bytes of kept values and their
+// metadata a row block, and TOKENS x 128 bytes of X. (A dense step would be of half a slab, with X once for two of them.)
 //
 // How the 2:4 weights lie in memory decides on the *mainloop*, how they are loaded and multiplied. Each has a file that is compiled:
 //
