@@ -30,7 +30,7 @@ def add_commands(commands: Commands) -> None:
     add_prune(commands)
     _add_eval(commands)
     text = "Write the packed form of a pruned checkpoint into its folder, to load it faster."
-    add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH")
+    add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH", help="a folder")
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     add_source(inspect, "PATH", "a folder, or NAMESPACE/NAME on the hub")
     add_recover(commands)
@@ -90,7 +90,7 @@ def _add_eval(commands: Commands) -> None:
     add("--stride", type=int, help="tokens between windows (default: half a window)")
     add("--tasks", nargs="+", default=[], metavar="TASK", help="names, or files, whose code is run; needs [eval]")
     add("--limit", type=int, help="examples of each task (default: all)")
-    add("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
+    add("--batch", type=int, default=1, help="windows or examples at a time (default: %(default)s)")
     add_no_bos(evaluate)
     add_device(evaluate)
 

@@ -29,7 +29,7 @@ from slidesparse.cli.calibration import (
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
 from slidesparse.errors import InputError
-from slidesparse.offline.published import BEST, COSTS
+from slidesparse.offline.published import BEST, COSTS, costs_by_pattern
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -68,11 +68,13 @@ def add_prune(commands: Commands) -> None:
     add("--lm-head", action="store_true", help="treat the output embedding too")
     text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
     add("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
-    text = "what is treated of a model of text and images (%(default)s)"
+    text = "what is treated of a model of text and images (default: %(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
-    costs = "; ".join(f"{of} at {zeros}: {once} in one shot, {then} recovered" for of, _, zeros, once, then in COSTS)
-    prune.epilog = f"Least is lost by {BEST}. In perplexity it cost {costs} (docs/accuracy.md)."
+    models = len({model for model, *_ in COSTS})
+    prune.epilog = (
+        f"Least is lost by {BEST}. The perplexity of {models} models rose by {costs_by_pattern()} (docs/accuracy.md)."
+    )
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
@@ -128,19 +130,21 @@ def add_recover(commands: Commands) -> None:
         add_texts(recover, name, f"{what}, with its share among several; may be given again")
     add_own_chats(recover, "the dense model")
     add("--rate", type=float, help="highest rate (default: 9e-6 x 2048 / the model's width)")
-    add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (%(default)s)")
-    add("--window", type=int, default=1024, help="tokens of a window (%(default)s)")
-    add("--micro", type=int, default=32, help="most windows that a GPU takes at once (%(default)s)")
-    add("--held", type=int, default=64, help="windows kept from training, to judge by (%(default)s)")
-    add("--seed", type=int, default=0, help="of the order of windows (%(default)s)")
-    text = "all but input and output embeddings, the linears of the layers alone, or everything (%(default)s)"
+    add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (default: %(default)s)")
+    add("--window", type=int, default=1024, help="tokens of a window (default: %(default)s)")
+    add("--micro", type=int, default=32, help="most windows that a GPU takes at once (default: %(default)s)")
+    add("--held", type=int, default=64, help="windows kept from training, to judge by (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the order of windows (default: %(default)s)")
+    text = "all but input and output embeddings, the linears of the layers alone, or everything (default: %(default)s)"
     add("--train", default="body", choices=("body", "linears", "all"), help=text)
     text = "round weights and activations as they are served, while training"
     add("--dtype", choices=("int8", "fp8"), help=text)
-    add("--recipe", choices=("absmax", "6bit"), default="absmax", help="how INT8 weights are rounded (%(default)s)")
+    text = "how INT8 weights are rounded (default: %(default)s)"
+    add("--recipe", choices=("absmax", "6bit"), default="absmax", help=text)
     text = "compute activations again in the backward pass: slower, and less memory (default: where it is needed)"
     add("--recompute", choices=("auto", "on", "off"), default="auto", help=text)
-    add("--save-minutes", type=float, default=5.0, help="minutes between saved states, to go on from (%(default)s)")
+    text = "minutes between saved states, to go on from (default: %(default)s)"
+    add("--save-minutes", type=float, default=5.0, help=text)
     add_no_bos(recover)
     add_device(recover)
     add_join_timeout(recover)
@@ -181,8 +185,8 @@ def add_chats(commands: Commands) -> None:
     add("out", type=named_path, metavar="OUT.jsonl", help="file to make")
     add("--number", type=int, required=True, help="how many chats")
     add("--prompts", metavar="FILE", help=f"a prompt a line {PROMPTS}")
-    add("--longest", type=int, default=400, help="most tokens of an answer (%(default)s)")
-    add("--seed", type=int, default=0, help="of the tasks, and of what is drawn (%(default)s)")
+    add("--longest", type=int, default=400, help="most tokens of an answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the tasks, and of what is drawn (default: %(default)s)")
     text = "what runs the model (default: vLLM on a GPU where it is installed, else transformers)"
     add("--writer", choices=("auto", "vllm", "transformers"), default="auto", help=text)
     add_device(chats)
