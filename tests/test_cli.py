@@ -56,7 +56,7 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert layers["model.layers.0.self_attn.q_proj"]["sparsity"] == pytest.approx(0.25, abs=0.01)  # FP8 adds underflows
     assert layers["model.layers.0.mlp.down_proj"]["marked"] == "8:10"
     assert layers["model.layers.0.self_attn.q_proj"]["packed_bytes"] == 64 * 64 * 0.9375
-    assert found["dense"] == {"lm_head": "on the ignore list"}
+    assert found["dense"] == {"lm_head": "output embedding"}
     q_proj = layers["model.layers.0.self_attn.q_proj"]
     here = choose(Problem(Pattern(6, 8), torch.float8_e4m3fn, 64, 64, torch.device("cpu")))
     if not torch.cuda.is_available():

@@ -105,6 +105,8 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     assert found["m"]["tokens"] == found["s"]["tokens"] == len(text.read_text()) - 1  # one token a letter
     assert found["m"]["perplexity"] != found["s"]["perplexity"]
     assert (found["m"]["window"], found["m"]["stride"]) == (32, 16)
+    said = evaluate(source, text=text, device="cpu").describe()
+    assert f"{found['m']['tokens']} tokens of {text}, one window of {found['m']['tokens'] + 1} tokens)" in said
     # The same by hand, on the model that transformers loads.
     from transformers import AutoModelForCausalLM
 

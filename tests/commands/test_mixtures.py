@@ -155,7 +155,7 @@ def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: st
         error = six[key].float() * scale - eight[key].float() * eight[f"{key}_scale"]
         assert (error.abs() <= 2.6 * scale).all()  # half of a step of 4, and of one of 1
     told = [inspect_checkpoint(tmp_path / recipe).table() for recipe in ("6bit", "absmax")]
-    assert ["I8 of six bits, marked 6:8" in one for one in told] == [True, False]
+    assert ["int8 of six bits, marked 6:8" in one for one in told] == [True, False]
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -272,7 +272,10 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
     names = [f"model.layers.{i}.{place}.gate" for place in ("mlp", "block_sparse_moe") for i in range(2)]
     assert sorted(config["quantization_config"]["ignore"]) == sorted(["lm_head", *names, r"re:.*\.experts\..*"])
     assert config[MARKER_KEY]["version"] == 1
-    assert inspect_checkpoint(tmp_path / "l").ok
+    inspection = inspect_checkpoint(tmp_path / "l")
+    assert inspection.ok
+    routers = dict.fromkeys(names[:2], "a router, which chooses among the experts")  # each is there once
+    assert inspection.dense == {"lm_head": "output embedding", **routers}
     assert slidesparse.load(tmp_path / "l")
     one = r"re:model\.layers\.1\..*experts"
     half = prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", ignore=(one,)))

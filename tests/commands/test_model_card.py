@@ -46,7 +46,7 @@ def test_a_hub_reads_where_the_model_comes_from_and_under_which_licence(tmp_path
     source = snapshot(tmp_path)
     summary = prune(source, tmp_path / "q")
     assert summary.source_card == "README.source.md"
-    assert "README.md is a model card to read and correct; the source's own is README.source.md" in summary.describe()
+    assert "README.md is a model card to read and correct; that of the source is README.source.md" in summary.describe()
     assert (tmp_path / "q/README.source.md").read_text() == SOURCE
     card = ModelCard.load(tmp_path / "q/README.md")
     assert card.data.to_dict() == {
@@ -104,6 +104,7 @@ def test_what_transformers_cannot_load_is_said_first(tmp_path: Path, name: str) 
     said = [first, done.describe().splitlines()[-1], would.describe().splitlines()[-1]]
     assert [NOT_IN_TRANSFORMERS in line for line in said] == [name != "llama"] * 3
     assert ("transformers loads the folder" in card) == (name == "llama")
+    assert "\n\n\n" not in card
     known = getattr(transformers, found.model)
     with nullcontext() if name == "llama" else pytest.raises((RuntimeError, ValueError)):
         known.from_pretrained(tmp_path / "s")

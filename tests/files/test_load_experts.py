@@ -26,6 +26,7 @@ from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
+from slidesparse.offline.evaluate import how_experts_ran
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.pattern import Pattern
 
@@ -115,6 +116,22 @@ def test_gate_and_up_of_two_patterns_run_dense(tmp_path: Path, caplog: pytest.Lo
     (path / "config.json").write_text(json.dumps(config))
     assert len(packed_mixtures(slidesparse.load(path, backend="reference"))) == 1
     assert "the experts of model.layers.0.mlp.experts run dense: not all of them were pruned to one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({}, "2 of 2 layers"),
+        ({"ignore": (r"re:.*layers\.0\..*experts",)}, "1 of 1 layer"),
+        ({"layers": {r"re:.*layers\.0\..*experts": "dense"}}, "1 of 1 layer"),
+    ],
+)
+def test_eval_counts_the_layers_whose_experts_were_pruned(tmp_path: Path, options: dict[str, Any], layers: str) -> None:
+    path = pruned(tmp_path, "mixtral", **options)
+    dense, packed = (slidesparse.load(path, backend=backend) for backend in ("dense", "reference"))
+    told = how_experts_ran(Checkpoint(path), dense)
+    assert told == f"pruned experts ran dense in {layers}, with inputs that vLLM rounds and that were not"
+    assert how_experts_ran(Checkpoint(path), packed) == "pruned experts ran sparse"
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from slidesparse.gemm.cusparselt.capabilities import OLDEST_FP8, why_no_kernels
+from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
 from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.weights.quant import dtype_name
 
@@ -60,12 +59,6 @@ CARDS = (
 )
 """In the order of their compute capabilities. Ours are SXM cards."""
 
-TRADE = (
-    "int8 is the faster one in stock vLLM on an H200, and the only one with sparse kernels on Ampere (A100);"
-    " fp8 is the one that stock vLLM serves on Blackwell (B200, RTX 5090)"
-)
-"""How the two 8-bit types differ, for those who have to choose. The first part is of docs/measured.md."""
-
 OTHERS = r"(?! (?:D|Laptop|NVL)\b)"
 """What makes another card of a name."""
 
@@ -101,17 +94,6 @@ def warn_of_type(dtype: torch.dtype) -> str | None:
     if dtype == torch.float8_e4m3fn:
         return "FP8 has sparse kernels from compute capability 8.9 on: for Ampere (A100) make it in INT8"
     return None
-
-
-def describe_trade(gpus: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    """Return how the two 8-bit types differ, and which suits each GPU of this machine, given by name and capability.
-
-    >>> describe_trade([("NVIDIA H200", (9, 0))]).rpartition("; ")[2]
-    "for this machine's NVIDIA H200: --dtype int8"
-    """
-    # FP8 has no kernels before Ada, and INT8 is faster on Hopper.
-    better = {name: "int8" if at < OLDEST_FP8 or at == HOPPER else "fp8" for name, at in gpus}
-    return "; ".join([TRADE, *(f"for this machine's {name}: --dtype {dtype}" for name, dtype in better.items())])
 
 
 def describe_measurement(device_name: str) -> str:

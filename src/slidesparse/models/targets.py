@@ -49,6 +49,9 @@ OFFLOADED = "accelerate keeps its weight elsewhere; load the whole model onto on
 COMPRESSED = "compressed-tensors computes it; give the folder to slidesparse.load, or to slidesparse prune"
 """Why linears stay as they are that transformers loaded from a checkpoint in 8 bits."""
 
+IGNORED = "on the ignore list"
+"""Why linears stay as they are that an option names, or a checkpoint."""
+
 OUTPUT = "output embedding"
 """Why what makes logits stays as it is, unless it is asked for."""
 
@@ -122,7 +125,7 @@ def find_targets(
 
     def why_dense(name: str, module: nn.Linear) -> str | None:
         if name in ignored:
-            return "on the ignore list"
+            return IGNORED
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight without calling it"
         if read_as_matrix(name):

@@ -25,11 +25,11 @@ from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import find_experts
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
 from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.weights.pattern import DENSE
 
 FEW_TOKENS = 1000
 """Below it a warning follows the figures. The losses of single tokens scatter by nats: if by 3, then the mean of
@@ -77,9 +77,11 @@ class Evaluation:
         """Return the evaluation as text."""
         lines = []
         if (p := self.perplexity) is not None:
+            one = f"one window of {p.tokens + 1} tokens"
+            read = one if p.tokens < p.window else f"windows of {p.window} every {p.stride}"
             lines.append(
                 f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
-                f" ({counted(p.tokens, 'token')} of {self.text}, windows of {p.window} every {p.stride})"
+                f" ({counted(p.tokens, 'token')} of {self.text}, {read})"
             )
             lines += warn_of_few(p.tokens)
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
@@ -133,7 +135,7 @@ def evaluate(
         before = tokens_before(tokenizer).to(device) if bos else None
         measured = _perplexity(model, tokens.to(device), before, content, window, stride, batch, progress)
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    experts = _experts_words(checkpoint, model)
+    experts = how_experts_ran(checkpoint, model)
     return Evaluation(str(path), None if text is None else str(text), measured, found, experts)
 
 
@@ -162,17 +164,19 @@ def _perplexity(
         return measure_perplexity(logits_of(model), tokens, window, stride, **how)
 
 
-def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
+def how_experts_ran(checkpoint: Checkpoint, model: Any) -> str | None:
+    """Return how the pruned experts of a loaded checkpoint ran, in words; None where it has none."""
     marker = Marker.from_config(checkpoint.config)
-    if marker is None or not marker.experts:
+    names = [] if marker is None else [name for name, pattern in marker.experts.items() if pattern != DENSE]
+    if not names:
         return None
     if quantisation_dtype(checkpoint.config) is None:
         return "pruned experts ran dense"
-    packed = sum(isinstance(module, PackedMixture) for module in model.modules())
-    dense = len(find_experts(model))
+    pruned = len({name.replace(".*", "").rpartition(".")[0] for name in names})
+    dense = pruned - sum(isinstance(module, PackedMixture) for module in model.modules())
     if not dense:
         return "pruned experts ran sparse"
-    layers = f"{dense} of {packed + dense} layers"
+    layers = f"{dense} of {counted(pruned, 'layer')}"
     return f"pruned experts ran dense in {layers}, with inputs that vLLM rounds and that were not"
 
 

@@ -23,9 +23,9 @@ from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
+from slidesparse.models.experts import Experts, describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.layer_kinds import alike, kind_of
-from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
+from slidesparse.models.targets import IGNORED, Targets, describe_dense, find_targets, treated_head
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -161,7 +161,8 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
         dense = sum(layer.dense_bytes for layer in group)
         layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
         where = f"{group[0].backends} ({group[0].reason})"
-        lines.append(f"{layers_run} here on {where}; kept: {sizes}, of {dense / 1e6:.2f} MB dense")
+        beside = "" if kept.keys() <= {"dense"} else f", where dense weights take {dense / 1e6:.2f} MB"
+        lines.append(f"{layers_run} here on {where}; kept in memory: {sizes}{beside}")
     return lines
 
 
@@ -176,12 +177,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
     experts = find_experts(meta.model)
-    if marker is None:
-        inside = linears_inside(meta.model, experts)
-        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise(), without=inside)
-    else:
-        dense = dict.fromkeys(marker.ignore, "on the ignore list")
-        targets = Targets(meta.linears(marker), dense, no_linears(meta.model))
+    targets = _find_targets(meta, marker, experts)
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
@@ -200,6 +196,27 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     return Inspection(
         str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts, expert_layers
     )
+
+
+def _find_targets(meta: MetaModel, marker: Marker | None, experts: list[Experts]) -> Targets:
+    """Sort the linears of a checkpoint by its marker, or where it has none as ``prune`` would with ``--part all``."""
+    marked = None if marker is None else meta.linears(marker)
+    routers, inside = find_routers(meta.model, experts), linears_inside(meta.model, experts)
+    head = marked is not None and treated_head(meta.model, marked) is not None
+    keep = {**meta.why_stored_otherwise(), **routers}
+    targets = find_targets(meta.model, lm_head=head, part="all", keep=keep, without=inside)
+    if marker is None or marked is None:
+        return targets
+    known = {**targets.dense, **routers}
+    # A router is listed by its name in the model, and by that which the checkpoint has for it.
+    origins = meta.names.origins.items()
+    names = {
+        origin.removesuffix(".weight"): state.removesuffix(".weight")
+        for state, origin in origins
+        if isinstance(origin, str)
+    }
+    dense = {name: known.get(name, IGNORED) for name in (names.get(entry, entry) for entry in marker.ignore)}
+    return Targets(marked, dense, targets.other)
 
 
 def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:

@@ -11,6 +11,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertTensor, marker_name, read_experts, tensors_of
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -22,6 +23,9 @@ from slidesparse.weights.support import (
     tightest_pattern,
     value_bits,
 )
+
+NAMES = {stored: str(dtype).removeprefix("torch.") for dtype, stored in STORED_NAMES.items()}
+"""Type in a file -> its name in the table of linears."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def _inspect(
         experts=experts.name,
         count=experts.count,
         shape=(shape[1], shape[0]) if experts.transposed else (shape[0], shape[1]),
-        dtype=" ".join(dict.fromkeys(one.dtype for one in stored.values())),
+        dtype=" ".join(dict.fromkeys(NAMES.get(one.dtype, one.dtype) for one in stored.values())),
         bits=bits,
         sparsity=zeros / max(total, 1),
         marked=None if mark is None else str(mark),

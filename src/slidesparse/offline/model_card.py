@@ -72,7 +72,7 @@ def write_card(
         "to expect": _expected(options.method, zeros, summary.source_bytes) if zeros and is_one_shot else "",
     }
     by = "the slidesparse plugin" if quantised else "that option"
-    reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
+    reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}.\n"
     first = f"**Before all else: {NOT_IN_TRANSFORMERS}.**\n\n" if summary.in_transformers is False else ""
     text = f"""{_front_matter(origin, card, quantised)}
 # {name}, {counts[0][0] if counts else "dense"}, {dtype.upper()}
@@ -93,7 +93,6 @@ vllm serve THIS_FOLDER{"" if quantised else NAMED}
 
 vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
 {reads if summary.in_transformers else ""}
-
 ```python
 import slidesparse as ss
 

@@ -140,7 +140,7 @@ class PruneSummary(PruneOutcome):
             ("not copied, they are links", self.links),
         ):
             lines += [f"{what}: {', '.join(names)}"] if names else []
-        own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
+        own = "" if self.source_card is None else f"; that of the source is {self.source_card}"
         lines += advice([f"README.md is a model card to read and correct{own}"])
         sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
         lines.append(f"{sizes} in {self.destination}")

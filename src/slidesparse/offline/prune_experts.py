@@ -29,7 +29,7 @@ from slidesparse.files.single_experts import single_experts
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries
-from slidesparse.models.targets import matches_entry
+from slidesparse.models.targets import IGNORED, matches_entry
 from slidesparse.offline.prune_options import PruneOptions, check_type
 from slidesparse.offline.treated import unless_named
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -63,7 +63,7 @@ class ExpertJob:
         self.marked = {} if marker is None else self._marked(names, marker)
         left = () if marker is None else unless_named(set(names) - self.marked.keys(), options.layers)
         ignore = [*options.ignore, *left]
-        self.dense = {name: "on the ignore list" for name in names for entry in ignore if matches_entry(name, entry)}
+        self.dense = {name: IGNORED for name in names for entry in ignore if matches_entry(name, entry)}
         if options.part == "vision":
             self.dense |= dict.fromkeys(names, "in the language model")
         wanted = len(self.dense) < len(names)

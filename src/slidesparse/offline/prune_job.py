@@ -28,7 +28,7 @@ from slidesparse.models.match_layer import Matching
 from slidesparse.models.parts import text_config
 from slidesparse.models.smooth import Fold
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import Targets, treated_head
+from slidesparse.models.targets import Targets, matches_entry, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.offline.calibrate.calibration import calibration_windows
@@ -78,7 +78,7 @@ class PruneJob:
         patterns = layer_patterns(treated, self.pattern, {**options.layers, **kept})
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
-        self._require_marked_patterns()
+        self._require_marked_patterns(options)
         self.calibrated_patterns = self.patterns if options.calibration is None else self._in_layers()
         self.windows = self._calibration_windows(options)
         self.pruner = get_pruner(options.method)
@@ -133,7 +133,7 @@ class PruneJob:
         forms = dict.fromkeys(everything, "left alone" if self.rounds else DENSE) | self.patterns
         require_alike(self.meta.model, everything, forms, self.run)
 
-    def _require_marked_patterns(self) -> None:
+    def _require_marked_patterns(self, options: PruneOptions) -> None:
         """Refuse other patterns than a source was pruned with: what it left dense would lose weights unseen."""
         if (marker := self.marker) is None:
             return
@@ -142,7 +142,9 @@ class PruneJob:
         for name, pattern in {**self.patterns, **self.experts.patterns}.items():
             if pattern != marked[name]:
                 needed = f"{marked[name]}, as {self.checkpoint.path} is pruned"
-                remedy = "repeat the options of that run (--pattern, --layer, --lm-head)"
+                entry = next((entry for entry in options.layers if matches_entry(name, entry)), None)
+                follow = "leave out --lm-head" if name in marker.ignore else f"use --pattern {marked[name]}"
+                remedy = follow if entry is None else f"leave out --layer {entry}={options.layers[entry]}"
                 raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:

@@ -9,12 +9,10 @@ from typing import Literal, get_args
 import torch
 
 from slidesparse.base.arguments import require_kind
-from slidesparse.base.device import why_no_cuda
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.gemm.cards import describe_trade
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
@@ -100,14 +98,12 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
     dtype = source or wanted
     if dtype is None:
         free = options.recipe == "absmax"
-        cards = range(torch.cuda.device_count() if why_no_cuda() is None else 0)
-        gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in cards]
         in_8_bits = "int8 or fp8, or bf16, fp16 or fp32 to prune only"
         raise InputError(
             "which type shall the weights have",
             got="no --dtype",
             needed=in_8_bits if free else f"int8, in which the {options.recipe} recipe ends",
-            remedy=describe_trade(gpus) if free else "add --dtype int8",
+            remedy="add --dtype int8, or fp8: docs/cards.md says which" if free else "add --dtype int8",
         )
     return source, dtype
 
