@@ -103,7 +103,9 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
             "which type shall the weights have",
             got="no --dtype",
             needed=in_8_bits if free else f"int8, in which the {options.recipe} recipe ends",
-            remedy="add --dtype int8, or fp8: docs/cards.md says which" if free else "add --dtype int8",
+            remedy="add --dtype int8, the faster one on a Hopper GPU, or fp8 (docs/cards.md)"
+            if free
+            else "add --dtype int8",
         )
     return source, dtype
 
