@@ -140,11 +140,11 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     out = tmp_path / "chats.jsonl"
     calls = interrupted_at(monkeypatch, answers, "_answered", 2)
     assert main([*words, str(out)]) == 130
-    assert "chats.jsonl.partial keeps 2 finished files, and the same command goes on" in capsys.readouterr().err
+    assert "chats.jsonl.partial keeps 4 answers, and the same command goes on" in capsys.readouterr().err
     assert not out.exists()
     (tmp_path / "chats.jsonl.partial/kept/answers-0-4.json.5a.tmp").write_text('["half a li')  # as a kill leaves it
     assert main([*words, "--seed", "1", str(out)]) == 1
-    assert "another options.seed; needed those of that run, or another destination" in capsys.readouterr().err
+    assert "got another --seed; repeat that run, choose another destination, or remove" in capsys.readouterr().err
     assert len(calls) == 3
     assert json.loads((tmp_path / "chats.jsonl.partial/plan.json").read_bytes())["processes"] == 1
     assert main([*words, str(out)]) == 0
@@ -184,7 +184,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any, engine: Any) -> None:
     wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
     calls = interrupted_at(monkeypatch, engine, "generate", 1)
-    with pytest.raises(KeyboardInterrupt, match="keeps 1 finished file"):
+    with pytest.raises(KeyboardInterrupt, match="keeps 2 answers"):
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
     assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
     assert [len(batch) for _, batch, *_ in calls] == [2, 2, 2, 1]

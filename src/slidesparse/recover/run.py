@@ -44,7 +44,7 @@ from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import RECORD, gathered, write_result
 from slidesparse.recover.rounding import round_linears_
-from slidesparse.recover.state import State
+from slidesparse.recover.state import State, describe_saved
 from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
 from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
 from slidesparse.recover.windows import Windows, read_windows
@@ -148,6 +148,7 @@ def recover(
     record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
     with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
+        work.describe = lambda: describe_saved(work.kept, options.steps)
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
