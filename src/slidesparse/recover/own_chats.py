@@ -52,9 +52,9 @@ class ChatOptions:
     writer: Writer = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("number", "longest"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} of chats", got=getattr(self, name), needed="1 or more")
+        for what, value in (("number of chats (--number, --self)", self.number), ("--longest", self.longest)):
+            if value < 1:
+                raise InputError(what, got=value, needed="1 or more")
 
 
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
@@ -125,7 +125,7 @@ def _room_for_prompts(model: Path, longest: int) -> int:
 
     most = positions(AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20)
     if longest >= most:
-        raise InputError("longest answer", got=longest, needed=f"less than the {most} tokens that {model} reads")
+        raise InputError("--longest", got=longest, needed=f"less than the {most} tokens that {model} reads")
     return most - longest
 
 

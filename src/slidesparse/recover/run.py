@@ -95,7 +95,7 @@ class Recovery:
             f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, rate {self.rate:.2g}",
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
-            f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
+            f"agrees with the dense model's next token: {b['same']:.1%} -> {a['same']:.1%}",
             *warn_of_few(self.held_tokens, "use more text, or a larger --held"),
         ]
         if self.left_out:
@@ -287,8 +287,10 @@ def _train(
     progress = state.load(ranks)
     words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
     if options.steps is not None:
-        through = options.steps * options.windows / windows.count
-        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+        through, tokens = options.steps * options.windows / windows.count, options.steps * options.step_tokens
+        words += f"; {options.steps} steps of {options.windows} windows, "
+        words += "" if tokens == options.tokens else f"{tokens} tokens, "
+        words += f"{through:.3g} times through the text" if through >= 1 else f"{100 * through:.3g} % of the text"
     say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
     if not (work.kept / BEFORE).exists():
         before = training.judge()
