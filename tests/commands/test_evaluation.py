@@ -64,11 +64,11 @@ def test_by_definition(window: int, stride: int, batch: int) -> None:
 def test_unusable_numbers() -> None:
     tokens = torch.arange(10)
     for stride in (0, 4):
-        with pytest.raises(InputError, match="stride of the windows"):
+        with pytest.raises(InputError, match=r"stride of the windows \(--stride\)"):
             measure_perplexity(recalling, tokens, 4, stride)
     with pytest.raises(InputError, match="too short to score"):
         measure_perplexity(recalling, tokens[:1], 1, 1)
-    with pytest.raises(InputError, match="tokens of a window; got 1"):
+    with pytest.raises(InputError, match=r"tokens of a window \(--window\); got 1"):
         measure_perplexity(recalling, tokens, 1, 1)
     for batch in (0, -1):
         with pytest.raises(InputError, match=f"windows at a time; got {batch}"):

@@ -92,7 +92,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path, error: BaseE
             (work.output / "half").write_text("half")
             raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error), match="nothing was kept" if isinstance(error, KeyboardInterrupt) else None):
         run()
     assert list(tmp_path.iterdir()) == []
 
@@ -117,7 +117,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
         ({}, "options, slidesparse, windows"),
         (
             {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
-            "options.pattern, options.match, slidesparse",
+            "--pattern, --match, slidesparse",
         ),
         ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab", "device": "cpu"}, "device"),
     ],
@@ -125,7 +125,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
 def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict[str, Any], differ: str) -> None:
     first = {"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab"}
     stopped(tmp_path, KeyboardInterrupt(), first)
-    says = f"{tmp_path}/s.partial holds the unfinished output of another run; got another {differ}; needed"
+    says = f"{tmp_path}/s.partial holds the unfinished output of another run; got another {differ}; repeat that run,"
     with pytest.raises(CheckpointError, match=re.escape(says)), staged(tmp_path / "s", tmp_path / "m", plan, 0):
         pass
 

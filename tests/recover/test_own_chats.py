@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import run_ranks
 
+from slidesparse.base import progress
 from slidesparse.base.ranks import Ranks
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
@@ -74,8 +76,10 @@ def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model / "base")
     monkeypatch.setattr(loaded, "generate", without_sampling(loaded.generate))
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
-    together = answers._answered(loaded, tokenizer, prompts, 6)
-    assert together == [answers._answered(loaded, tokenizer, [one], 6)[0] for one in prompts]
+    notes: list[str] = []
+    together = answers._answered(loaded, tokenizer, prompts, 6, lambda _, note: notes.append(note))
+    assert notes == [f"3 at once, token {i} of 6" for i in range(1, 7)]
+    assert together == [answers._answered(loaded, tokenizer, [one], 6, lambda *_: None)[0] for one in prompts]
 
 
 def test_grouped_heads_answer_as_pytorchs_attention_does(model: Path) -> None:
@@ -140,11 +144,11 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     out = tmp_path / "chats.jsonl"
     calls = interrupted_at(monkeypatch, answers, "_answered", 2)
     assert main([*words, str(out)]) == 130
-    assert "chats.jsonl.partial keeps 2 finished files, and the same command goes on" in capsys.readouterr().err
+    assert "chats.jsonl.partial keeps 4 answers, and the same command goes on" in capsys.readouterr().err
     assert not out.exists()
     (tmp_path / "chats.jsonl.partial/kept/answers-0-4.json.5a.tmp").write_text('["half a li')  # as a kill leaves it
     assert main([*words, "--seed", "1", str(out)]) == 1
-    assert "another options.seed; needed those of that run, or another destination" in capsys.readouterr().err
+    assert "got another --seed; repeat that run, choose another destination, or remove" in capsys.readouterr().err
     assert len(calls) == 3
     assert json.loads((tmp_path / "chats.jsonl.partial/plan.json").read_bytes())["processes"] == 1
     assert main([*words, str(out)]) == 0
@@ -184,7 +188,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any, engine: Any) -> None:
     wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
     calls = interrupted_at(monkeypatch, engine, "generate", 1)
-    with pytest.raises(KeyboardInterrupt, match="keeps 1 finished file"):
+    with pytest.raises(KeyboardInterrupt, match="keeps 2 answers"):
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
     assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
     assert [len(batch) for _, batch, *_ in calls] == [2, 2, 2, 1]
@@ -192,6 +196,32 @@ def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, mo
     found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
     asked = [f"(user) {chat[0]['content']}\n(assistant) " for chat in found]
     assert [chat[1]["content"] for chat in found] == [f"{len(text)} tokens" for text in asked]
+
+
+def test_a_log_says_how_far_a_batch_is(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--prompts", str(model / "prompts.txt")]
+    assert main([*words, "--number", "3", "--longest", "2", "--device", "cpu"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("answers: ")]
+    assert said == [
+        "answers: 0/3 answers",
+        *(f"answers: 0/3 answers, 3 at once, token {i} of 2" for i in (1, 2)),
+        "answers: 3/3 answers",
+    ]
+
+
+def test_answers_of_vllm_are_counted_while_it_runs(
+    model: Path, tmp_path: Path, monkeypatch: Any, engine: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(answers, "LOOK_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda *given, **named: time.sleep(0.5) or generate(*given, **named))
+    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
+    capsys.readouterr()
+    write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    said = capsys.readouterr().err
+    assert all(f"answers: {count}/5 answers" in said for count in (0, 2, 4))
 
 
 def test_transformers_goes_on_where_vllm_failed(

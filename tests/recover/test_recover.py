@@ -126,6 +126,12 @@ def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not copied, other weights or code: modeling_x.py" in capsys.readouterr().err
 
 
+def test_the_first_line_says_what_is_trained_on(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget that is no whole number of steps is rounded, and not in silence."""
+    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=300))
+    assert re.search(r"; 1 steps of 8 windows, 256 tokens, [0-9.]+ % of the text\n", capsys.readouterr().err)
+
+
 class Killed(BaseException):
     """Ends a run as a kill does: nothing is cleared up that a kill would leave."""
 
@@ -149,7 +155,7 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert not (tmp_path / "out").exists()
     # A shorter run has other rates, and may not take its place.
-    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another options\.tokens"):
+    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another --tokens"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5), device=device)
     steps = []
     step = Training._step
@@ -170,7 +176,7 @@ def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_step", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+        with pytest.raises(KeyboardInterrupt, match=r"keeps the state after step 4 of 6, and .* goes on from there"):
             recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert (tmp_path / "out.partial/kept/step-00000004").exists()
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))

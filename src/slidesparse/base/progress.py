@@ -62,7 +62,7 @@ def progress_bar(
             if lines and time.monotonic() - said >= LINE_S:
                 said, now = time.monotonic(), bar.tasks[0]
                 done = count.render(now).plain.strip() + ("" if unit == "bytes" else f" {unit}")
-                rest = "" if now.time_remaining is None else f"{left.render(now).plain} left"
+                rest = f"{left.render(now).plain} left" if now.time_remaining else ""
                 words = ", ".join(filter(None, (done, note, rest)))
                 print(printable(f"{title}: {words}"), file=sys.stderr, flush=True)
 

@@ -119,7 +119,7 @@ def add_recover(commands: Commands) -> None:
     """Add recover."""
     text = "Train a pruned checkpoint toward the dense model, its zeros held."
     recover = add_command(commands, "recover", together(_recover), text)
-    add_source(recover, "PRUNED", "a checkpoint that prune wrote with --dtype bf16")
+    add_source(recover, "PRUNED", "a checkpoint that prune wrote in a float type, as with --dtype bf16")
     add = recover.add_argument
     add("--dense", required=True, metavar="BASE", help="the dense model: a folder, or a hub's name")
     add("--out", type=named_path, required=True, metavar="OUT", help="folder to make")
@@ -163,7 +163,7 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
         return RecoverOptions(
             texts=(*options.text, *options.chats, *own),
             tokens=None if options.tokens is None else parse_amount(options.tokens),
-            batch=parse_amount(options.batch),
+            batch=parse_amount(options.batch, "--batch"),
             bos=not options.no_bos,
             **{name: getattr(options, name) for name in RECOVER_OPTIONS},
         )

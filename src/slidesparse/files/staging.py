@@ -51,10 +51,12 @@ class Workplace:
         path: ``NAME.partial``.
         output: The folder that becomes ``NAME``; a run that writes a file puts that in its place.
         kept: Holds files that are not part of the output, from which a run goes on.
+        describe: Says what is kept, in the line of a run that ends early; a command may put its own words there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.output, self.kept, self.notes = path, path / OUTPUT, path / KEPT, path / FINISHED
+        self.describe: Callable[[], str] = lambda: counted(self.files(), "finished file")
 
     def finish(self, name: str, digests: Mapping[str, str]) -> None:
         """Note that a file of the output is complete, with the digests of its tensors."""
@@ -244,19 +246,23 @@ def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
             got=None if known is None else f"another {', '.join(differences(known, record))}",
-            needed=None if known is None else "those of that run, or another destination",
-            remedy=again,
+            remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 
 
+AS_WRITTEN = {"texts": "--text or --chats", "layers": "--layer", "bos": "--no-bos"}
+"""Options whose names in Python are not those of the command line."""
+
+
 def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs between two records: options one by one, all else as a whole.
+    """Return the names of what differs between two records: options one by one, as a user writes them, all else whole.
 
     >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
-    ['options.pattern']
+    ['--pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
-    names = [f"options.{key}" for key in _differing(*options)] if len(options) == 2 else []
+    differing = _differing(*options) if len(options) == 2 else []
+    names = [AS_WRITTEN.get(key, f"--{key.replace('_', '-')}") for key in differing]
     return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 
@@ -311,18 +317,20 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
 
 @contextmanager
 def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
-    """Say in an exception's message how many finished files are kept, if there are any."""
+    """Say in an exception's message what is kept, if there is anything."""
     try:
         yield
     except BaseException as error:
-        count = 0 if destination.exists() else work.files()
-        kept = f"{work.path} keeps {counted(count, 'finished file')}"
-        if count and isinstance(error, KeyboardInterrupt):
-            error.args = (f"{kept}, and the same command goes on from there",)
-        elif count and isinstance(error, LostRank):
+        if destination.exists():  # complete
+            raise
+        kept = f"{work.path} keeps {work.describe()}" if work.files() else None
+        if isinstance(error, KeyboardInterrupt):
+            said = f"{kept}, and the same command goes on from there" if kept else "nothing was kept"
+            error.args = (said,)
+        elif kept and isinstance(error, LostRank):
             error.args = (f"{error}; {kept}: the same command goes on from there",)
-        elif count and isinstance(error, SlideSparseError):
-            after = "once that is mended, the same command goes on from there, and another one replaces them"
+        elif kept and isinstance(error, SlideSparseError):
+            after = "once that is mended, the same command goes on from there, and another one begins anew"
             error.args = (f"{error}; {kept}: {after}",)
         raise
 

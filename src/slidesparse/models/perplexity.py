@@ -83,10 +83,10 @@ def windows(tokens: int, window: int, stride: int, done: int = 1) -> Iterator[Wi
 def check_windows(window: int | None, stride: int | None) -> None:
     """Raise an InputError for windows of less than two tokens, or strides that skip some; None: not known yet."""
     if window is not None and window < 2:
-        raise InputError("tokens of a window", got=window, needed="2 or more")
+        raise InputError("tokens of a window (--window)", got=window, needed="2 or more")
     if stride is not None and (stride < 1 or (window is not None and stride >= window)):
         needed = "1 or more" if window is None else f"1 to {window - 1}"
-        raise InputError("stride of the windows", got=stride, needed=f"{needed}, less than the window")
+        raise InputError("stride of the windows (--stride)", got=stride, needed=f"{needed}, less than the window")
 
 
 @torch.no_grad()
@@ -125,7 +125,9 @@ def measure_perplexity(
     nats, scored = 0.0, 0
     before = tokens[:0] if before is None else before
     if not len(before) < window or (len(before) and stride > window - len(before)):
-        raise InputError("tokens of a window", got=window, needed=f"more than {len(before)}, with which each begins")
+        raise InputError(
+            "tokens of a window (--window)", got=window, needed=f"more than {len(before)}, with which each begins"
+        )
     found = list(windows(len(tokens), window - len(before), stride, 0 if len(before) else 1))
     for readings in _batches(found, batch):
         ids = torch.stack([torch.cat([before, tokens[w.start : w.end]]) for w in readings])

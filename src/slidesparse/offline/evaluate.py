@@ -157,7 +157,7 @@ def _perplexity(
     window = min(positions(model.config), whole) if window is None else window
     most = positions(model.config, at_most=window)
     if window > most:
-        raise InputError("window", got=window, needed=f"at most {most}, the model's positions")
+        raise InputError("--window", got=window, needed=f"at most {most}, the model's positions")
     stride = max(window // 2, 1) if stride is None else stride
     with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
         how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance, "before": before}

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +43,9 @@ SAMPLING = {"temperature": 0.8, "min_p": 0.05}
 """How answers are drawn, so that they vary and make sense. A token needs ``min_p`` of the likeliest one's probability:
 a bound that takes no sorting of the vocabulary, as nucleus sampling does, which costs as much as the model for a
 thousand answers at once."""
+
+LOOK_S = 5.0
+"""Seconds between two looks at what vLLM's process has kept."""
 
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says to its processes. Each one's vLLM is alone, and would take these for its own."""
@@ -105,7 +110,9 @@ def _ask_transformers(job: Job, done: int, tokenizer: Any, device: str) -> None:
         while left := job.prompts[done:]:
             batch = left[: _batch_size(model, len(left[0]) + job.longest, device)]
             torch.manual_seed(job.seed + done)  # for each batch, so that it does not matter which ran before
-            replace_file(Path(f"{job.kept}-{done}.json"), json.dumps(_answered(model, tokenizer, batch, job.longest)))
+            replace_file(
+                Path(f"{job.kept}-{done}.json"), json.dumps(_answered(model, tokenizer, batch, job.longest, advance))
+            )
             done += len(batch)
             advance(len(batch))
     del model
@@ -124,15 +131,23 @@ def _batch_size(model: Any, length: int, device: str) -> int:
     return max(1, min(MOST_AT_ONCE, int(CACHE_SHARE * torch.cuda.mem_get_info(device)[0] // (token * length))))
 
 
-def _answered(model: Any, tokenizer: Any, prompts: Sequence[list[int]], longest: int) -> list[str]:
+def _answered(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], longest: int, advance: Callable[..., None]
+) -> list[str]:
+    """Return the answers of a batch; ``advance`` is told of each token, since a batch may take minutes."""
     padding = next(one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if one is not None)
     width = max(map(len, prompts))
     ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=model.device)
     drawn = {"do_sample": True, **SAMPLING, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     much = {"max_new_tokens": longest, "pad_token_id": padding, "use_cache": True}
-    with other_library():
-        found = model.generate(ids, attention_mask=mask, **much, **drawn)
+
+    def told(so_far: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        advance(0, f"{len(prompts)} at once, token {so_far.shape[1] - width} of {longest}")
+        return torch.zeros(len(so_far), dtype=torch.bool, device=so_far.device)  # it stops none
+
+    # Not within other_library, which would take what is told.
+    found = model.generate(ids, attention_mask=mask, stopping_criteria=[told], **much, **drawn)
     answers: list[str] = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return answers
 
@@ -144,16 +159,39 @@ def _ask_vllm(job: Job, done: int, ranks: Ranks) -> None:
         said = {**asdict(job), "model": str(job.model.resolve()), "done": done, "sampling": SAMPLING}
         asked.write_text(json.dumps(said))
         LOG.info("asking vLLM for %d answers", len(job.prompts) - done)
-        ended = subprocess.run(
-            [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked)],
-            env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            check=False,
-        )  # fmt: skip
+        with _counted_meanwhile(job):
+            ended = subprocess.run(
+                [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked)],
+                env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                check=False,
+            )  # fmt: skip
         if ended.returncode or len(kept_answers(job.kept)) < len(job.prompts):
             lines = [line for line in ended.stdout.splitlines() if line.strip()] or ["no word"]
             got = next((line for line in reversed(lines) if "Error" in line), lines[-1])[:LONGEST]
             remedy = "write them with: slidesparse chats --writer transformers"
             raise UnsupportedError("vLLM cannot write the answers", got=got, remedy=remedy)
+
+
+@contextmanager
+def _counted_meanwhile(job: Job) -> Iterator[None]:
+    """Show how many answers another process has kept, while it is waited for."""
+    ended = threading.Event()
+    with progress_bar("answers", len(job.prompts), unit="answers") as advance:
+
+        def count() -> None:
+            shown = 0
+            while not ended.wait(LOOK_S):
+                now = len(kept_answers(job.kept))
+                advance(now - shown)
+                shown = now
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def _alone(ranks: Ranks) -> dict[str, str]:

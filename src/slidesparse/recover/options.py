@@ -32,8 +32,8 @@ WARM_UP, START, LEAST = 0.1, 0.05, 0.1
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)", re.ASCII)
 
 
-def parse_amount(text: str) -> int:
-    """Return a number with a suffix: ``20M`` is 20 million.
+def parse_amount(text: str, name: str = "--tokens") -> int:
+    """Return a number with a suffix: ``20M`` is 20 million; ``name`` is that of the option.
 
     >>> parse_amount("20M"), parse_amount("1.5k"), parse_amount("100K"), parse_amount("300")
     (20000000, 1500, 100000, 300)
@@ -42,7 +42,7 @@ def parse_amount(text: str) -> int:
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
     amount = 0 if found is None else round(float(found[1]) * units[found[2].upper()])
     if amount < 1:
-        raise InputError("an amount of tokens", got=shown(text), needed="a number above 0, such as 300k, 20M or 1G")
+        raise InputError(name, got=shown(text), needed="a number above 0, such as 300k, 20M or 1G")
     return amount
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.base.cache_folder import cache_folder
+from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import LOCAL
 from slidesparse.base.ranks import ALONE, Ranks
@@ -27,7 +28,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
-from slidesparse.recover.answers import SAMPLING, Job, Writer, write_answers
+from slidesparse.recover.answers import SAMPLING, Job, Writer, kept_answers, write_answers
 from slidesparse.recover.tasks import make_tasks
 
 
@@ -51,9 +52,9 @@ class ChatOptions:
     writer: Writer = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("number", "longest"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} of chats", got=getattr(self, name), needed="1 or more")
+        for what, value in (("number of chats (--number, --self)", self.number), ("--longest", self.longest)):
+            if value < 1:
+                raise InputError(what, got=value, needed="1 or more")
 
 
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
@@ -96,13 +97,14 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
     }
     # Nothing but the config is in the way, so that chats may lie beside the weights.
     with staged_together(ranks, path, model / "config.json", record, 0) as work:
+        kept = [str(work.kept / f"answers-{rank}") for rank in range(ranks.world)]
+        work.describe = lambda: counted(sum(len(kept_answers(one)) for one in kept), "answer")
         share = asked[ranks.rank :: ranks.world]
         ids = _ids(tokenizer, share, template is not None)
         if cut := sum(len(one) > room for one in ids):
             LOG.warning("of %d prompts only the last %d tokens are read: the model has no room for more", cut, room)
         job = Job(
-            model, tuple(one[-room:] for one in ids), options.longest, options.seed + ranks.rank,
-            str(work.kept / f"answers-{ranks.rank}"),
+            model, tuple(one[-room:] for one in ids), options.longest, options.seed + ranks.rank, kept[ranks.rank]
         )  # fmt: skip
         answers = write_answers(job, tokenizer, options.writer, device, ranks)
         pairs = zip(share, answers, strict=True)
@@ -123,7 +125,7 @@ def _room_for_prompts(model: Path, longest: int) -> int:
 
     most = positions(AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20)
     if longest >= most:
-        raise InputError("longest answer", got=longest, needed=f"less than the {most} tokens that {model} reads")
+        raise InputError("--longest", got=longest, needed=f"less than the {most} tokens that {model} reads")
     return most - longest
 
 

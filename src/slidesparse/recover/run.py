@@ -44,7 +44,7 @@ from slidesparse.recover.options import RecoverOptions, usual_rate
 from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recover.result import RECORD, gathered, write_result
 from slidesparse.recover.rounding import round_linears_
-from slidesparse.recover.state import State
+from slidesparse.recover.state import State, describe_saved
 from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
 from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
 from slidesparse.recover.windows import Windows, read_windows
@@ -95,7 +95,7 @@ class Recovery:
             f"trained on {self.tokens} tokens in {self.seconds:.0f} s, {speed:.0f} a second, rate {self.rate:.2g}",
             f"held-out KL from the dense model: {b['kl']:.4f} -> {a['kl']:.4f} nats ({self.held_tokens} tokens)",
             f"held-out loss: dense {b['dense_loss']:.4f}, pruned {b['loss']:.4f}, trained {a['loss']:.4f}",
-            f"foresees the token that dense does: {b['same']:.1%} -> {a['same']:.1%}",
+            f"agrees with the dense model's next token: {b['same']:.1%} -> {a['same']:.1%}",
             *warn_of_few(self.held_tokens, "use more text, or a larger --held"),
         ]
         if self.left_out:
@@ -148,6 +148,7 @@ def recover(
     record = {"slidesparse": __version__, "options": asdict(told), "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
     with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
+        work.describe = lambda: describe_saved(work.kept, options.steps)
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
@@ -286,8 +287,10 @@ def _train(
     progress = state.load(ranks)
     words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
     if options.steps is not None:
-        through = options.steps * options.windows / windows.count
-        words += f"; {options.steps} steps of {options.windows} windows, {through:.2g} times through the text"
+        through, tokens = options.steps * options.windows / windows.count, options.steps * options.step_tokens
+        words += f"; {options.steps} steps of {options.windows} windows, "
+        words += "" if tokens == options.tokens else f"{tokens} tokens, "
+        words += f"{through:.3g} times through the text" if through >= 1 else f"{100 * through:.3g} % of the text"
     say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
     if not (work.kept / BEFORE).exists():
         before = training.judge()

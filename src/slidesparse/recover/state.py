@@ -83,14 +83,27 @@ class State:
 
     def load(self, ranks: Ranks) -> Progress:
         """Go on from the last state, anew where there is none; a CheckpointError says that it cannot be read."""
-        found = sorted(one for one in self.folder.glob(f"{NAME}*") if one.suffix != ".tmp")
+        found = last_saved(self.folder)
         ranks.wait()
-        if not found:
+        if found is None:
             return Progress()
-        progress: Progress = decode(Progress, read_json(found[-1] / PROGRESS), "progress")
+        progress: Progress = decode(Progress, read_json(found / PROGRESS), "progress")
         try:
-            load(self._tensors(), checkpoint_id=found[-1])
+            load(self._tensors(), checkpoint_id=found)
         except (CheckpointException, OSError, RuntimeError) as error:
             remedy = f"remove {self.folder.parent} and run again"
-            raise CheckpointError(f"{found[-1]} cannot be read", got=first_line(error), remedy=remedy) from error
+            raise CheckpointError(f"{found} cannot be read", got=first_line(error), remedy=remedy) from error
         return progress
+
+
+def last_saved(folder: Path) -> Path | None:
+    """Return the last complete state in a folder; None where there is none."""
+    return max((one for one in folder.glob(f"{NAME}*") if one.suffix != ".tmp"), default=None)
+
+
+def describe_saved(folder: Path, steps: int | None) -> str:
+    """Return what is kept of a run that ended early: the last state, of so many ``steps``, or what came before it."""
+    found = last_saved(folder)
+    if found is None:
+        return "the text cut into windows"
+    return f"the state after step {int(found.name.removeprefix(NAME))}" + ("" if steps is None else f" of {steps}")

@@ -144,15 +144,13 @@ class _Report:
     def __init__(self, options: RecoverOptions, progress: Progress) -> None:
         self.options, self.progress = options, progress
         self.begun, self.first = time.monotonic(), progress.step
-        self.smooth, self.shown = math.nan, 0
-        self.total = options.tokens or round(60 * (options.minutes or 0))
+        self.shown = 0
+        self.total = (options.steps or 0) * options.step_tokens or round(60 * (options.minutes or 0))
 
     def step(self, advance: Callable[..., None], loss: float, done: float) -> None:
         """Show one more step."""
-        if math.isfinite(loss):
-            self.smooth = loss if math.isnan(self.smooth) else 0.9 * self.smooth + 0.1 * loss
         steps, seconds = self.progress.step - self.first, time.monotonic() - self.begun
-        words = f"loss {self.smooth:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
+        words = f"loss {loss:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
         advance(round(done * self.total) - self.shown, words)
         self.shown = round(done * self.total)
 
