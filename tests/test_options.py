@@ -58,11 +58,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "a stride past the window": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--window", "8", "--stride", "8"],
-        "stride of the windows; got 8",
+        "stride of the windows (--stride); got 8",
     ),
     "no stride": (
         ["eval", "MISSING", "--text", "MISSING.txt", "--stride", "0"],
-        "stride of the windows; got 0",
+        "stride of the windows (--stride); got 0",
     ),
 }
 
