@@ -45,7 +45,7 @@ def test_help_and_card_recommend_it(
         main(["prune", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert BEST in told
-    assert f"The perplexity of 3 models rose by {costs_by_pattern()} (" in told
+    assert f"The perplexity of one to 3 models rose by {costs_by_pattern()} (" in told
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), samples=4, length=16)

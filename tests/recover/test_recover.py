@@ -129,7 +129,7 @@ def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_first_line_says_what_is_trained_on(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A budget that is no whole number of steps is rounded, and not in silence."""
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=300))
-    assert re.search(r"; 1 steps of 8 windows, 256 tokens, [0-9.]+ % of the text\n", capsys.readouterr().err)
+    assert re.search(r"; 1 step of 8 windows, 256 tokens, [0-9.]+ % of the text\n", capsys.readouterr().err)
 
 
 class Killed(BaseException):

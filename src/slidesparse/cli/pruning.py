@@ -72,9 +72,8 @@ def add_prune(commands: Commands) -> None:
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
     models = len({model for model, *_ in COSTS})
-    prune.epilog = (
-        f"Least is lost by {BEST}. The perplexity of {models} models rose by {costs_by_pattern()} (docs/accuracy.md)."
-    )
+    costs = f"The perplexity of one to {models} models rose by {costs_by_pattern()}"
+    prune.epilog = f"Least is lost by {BEST}. {costs} (docs/accuracy.md)."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:

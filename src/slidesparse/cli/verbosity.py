@@ -1,8 +1,8 @@
 """How much a command says besides its result: ``--verbose`` and ``--quiet``.
 
 Usually: progress bars of ours on a terminal, warnings and advice of ours as one line each, and nothing of other
-libraries. Quiet: errors alone. Verbose: what each layer runs on, and the bars, warnings and reports of other libraries
-too.
+libraries. Quiet: the result and errors alone. Verbose: what each layer runs on, and the bars, warnings and reports of
+other libraries too.
 """
 
 from __future__ import annotations

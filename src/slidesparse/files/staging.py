@@ -250,7 +250,13 @@ def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
         )
 
 
-AS_WRITTEN = {"texts": "--text or --chats", "layers": "--layer", "bos": "--no-bos"}
+AS_WRITTEN = {
+    "texts": "--text, --chats or --self",
+    "layers": "--layer",
+    "bos": "--no-bos",
+    "file": "--calibration",
+    "more": "--calibration",
+}
 """Options whose names in Python are not those of the command line."""
 
 
@@ -261,8 +267,12 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
     ['--pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
+    if all(isinstance(one.get("calibration"), dict) for one in options):
+        options = [
+            {key: value for key, value in one.items() if key != "calibration"} | one["calibration"] for one in options
+        ]
     differing = _differing(*options) if len(options) == 2 else []
-    names = [AS_WRITTEN.get(key, f"--{key.replace('_', '-')}") for key in differing]
+    names = [*dict.fromkeys(AS_WRITTEN.get(key, f"--{key.replace('_', '-')}") for key in differing)]
     return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 
@@ -315,6 +325,17 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
         raise
 
 
+def _what_is_kept(work: Workplace) -> str | None:
+    """Return in words what is kept of a run that ends early; None: nothing."""
+    try:
+        if not work.files():
+            return None
+        words = work.describe()
+    except Exception:  # of a damaged file, say: the error that ended the run is the one to tell
+        words = "what was finished"
+    return f"{work.path} keeps {words}"
+
+
 @contextmanager
 def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
     """Say in an exception's message what is kept, if there is anything."""
@@ -323,9 +344,9 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
     except BaseException as error:
         if destination.exists():  # complete
             raise
-        kept = f"{work.path} keeps {work.describe()}" if work.files() else None
+        kept = _what_is_kept(work)
         if isinstance(error, KeyboardInterrupt):
-            said = f"{kept}, and the same command goes on from there" if kept else "nothing was kept"
+            said = f"{kept}, and the same command goes on from there" if kept else f"nothing of {destination} was kept"
             error.args = (said,)
         elif kept and isinstance(error, LostRank):
             error.args = (f"{error}; {kept}: the same command goes on from there",)

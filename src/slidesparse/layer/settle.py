@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from slidesparse.gemm import Choice, Problem, choose
-from slidesparse.gemm.select import Fallback
+from slidesparse.gemm.select import Fallback, get_backend
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import check, pack
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -74,6 +74,10 @@ class Chooser:
     backend: str = "auto"
     fallback: Fallback = "dense"
     tuner: Tuner | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend != "auto":
+            get_backend(self.backend)  # raises where there is none of the name
 
     def choose(self, packed: PackedWeight) -> Choice:
         """Choose the backends of a weight that is packed already.

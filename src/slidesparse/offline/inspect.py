@@ -17,13 +17,14 @@ from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_config import other_quantisation
 from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
+from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.layer_kinds import alike, kind_of
 from slidesparse.models.targets import IGNORED, Targets, describe_dense, find_targets, treated_head
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
@@ -177,7 +178,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
     experts = find_experts(meta.model)
-    targets = _find_targets(meta, marker, experts)
+    targets = _find_targets(meta, marker, experts, rounded=quantisation_dtype(checkpoint.config) is not None)
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
@@ -198,7 +199,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     )
 
 
-def _find_targets(meta: MetaModel, marker: Marker | None, experts: list[Experts]) -> Targets:
+def _find_targets(meta: MetaModel, marker: Marker | None, experts: list[Experts], *, rounded: bool) -> Targets:
     """Sort the linears of a checkpoint by its marker, or where it has none as ``prune`` would with ``--part all``."""
     marked = None if marker is None else meta.linears(marker)
     routers, inside = find_routers(meta.model, experts), linears_inside(meta.model, experts)
@@ -207,7 +208,8 @@ def _find_targets(meta: MetaModel, marker: Marker | None, experts: list[Experts]
     targets = find_targets(meta.model, lm_head=head, part="all", keep=keep, without=inside)
     if marker is None or marked is None:
         return targets
-    known = {**targets.dense, **routers}
+    floats = {**linears_of_float_mixers(meta.model), **float_heads(meta.model)} if rounded else {}
+    known = {**targets.dense, **floats, **routers}
     # A router is listed by its name in the model, and by that which the checkpoint has for it.
     origins = meta.names.origins.items()
     names = {

@@ -175,23 +175,28 @@ def _ask_vllm(job: Job, done: int, ranks: Ranks) -> None:
 @contextmanager
 def _counted_meanwhile(job: Job) -> Iterator[None]:
     """Show how many answers another process has kept, while it is waited for."""
-    ended = threading.Event()
+    ended, shown = threading.Event(), 0
     with progress_bar("answers", len(job.prompts), unit="answers") as advance:
 
-        def count() -> None:
-            shown = 0
-            while not ended.wait(LOOK_S):
-                now = len(kept_answers(job.kept))
-                advance(now - shown)
-                shown = now
+        def look() -> None:
+            nonlocal shown
+            now = len(kept_answers(job.kept))
+            advance(now - shown)
+            shown = now
 
-        thread = threading.Thread(target=count)
-        thread.start()
+        def watch() -> None:
+            while not ended.wait(LOOK_S):
+                look()
+
+        watching = threading.Thread(target=watch, daemon=True)
         try:
+            watching.start()
             yield
         finally:
             ended.set()
-            thread.join()
+            if watching.is_alive():
+                watching.join()
+        look()
 
 
 def _alone(ranks: Ranks) -> dict[str, str]:

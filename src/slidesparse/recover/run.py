@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
@@ -288,7 +289,7 @@ def _train(
     words = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.held)} to judge by"
     if options.steps is not None:
         through, tokens = options.steps * options.windows / windows.count, options.steps * options.step_tokens
-        words += f"; {options.steps} steps of {options.windows} windows, "
+        words += f"; {counted(options.steps, 'step')} of {options.windows} windows, "
         words += "" if tokens == options.tokens else f"{tokens} tokens, "
         words += f"{through:.3g} times through the text" if through >= 1 else f"{100 * through:.3g} % of the text"
     say(words + (f"; goes on after step {progress.step}" if progress.step else ""))
