@@ -92,7 +92,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path, error: BaseE
             (work.output / "half").write_text("half")
             raise error
 
-    with pytest.raises(type(error), match="nothing of .*m was kept" if isinstance(error, KeyboardInterrupt) else None):
+    with pytest.raises(type(error), match="nothing of .*s was kept" if isinstance(error, KeyboardInterrupt) else None):
         run()
     assert list(tmp_path.iterdir()) == []
 
