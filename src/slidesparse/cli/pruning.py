@@ -29,7 +29,7 @@ from slidesparse.cli.calibration import (
 )  # fmt: skip
 from slidesparse.cli.together import add_join_timeout, own_device, together
 from slidesparse.errors import InputError
-from slidesparse.offline.published import BEST, COSTS, costs_by_pattern
+from slidesparse.offline.published import BEST, expected_cost
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -71,8 +71,7 @@ def add_prune(commands: Commands) -> None:
     text = "what is treated of a model of text and images (default: %(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
     add_join_timeout(prune)
-    models = len({model for model, *_ in COSTS})
-    costs = f"The perplexity of one to {models} models rose by {costs_by_pattern()}"
+    costs = "; ".join(expected_cost(zeros, 10**9) for zeros in (1 / 4, 1 / 3, 1 / 2))
     prune.epilog = f"Least is lost by {BEST}. {costs} (docs/accuracy.md)."
 
 

@@ -21,26 +21,6 @@ COSTS = (
 """Model, parameters, pattern, and how far it raised the perplexity of code, before and after recover."""
 
 
-def costs_by_pattern() -> str:
-    """Return what each pattern cost the models, from the least to the most.
-
-    >>> costs_by_pattern().split(', ')[0]
-    '3.8 to 4.0 % at 6:8 in one shot and 0.8 to 2.2 recovered'
-    >>> costs_by_pattern().split(', ')[1:]
-    ['9.3 to 9.8 and 3.0 to 6.3 % at 4:6', '34.4 and 7.7 % at 2:4']
-    """
-
-    def ends(costs: list[str]) -> str:
-        found = sorted((cost.removesuffix(" %") for cost in costs), key=float)
-        return " to ".join(dict.fromkeys((found[0], found[-1])))
-
-    alike = {pattern: [one[3:] for one in COSTS if one[2] == pattern] for _, _, pattern, *_ in COSTS}
-    both = {pattern: tuple(map(ends, map(list, zip(*costs, strict=True)))) for pattern, costs in alike.items()}
-    (first, (once, recovered)), *others = both.items()
-    told = [f"{once} % at {first} in one shot and {recovered} recovered"]
-    return ", ".join([*told, *(f"{once} and {recovered} % at {pattern}" for pattern, (once, recovered) in others)])
-
-
 def expected_cost(zeros: float, n_bytes: int) -> str:
     """Return what the pattern nearest to a share of zeros cost the model of the nearest size, by bytes in BF16.
 
