@@ -178,7 +178,8 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
     experts = find_experts(meta.model)
-    targets = _find_targets(meta, marker, experts, rounded=quantisation_dtype(checkpoint.config) is not None)
+    rounded = marker is not None and quantisation_dtype(checkpoint.config) is not None
+    targets = _find_targets(meta, marker, experts, rounded=rounded)
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
