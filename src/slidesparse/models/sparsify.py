@@ -254,9 +254,8 @@ def sparsify_(
         if pruner is not None and patterns[name] != DENSE:
             weight = pruner.prune(Linears({name: weight}, patterns[name]))[name]
         packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
-        options: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
-        options["dense_dtype"] = linear.weight.dtype
-        layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
+        how: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
+        layer = SlideLinear(packed, linear.bias, dense_dtype=linear.weight.dtype, **how).train(linear.training)
         move_hooks(linear, layer)
         for alias in aliases[id(linear)]:  # one module may have several names
             model.set_submodule(alias, layer)

@@ -85,10 +85,10 @@ def write_answers(job: Job, tokenizer: Any, writer: Writer, device: str, ranks: 
     return [answers[i] for i in range(len(order))]
 
 
-def kept_answers(kept: str) -> list[str]:
-    """Return the answers of all batches so far; the name of a batch says how many came before it."""
+def kept_answers(kept: str, known: int = 0) -> list[str]:
+    """Return the answers of all batches so far but the ``known`` first; a batch's name says how many come before it."""
     answers: list[str] = []
-    while (path := Path(f"{kept}-{len(answers)}.json")).exists():
+    while (path := Path(f"{kept}-{known + len(answers)}.json")).exists():
         answers += json.loads(path.read_bytes())
     return answers
 
@@ -180,9 +180,9 @@ def _counted_meanwhile(job: Job) -> Iterator[None]:
 
         def look() -> None:
             nonlocal shown
-            now = len(kept_answers(job.kept))
-            advance(now - shown)
-            shown = now
+            new = len(kept_answers(job.kept, shown))
+            advance(new)
+            shown += new
 
         def watch() -> None:
             while not ended.wait(LOOK_S):
