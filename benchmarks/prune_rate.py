@@ -27,7 +27,7 @@ from cpu import cpu_name
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.ranks import joined
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter

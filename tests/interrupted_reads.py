@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, kind: type[Checkpoint], at: int) -> None:

@@ -19,10 +19,10 @@ from slidesparse import prune
 from slidesparse.base import from_bench, progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
 from slidesparse.cli import main, pruning
 from slidesparse.errors import SlideSparseWarning
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.offline.info import collect

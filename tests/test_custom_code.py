@@ -12,10 +12,10 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.offline.evaluate import evaluate, load_any
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -32,9 +32,9 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import slidesparse
+from slidesparse.checkpoints.packed_file import FILE_NAME, write_packed
 from slidesparse.cli import main
 from slidesparse.errors import SlideSparseError
-from slidesparse.files.packed_file import FILE_NAME, write_packed
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

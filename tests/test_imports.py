@@ -27,6 +27,7 @@ LAYERS = [
     {"tuning"},
     {"models"},
     {"files"},
+    {"checkpoints"},
     {"offline"},
     {"recover"},
     {"integrations"},
@@ -50,8 +51,8 @@ FORBIDDEN = {
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "layer": {"safetensors"},  # a layer never sees files
     "models": {"safetensors"},
-    "files/checkpoint": {"slidesparse.lifting", "triton"},
-    "files/marker": {"slidesparse.lifting", "triton"},
+    "checkpoints/checkpoint": {"slidesparse.lifting", "triton"},
+    "checkpoints/marker": {"slidesparse.lifting", "triton"},
 }
 """What a part must not import, nor any file of the package that it imports. ``torch.nn.functional`` is not
 ``torch.nn``."""
@@ -90,7 +91,7 @@ def test_imports_go_downwards_and_none_to_the_benchmarks() -> None:
             continue
         if other == "__init__":
             # The public face imports nearly everything, so only what stands above all of that may use it.
-            assert RANK[part] > RANK["files"], f"{path} imports the public face: {name}"
+            assert RANK[part] > RANK["checkpoints"], f"{path} imports the public face: {name}"
         else:
             assert RANK[other] < RANK[part], f"{path} imports {name}, which is not below it"
 

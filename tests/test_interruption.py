@@ -14,8 +14,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 import slidesparse.offline.info
+from slidesparse.checkpoints.packed_file import write_packed
 from slidesparse.cli import main
-from slidesparse.files.packed_file import write_packed
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune_job import PruneJob
 

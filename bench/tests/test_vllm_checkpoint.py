@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint

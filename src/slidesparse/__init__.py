@@ -13,7 +13,7 @@ from slidesparse.base.version import __version__ as __version__
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 
 if TYPE_CHECKING:
-    from slidesparse.files.load import load
+    from slidesparse.checkpoints.load import load
     from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
@@ -48,7 +48,7 @@ _MODULES = {
     "Pattern": "weights.pattern",
     "SlideLinear": "layer.linear",
     "lift": "weights.slide",
-    "load": "files.load",
+    "load": "checkpoints.load",
     "pack": "weights.packing",
     "prune_mask": "prune",
     "sparsify_": "models.sparsify",

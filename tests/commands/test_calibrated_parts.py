@@ -13,8 +13,8 @@ from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from small_models import TEXT, make
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.support import value_bits

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from checkpoints import add_tokenizer, make_checkpoint
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
 from slidesparse.errors import CheckpointError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import locked
 from slidesparse.offline.dry_run import DryRun, dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -22,8 +22,8 @@ from checkpoints import SMALL, contents, edited_config, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError, PatternViolation
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter

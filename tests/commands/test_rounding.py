@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import make_source, write_text
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions

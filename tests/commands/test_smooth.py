@@ -16,9 +16,9 @@ from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.meta_model import build_meta_model
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import MOST, best_exponents, exponents

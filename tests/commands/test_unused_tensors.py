@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.files.marker import Marker
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.integrations.names import find_layer
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -15,9 +15,9 @@ from small_models import make
 
 import slidesparse
 from slidesparse.base.traced_tensor import TracedTensor, origin_of
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import Experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs

@@ -23,11 +23,11 @@ from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
 import slidesparse as ss
 from slidesparse.base import apart
 from slidesparse.base.readable_size import readable_size
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files import hub as hub_module
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
 from slidesparse.offline.calibrate.texts import read_documents
 

@@ -32,8 +32,8 @@ from small_models import build, make
 from torch import nn
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.targets import find_targets, input_sets

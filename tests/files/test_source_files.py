@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
 from slidesparse.files import source_files
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.source_files import SourceFiles, survey
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -12,7 +12,7 @@ import transformers
 from vllm_families import DRAFTED, SMALL, write_pruned
 from vllm_models import REFERENCE, configured, loaded_by
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse_bench.engine.eagle_head import write_eagle_head
 

@@ -16,7 +16,7 @@ import transformers
 from vllm_families import FAMILIES, SMALL, VISION_MODEL, write_pruned
 from vllm_models import REFERENCE, configured, loaded
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.pattern import DENSE, Pattern

@@ -17,7 +17,7 @@ from small_mixtures import pruned_mixture
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")

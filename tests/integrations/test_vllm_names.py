@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import Marker
 from slidesparse.integrations.names import (
     NamedExperts,
     NamedLayer,

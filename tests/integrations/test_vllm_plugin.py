@@ -21,8 +21,8 @@ from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS

@@ -12,8 +12,8 @@ import torch
 from vllm_models import REFERENCE, configured, loaded
 
 import slidesparse as ss
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.integrations.vllm.reload import pack_again
 

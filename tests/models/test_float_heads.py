@@ -11,8 +11,8 @@ from architectures import ARCHITECTURES
 from small_models import make
 from test_architectures import similarity
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import OUTPUT

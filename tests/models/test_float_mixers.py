@@ -10,8 +10,8 @@ import torch
 from architectures import ARCHITECTURES, on_meta
 from small_models import make
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.float_linears import IN_FLOATS, LINEARS, linears_of_float_mixers
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

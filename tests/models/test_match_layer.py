@@ -16,8 +16,8 @@ from small_models import make
 from torch import nn
 
 from slidesparse.base.ranks import Ranks
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models import layerwise
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs

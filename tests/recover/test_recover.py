@@ -21,10 +21,10 @@ from rank_processes import run_ranks
 
 import slidesparse
 from slidesparse.base.progress import quietly
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.recover import state
 from slidesparse.recover.networks import StudentNetwork

@@ -37,8 +37,8 @@ from test_sglang_plugin import config_of
 from test_sglang_plugin import pruned as pruned_linear
 
 from slidesparse.base.log import log_once
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import PatternViolation, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.integrations import NAME as OURS
 from slidesparse.integrations.sglang import METHOD
 

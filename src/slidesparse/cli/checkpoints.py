@@ -105,7 +105,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _pack(options: argparse.Namespace) -> int:
     from slidesparse.base.readable_size import readable_size
-    from slidesparse.files.packed_file import write_packed
+    from slidesparse.checkpoints.packed_file import write_packed
 
     file = write_packed(options.path)
     size = file.stat().st_size

@@ -18,8 +18,8 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import advice, progress_bar, table, terminal_width
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, first_line
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.hub import describe_model, source_folder
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer
 from slidesparse.offline.calibrate.chats import templated

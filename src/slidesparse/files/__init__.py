@@ -1,1 +1,1 @@
-"""Checkpoints and other files on disk."""
+"""Files on disk: bytes of tensors, staging, texts and models of a hub."""

@@ -21,8 +21,7 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
-from slidesparse.files.checkpoint import TEXTS
-from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
+from slidesparse.files.source_files import PACKED_FILE, TEXTS
 
 FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors", PACKED_FILE)
 """Patterns of the files that are fetched."""

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from slidesparse.base.typed_json import MAX_BYTES, load_json, parse_json
 from slidesparse.base.whole_file import NEW_FILE, kind_of, read_regular, readable_name, replace_file, require_no_holes
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
 Links = Literal["refuse", "copy", "skip"]
 """What happens to links that lead out of the source: an error, copies of what is there, or nothing but their names."""
@@ -36,6 +35,12 @@ WEIGHTS = re.compile(
 )
 """Names of files that hold weights, the index of them, or how other weights are quantised, in the form of any library.
 Servers go by a left-over hf_quant_config.json."""
+
+TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
+"""Ends of the names of files that libraries read whole."""
+
+PACKED_FILE = "slidesparse.packed"
+"""Weights in the packed form, which do not fit other weights."""
 
 CODE = re.compile(r"\.(py|pyc|pyd|so|dll|dylib|pkl|pickle|joblib)$", re.IGNORECASE)
 """Names of files that a program may run."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import Marker
 from slidesparse.gemm.grouped import grouped_patterns
 from slidesparse.integrations import NAME
 from slidesparse.models.config_keys import MARKER_KEY

@@ -1,7 +1,7 @@
 """The two keys of a config.json that say what was pruned and what was quantised, as they are written.
 
 ``slidesparse_config`` is the marker, a key of our own which other programs ignore; ``quantization_config`` is the one
-of compressed-tensors. Reading them is :mod:`slidesparse.files.marker`'s.
+of compressed-tensors. Reading them is :mod:`slidesparse.checkpoints.marker`'s.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.progress import advice, progress_bar
+from slidesparse.checkpoints.check_config import unread_quantisation
+from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.load import load
+from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype
+from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.files.check_config import unread_quantisation
-from slidesparse.files.check_tensors import check_finite, refuse_faults
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.load import load
-from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
-from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.packed_mixture import PackedMixture

@@ -13,13 +13,13 @@ import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import advice, progress_bar, table, wrapped
+from slidesparse.checkpoints.check_config import other_quantisation
+from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker, quantisation_dtype
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
+from slidesparse.checkpoints.packed_file import FILE_NAME, PackedFile
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.check_config import other_quantisation
-from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker, quantisation_dtype
-from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY

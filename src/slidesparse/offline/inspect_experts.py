@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slidesparse.base.progress import progress_bar
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertTensor, marker_name, read_experts, tensors_of
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import SlideSparseError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import ExpertTensor, marker_name, read_experts, tensors_of
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name

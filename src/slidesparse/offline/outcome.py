@@ -10,7 +10,7 @@ from typing import Any
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import advice
 from slidesparse.base.readable_size import readable_size
-from slidesparse.files.tokenizer_files import NO_TOKENIZER
+from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.targets import describe_dense

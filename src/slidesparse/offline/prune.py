@@ -1,7 +1,7 @@
 """``slidesparse prune``: from a dense checkpoint to a sparse, quantised one, tensor by tensor.
 
 The source may be BF16, FP16 or FP32, a BitNet b1.58 master (BF16, made ternary), or compressed-tensors W8A8 already.
-The output is described in :mod:`slidesparse.files.marker`. Output shards mirror the source's, so that each can be
+The output is described in :mod:`slidesparse.checkpoints.marker`. Output shards mirror the source's, so that each can be
 written, and taken over by a resumed run, on its own.
 """
 
@@ -20,15 +20,15 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from slidesparse.files.identity import fingerprint
+from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from slidesparse.checkpoints.identity import fingerprint
+from slidesparse.checkpoints.tensor_names import transformers_loads
+from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_names import transformers_loads
-from slidesparse.files.tokenizer_files import lacks_tokenizer, require_fetched
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest

@@ -13,9 +13,8 @@ from functools import partial
 import torch
 
 from slidesparse.base.traced_tensor import sources
-from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import (
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import (
     ExpertRowsByName,
     ExpertTensor,
     find_expert_rows,
@@ -23,9 +22,10 @@ from slidesparse.files.expert_tensors import (
     marker_name,
     read_experts,
 )
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.single_experts import single_experts
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import MetaModel
+from slidesparse.checkpoints.single_experts import single_experts
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import LEAVE_DENSE, describe_treated, find_experts, ignore_entries

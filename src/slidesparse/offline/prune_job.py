@@ -12,14 +12,14 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
+from slidesparse.checkpoints.check_tensors import check_finite, left_alone, refuse_faults
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker, source_quantisation
+from slidesparse.checkpoints.meta_model import build_meta_model
+from slidesparse.checkpoints.stored_ties import config_as_stored
 from slidesparse.errors import InputError
-from slidesparse.files.check_tensors import check_finite, left_alone, refuse_faults
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker, source_quantisation
-from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import without_code
 from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.files.stored_ties import config_as_stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import LEAVE_DENSE, find_routers

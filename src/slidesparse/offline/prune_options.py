@@ -9,9 +9,9 @@ from typing import Literal, get_args
 import torch
 
 from slidesparse.base.arguments import require_kind
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part

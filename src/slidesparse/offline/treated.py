@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import InputError
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
 from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.parts import Part, output_embedding

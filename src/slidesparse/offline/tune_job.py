@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.models.sparsify import run_once

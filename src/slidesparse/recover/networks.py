@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from slidesparse.base.torch_private import compile_forms
+from slidesparse.checkpoints.check_tensors import check_finite
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import InputError
-from slidesparse.files.check_tensors import check_finite
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.parts import text_config
 from slidesparse.recover.loss import Predictions, compare, distillation, divergence
 

@@ -21,9 +21,9 @@ from slidesparse.base.other_libraries import LOCAL
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import replace_file
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.identity import fingerprint
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import templated

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from slidesparse.base.traced_tensor import Origin, replay, sources
 from slidesparse.base.whole_file import replace_file
+from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.json_files import write_index, write_json
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.source_files import SourceFiles, without_code
 from slidesparse.files.staging import Workplace
 from slidesparse.files.stored import STORED_NAMES

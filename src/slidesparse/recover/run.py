@@ -21,14 +21,14 @@ from slidesparse.base.progress import advice
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
+from slidesparse.checkpoints.check_tensors import refuse_faults
+from slidesparse.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertReader
+from slidesparse.checkpoints.identity import fingerprint
+from slidesparse.checkpoints.marker import Marker, source_quantisation
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning, UnsupportedError, first_line
-from slidesparse.files.check_tensors import refuse_faults
-from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
-from slidesparse.files.expert_tensors import ExpertReader
-from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json, write_json
-from slidesparse.files.marker import Marker, source_quantisation
-from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.mixed_texts import without_folder
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey

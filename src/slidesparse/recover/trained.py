@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError
-from slidesparse.files.marker import Marker
 from slidesparse.models.experts import find_experts, find_routers
 from slidesparse.models.held_zeros import prunable_weights
 from slidesparse.recover.options import Trained

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError
-from slidesparse.files.marker import Marker
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.offline.known_models import MODELS
 from slidesparse.prune import prune_mask

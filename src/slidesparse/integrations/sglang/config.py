@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 from sglang.srt.runtime_context import get_server_args
 
 from slidesparse.base.log import log_once
-from slidesparse.files.marker import Marker
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.integrations import NAME
 from slidesparse.integrations.experts import why_asked, with_packing
 from slidesparse.integrations.gain import LoadedLinear, describe_gain

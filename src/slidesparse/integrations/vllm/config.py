@@ -21,8 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from slidesparse.base.log import log_once
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.marker import Marker
 from slidesparse.integrations import NAME, SPARSE_TENSOR_CORES
 from slidesparse.integrations.experts import with_packing
 from slidesparse.integrations.names import (

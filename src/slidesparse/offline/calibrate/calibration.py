@@ -15,10 +15,10 @@ import torch
 from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
+from slidesparse.checkpoints.tokenizer_files import has_tokenizer_files
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
-from slidesparse.files.tokenizer_files import has_tokenizer_files
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.texts import DEFAULT, DEFAULT_FILE, as_text, read_documents

@@ -20,10 +20,10 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertRowsByName
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import ExpertRowsByName
-from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.expert_weights import ExpertWeight, calibrated_experts

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from slidesparse.base.progress import progress_bar
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors

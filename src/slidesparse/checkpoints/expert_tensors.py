@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from slidesparse.base.traced_tensor import Computation, Origin, origins_of, replay, sources
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import LEAVE_DENSE, Experts, find_experts
 from slidesparse.weights.quant import dequantize
 from slidesparse.weights.support import check_pattern

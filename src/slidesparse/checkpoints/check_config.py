@@ -12,11 +12,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.checkpoints.quantisation_keys import FROM_FLOAT
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import read_json
-from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
-from slidesparse.files.quantisation_keys import FROM_FLOAT
 from slidesparse.models.config_keys import MARKER_KEY
 
 GENERATION_FILE = "generation_config.json"

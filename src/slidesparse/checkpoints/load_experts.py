@@ -10,10 +10,10 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.base.traced_tensor import replay
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_of
-from slidesparse.files.marker import Marker, quantisation_dtype
-from slidesparse.files.meta_model import MetaModel
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertTensor, marker_name, tensors_of
+from slidesparse.checkpoints.marker import Marker, quantisation_dtype
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
 from slidesparse.gemm.grouped import GroupedProduct, grouped_patterns

@@ -15,8 +15,8 @@ from small_models import make
 from test_architectures import answer
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.offline.evaluate import load_any
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

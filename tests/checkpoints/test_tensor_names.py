@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from small_models import VISION, Architecture, image, make
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import CheckpointError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.inspect import inspect_checkpoint

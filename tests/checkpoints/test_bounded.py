@@ -14,9 +14,9 @@ from checkpoints import add_tokenizer, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.meta_model import build_meta_model
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.meta_model import build_meta_model
 from slidesparse.offline.calibrate.calibration import encode, load_tokenizer
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

@@ -12,12 +12,12 @@ from checkpoints import make_checkpoint, tokens, write_packed_form
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.checkpoints import packed_file
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
-from slidesparse.files import packed_file
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.packed import PackedWeight, pack_by

@@ -16,13 +16,13 @@ from slidesparse.base.counted import counted
 from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.traced_tensor import replay, sources
+from slidesparse.checkpoints.check_config import counted_modules, require_family, require_plausible
+from slidesparse.checkpoints.checkpoint import Checkpoint, unmerged
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.stored_ties import settle_ties
+from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
+from slidesparse.checkpoints.wrapped_names import ADAPTER
 from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.files.check_config import counted_modules, require_family, require_plausible
-from slidesparse.files.checkpoint import Checkpoint, unmerged
-from slidesparse.files.marker import Marker
-from slidesparse.files.stored_ties import settle_ties
-from slidesparse.files.tensor_names import TensorNames, ask_transformers
-from slidesparse.files.wrapped_names import ADAPTER
 from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.models.parts import output_embedding, text_config
 from slidesparse.models.unused_linears import names_as_layers

@@ -9,8 +9,8 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

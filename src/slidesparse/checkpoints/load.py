@@ -14,16 +14,16 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
+from slidesparse.checkpoints.check_config import generation_settings
+from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults, stored_names
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertReader
+from slidesparse.checkpoints.load_experts import ExpertLoader
+from slidesparse.checkpoints.marker import Marker, quantisation_dtype
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
+from slidesparse.checkpoints.packed_file import FILE_NAME, PackedFile
 from slidesparse.errors import SlideSparseWarning
-from slidesparse.files.check_config import generation_settings
-from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import ExpertReader
 from slidesparse.files.hub import source_folder
-from slidesparse.files.load_experts import ExpertLoader
-from slidesparse.files.marker import Marker, quantisation_dtype
-from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle

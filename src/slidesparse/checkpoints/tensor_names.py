@@ -21,7 +21,7 @@ import torch
 
 from slidesparse.base.other_libraries import quiet_transformers
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
-from slidesparse.files.single_experts import joined
+from slidesparse.checkpoints.single_experts import joined
 from slidesparse.files.stored import STORED_NAMES, Stored
 
 

@@ -8,9 +8,9 @@ layer ``X`` it holds these fields of :class:`slidesparse.weights.packed.PackedWe
 - ``X.dense`` [out, n * 4] alone, where the layer is dense.
 
 It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
-this layout and a fingerprint of the weights (:mod:`slidesparse.files.identity`), which holds wherever the folder is
-copied to: a file of another version, or of weights that have changed since, is an error, never a silent detour. It has
-the digest of every tensor too (:mod:`slidesparse.files.data_digest`), with which data are compared when they are read.
+this layout and a fingerprint of the weights (:mod:`slidesparse.checkpoints.identity`), which holds wherever the
+folder is copied to: a file of another version, or of weights that have changed since, is an error, never a silent
+detour. It has the digest of every tensor too (:mod:`slidesparse.files.data_digest`), which reads are compared with.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.progress import progress_bar
+from slidesparse.checkpoints.check_tensors import not_finite, refuse_faults
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.identity import SCHEME, fingerprint
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import build_meta_model
 from slidesparse.errors import CheckpointError
-from slidesparse.files.check_tensors import not_finite, refuse_faults
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.identity import SCHEME, fingerprint
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.source_files import PACKED_FILE as FILE_NAME
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
@@ -36,7 +37,6 @@ from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 
-FILE_NAME = "slidesparse.packed"
 PACKED_VERSION = "2"
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import sources
+from slidesparse.checkpoints.check_config import generation_settings, other_quantisation
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import find_expert_tensors, marker_name
+from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype, quantised_targets, source_quantisation
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, UnsupportedError
-from slidesparse.files.check_config import generation_settings, other_quantisation
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
-from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, quantised_targets, source_quantisation
-from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.config_keys import LINEAR
 from slidesparse.models.parts import parts_of, text_config

@@ -13,9 +13,9 @@ from checkpoints import make_checkpoint
 from torch import nn
 
 import slidesparse
+from slidesparse.checkpoints import load
+from slidesparse.checkpoints.packed_file import write_packed
 from slidesparse.errors import InputError
-from slidesparse.files import load
-from slidesparse.files.packed_file import write_packed
 from slidesparse.gemm import Problem
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -13,9 +13,9 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, tokens
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 

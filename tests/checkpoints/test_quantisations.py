@@ -14,10 +14,10 @@ from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import quantisation_dtype
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import quantisation_dtype
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
@@ -142,7 +142,7 @@ def test_our_keys_are_those_of_compressed_tensors(model: int) -> None:
     """A release that has another key has to be looked at."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-    from slidesparse.files.quantisation_keys import FORMAT, GROUP, PARTS, TOP
+    from slidesparse.checkpoints.quantisation_keys import FORMAT, GROUP, PARTS, TOP
 
     for kind, known in ((QuantizationConfig, {**TOP, **FORMAT}), (QuantizationScheme, {**GROUP, **FORMAT})):
         assert kind.model_fields.keys() <= known.keys()

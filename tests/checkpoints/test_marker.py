@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.pattern import Pattern
 

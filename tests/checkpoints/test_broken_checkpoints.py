@@ -13,9 +13,9 @@ from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_pac
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.checkpoints.packed_file import FILE_NAME, write_packed
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
-from slidesparse.files.packed_file import FILE_NAME, write_packed
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.inspect import inspect_checkpoint

@@ -12,8 +12,8 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
+from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.errors import CheckpointError, SlideSparseWarning
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from slidesparse.base.typed_json import parse_json
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint
 
 SCHEME = "sampled-1"
 """First word of a fingerprint. Another way of sampling takes another word, so that a mismatch can be explained."""

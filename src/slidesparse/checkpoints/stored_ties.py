@@ -16,8 +16,8 @@ from torch import nn
 
 from slidesparse.base.log import log_once
 from slidesparse.base.traced_tensor import Origin, replay
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.tensor_names import TensorNames
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.tensor_names import TensorNames
 from slidesparse.models.parts import text_config
 
 

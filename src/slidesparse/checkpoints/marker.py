@@ -31,8 +31,15 @@ from typing import Any
 import torch
 
 from slidesparse.base.typed_json import decode
+from slidesparse.checkpoints.quantisation_keys import (
+    FROM_FLOAT,
+    KEYS,
+    OF_A_SCHEME,
+    PARTS,
+    refuse_keys,
+    refuse_other_places,
+)
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.quantisation_keys import FROM_FLOAT, KEYS, OF_A_SCHEME, PARTS, refuse_keys, refuse_other_places
 from slidesparse.models.config_keys import (
     EXPERTS_VERSION,
     LINEAR,

@@ -18,9 +18,9 @@ from torch import nn
 from tuning_fakes import pretend_hopper
 
 import slidesparse
+from slidesparse.checkpoints import load_experts
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import PatternViolation, UnsupportedError
-from slidesparse.files import load_experts
-from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import expert_times
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.layer.settle import Chooser
@@ -140,7 +140,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_hopper(monkeypatch, tmp_path, expert_times)
     monkeypatch.setattr(load_experts, "grouped_product", lambda problem: Grouped())
     # Linears choose by themselves, whatever is asked for: they are not what these tests are about.
-    monkeypatch.setattr("slidesparse.files.load.Chooser", lambda _, fallback, tuner: Chooser("auto", fallback, tuner))
+    monkeypatch.setattr(
+        "slidesparse.checkpoints.load.Chooser", lambda _, fallback, tuner: Chooser("auto", fallback, tuner)
+    )
 
 
 class Grouped(GroupedProduct):

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.identity import BLOCK, BLOCKS, fingerprint
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.identity import BLOCK, BLOCKS, fingerprint
 
 BIG = 40 * BLOCK
 

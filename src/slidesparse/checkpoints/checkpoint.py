@@ -12,19 +12,17 @@ import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.base.whole_file import kind_of, require_no_holes
+from slidesparse.checkpoints.marker import check_quantisation
+from slidesparse.checkpoints.wrapped_names import unwrapped
 from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.json_files import read_json
-from slidesparse.files.marker import check_quantisation
+from slidesparse.files.source_files import TEXTS
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.wrapped_names import unwrapped
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-
-TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
-"""Ends of the names of files that libraries read whole."""
 
 NEEDED = "a folder with config.json and weights in safetensors"
 
@@ -44,7 +42,7 @@ class Checkpoint:
         config: config.json.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
-        wrappers: What names of tensors are read without: see :mod:`slidesparse.files.wrapped_names`.
+        wrappers: What names of tensors are read without: see :mod:`slidesparse.checkpoints.wrapped_names`.
 
     Raises:
         CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent; or there are

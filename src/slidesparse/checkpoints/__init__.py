@@ -1,0 +1,1 @@
+"""Checkpoints: what their tensors and configurations mean, and models loaded from them."""
