@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 
 LLAMA_1B = {

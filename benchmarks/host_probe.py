@@ -19,7 +19,7 @@ from slidesparse import ops
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack
 from slidesparse.weights.quant import dtype_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.prune import Linears
+from slidesparse.pruning import Linears
 from slidesparse.weights.pattern import Pattern
 
 

@@ -6,7 +6,7 @@ import torch
 
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.prologue import silu_mul
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import Quantiser, Rounding, quantize_rows, quantize_weight
 

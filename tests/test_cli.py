@@ -15,7 +15,7 @@ import torch
 import transformers
 from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_text
 
-from slidesparse import prune
+from slidesparse import pruning as methods
 from slidesparse.base import from_bench, progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
@@ -339,7 +339,7 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_line_knows_every_method() -> None:
-    assert sorted(prune.METHODS) == list(pruning.METHODS)
+    assert sorted(methods.METHODS) == list(pruning.METHODS)
 
 
 @pytest.mark.parametrize(

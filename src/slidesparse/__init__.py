@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
-    from slidesparse.prune import prune_mask
+    from slidesparse.pruning import prune_mask
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
     from slidesparse.weights.pattern import Pattern
@@ -50,7 +50,7 @@ _MODULES = {
     "lift": "weights.slide",
     "load": "checkpoints.load",
     "pack": "weights.packing",
-    "prune_mask": "prune",
+    "prune_mask": "pruning",
     "sparsify_": "models.sparsify",
     "tightest_pattern": "weights.support",
 }

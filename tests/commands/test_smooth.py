@@ -35,7 +35,7 @@ from slidesparse.offline.calibrate.smoothing import (
 )
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
-from slidesparse.prune import rounding_error
+from slidesparse.pruning import rounding_error
 from slidesparse.weights.quant import dequantize, quantize_rows
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from slidesparse.offline.calibrate.layer_store import CheckpointLayerStore
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
-from slidesparse.prune import Linears, Pruner, get_pruner
+from slidesparse.pruning import Linears, Pruner, get_pruner
 from slidesparse.weights.pattern import Pattern
 
 FORMS = {

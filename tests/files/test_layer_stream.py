@@ -39,7 +39,7 @@ from slidesparse.models.layer_stack import LayerList, find_layer_list, record_in
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.offline.calibrate.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_pattern
 

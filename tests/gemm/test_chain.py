@@ -20,7 +20,7 @@ from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import Layout, LiftSpec
 from slidesparse.ops.resolve import resolve_chain, resolve_linear
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern

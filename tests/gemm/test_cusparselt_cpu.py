@@ -21,7 +21,7 @@ from slidesparse.gemm.cusparselt.plan import Shape
 from slidesparse.gemm.dense import padded_rows
 from slidesparse.gemm.reference import apply_scales
 from slidesparse.lifting.layout import with_rows
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

@@ -21,7 +21,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 

@@ -16,7 +16,7 @@ from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.ops import quantize_lift
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows

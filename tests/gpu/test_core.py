@@ -14,7 +14,7 @@ from slidesparse import ops
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather

@@ -18,7 +18,7 @@ from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern

@@ -31,7 +31,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather

@@ -22,7 +22,7 @@ from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import packed_problem
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
 from slidesparse.tuning.measure import TRANSIENT_BYTES, gaussian

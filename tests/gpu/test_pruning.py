@@ -16,7 +16,7 @@ from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.offline.prune_options import Recipe
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.support import check_pattern
 
 pytestmark = pytest.mark.gpu

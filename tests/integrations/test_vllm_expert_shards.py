@@ -10,7 +10,7 @@ import pytest
 import torch
 from expert_weights import routed
 
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_weight

@@ -18,7 +18,7 @@ from slidesparse.integrations.warmup import WarmUp, list_batches
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import LiftSpec
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import Rounding
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, PatternViolation
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights import pack_kernel as kernels
 from slidesparse.weights.pack_kernel import BLOCK, KernelPacker
 from slidesparse.weights.packed import TORCH, Shard, pack_by

@@ -17,7 +17,7 @@ from slidesparse.errors import InputError
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, calibrated_experts, expert_weights
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.grams import expert_inputs, in_parts
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import Pattern
 
 TOKENS = 22

@@ -16,7 +16,7 @@ import slidesparse
 from slidesparse.errors import InputError
 from slidesparse.models.held_zeros import HeldZeros
 from slidesparse.models.targets import find_targets
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.support import check_pattern
 
 

@@ -25,7 +25,7 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.prune import get_pruner
+from slidesparse.pruning import get_pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import check_pattern
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_sglang_plugin import config_of
 
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.quant import quantize_weight
 
 NAME = "model.layers.0.mlp.experts"

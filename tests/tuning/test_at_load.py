@@ -23,7 +23,7 @@ from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, tuned_path
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
 from slidesparse.tuning.measure import TakenTimes

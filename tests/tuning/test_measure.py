@@ -11,7 +11,7 @@ from tuning_fakes import FakeStopwatch, Quick, Us, Wrong
 from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.tuning import measure
 from slidesparse.tuning.measure import (
     LayerMeasurement,

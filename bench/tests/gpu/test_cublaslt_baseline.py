@@ -7,7 +7,7 @@ import torch
 
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import DTYPES

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from slidesparse.recover.decode_attention import use_decode_attention
+from slidesparse.recovery.decode_attention import use_decode_attention
 
 LOOK_EVERY = 16
 """Tokens between two looks at which answers have ended."""

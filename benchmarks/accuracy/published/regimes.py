@@ -24,8 +24,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse import HeldZeros, InputError
-from slidesparse.recover.options import rate_share
-from slidesparse.recover.training import BETAS, CLIP
+from slidesparse.recovery.options import rate_share
+from slidesparse.recovery.training import BETAS, CLIP
 
 NO_LOSS = -100
 

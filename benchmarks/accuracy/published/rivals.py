@@ -28,9 +28,9 @@ from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
-from slidesparse.prune import Linears
-from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.sparsegpt import inverse_factor
+from slidesparse.pruning import Linears
+from slidesparse.pruning.gram import checked_gram
+from slidesparse.pruning.sparsegpt import inverse_factor
 from slidesparse.weights.pattern import Pattern
 
 GROUP = 128

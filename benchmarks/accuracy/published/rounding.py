@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse.models.grams import alike_tokens
 from slidesparse.models.hooks import hooked
-from slidesparse.prune import Linears, RoundForOutputs
+from slidesparse.pruning import Linears, RoundForOutputs
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import Rounding, dequantize, quantize_rows, quantize_weight
 

@@ -21,11 +21,11 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse.models.targets import find_targets
-from slidesparse.recover.loss import Predictions, distillation
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles
-from slidesparse.recover.options import RecoverOptions, parse_amount, rate_share, usual_rate
-from slidesparse.recover.training import BETAS, CLIP
-from slidesparse.recover.windows import read_windows
+from slidesparse.recovery.loss import Predictions, distillation
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, compile_, compiles
+from slidesparse.recovery.options import RecoverOptions, parse_amount, rate_share, usual_rate
+from slidesparse.recovery.training import BETAS, CLIP
+from slidesparse.recovery.windows import read_windows
 
 
 class FourBits(nn.Module):

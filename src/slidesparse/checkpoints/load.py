@@ -21,9 +21,10 @@ from slidesparse.checkpoints.expert_tensors import ExpertReader
 from slidesparse.checkpoints.load_experts import ExpertLoader
 from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
-from slidesparse.checkpoints.packed_file import FILE_NAME, PackedFile
+from slidesparse.checkpoints.packed_file import PackedFile
 from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.hub import source_folder
+from slidesparse.files.source_files import PACKED_FILE
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
@@ -80,7 +81,7 @@ def load(
 def _filled(
     checkpoint: Checkpoint, marker: Marker, device: torch.device, backend: str, fallback: Fallback, tune: Tune
 ) -> nn.Module:
-    packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
+    packed_file = PackedFile(checkpoint) if (checkpoint.path / PACKED_FILE).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
     model: Any = meta.model

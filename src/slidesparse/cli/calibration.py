@@ -54,7 +54,7 @@ def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: R
         if options.prompts is not None:
             raise InputError("options without effect", got="--prompts without --self", needed="--self NUMBER")
         return []
-    from slidesparse.recover.own_chats import ChatOptions, kept_chats
+    from slidesparse.recovery.own_chats import ChatOptions, kept_chats
 
     return [str(kept_chats(model, ChatOptions(options.own_chats, options.prompts), device, ranks))]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slidesparse.offline.outcome import PruneSummary
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
-"""Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
+"""Pruning methods, of which :mod:`slidesparse.pruning` has the code: importing that takes torch, and so seconds."""
 
 
 def add_prune(commands: Commands) -> None:
@@ -110,7 +110,7 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
 RECOVER_OPTIONS = (
     *("minutes", "rate", "window", "held", "seed", "train", "dtype", "recipe", "micro", "save_minutes", "recompute"),
 )
-"""Options that :class:`slidesparse.recover.options.RecoverOptions` takes as they are."""
+"""Options that :class:`slidesparse.recovery.options.RecoverOptions` takes as they are."""
 
 
 def add_recover(commands: Commands) -> None:
@@ -150,8 +150,8 @@ def add_recover(commands: Commands) -> None:
 
 def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.files.hub import source_folder
-    from slidesparse.recover.options import RecoverOptions, parse_amount
-    from slidesparse.recover.run import recover
+    from slidesparse.recovery.options import RecoverOptions, parse_amount
+    from slidesparse.recovery.run import recover
 
     with ranks.first_alone(of_machine=True):
         pruned, dense = source_of(options), source_folder(options.dense, None)
@@ -192,7 +192,7 @@ def add_chats(commands: Commands) -> None:
 
 
 def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.recover.own_chats import ChatOptions, write_chats
+    from slidesparse.recovery.own_chats import ChatOptions, write_chats
 
     wanted = ChatOptions(options.number, options.prompts, options.longest, options.seed, options.writer)
     device = own_device(ranks, device_of(options))

@@ -25,7 +25,7 @@ from slidesparse.demo.report import DemoReport, DemoRow
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets
-from slidesparse.prune import Linears, Magnitude
+from slidesparse.pruning import Linears, Magnitude
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANT_NAMES, QuantName, parse_dtype

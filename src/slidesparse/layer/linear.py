@@ -19,7 +19,7 @@ from slidesparse.layer.dense_weight import DenseWeight
 from slidesparse.layer.read_back import read_back
 from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import Pattern

@@ -21,7 +21,7 @@ from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
 from slidesparse.models.layer_stack import LayerList, Sample, advance, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.prune import Linears, Pruner, RoundForOutputs, output_error, rounding_error
+from slidesparse.pruning import Linears, Pruner, RoundForOutputs, output_error, rounding_error
 from slidesparse.weights.pattern import DENSE, Pattern
 
 

@@ -21,7 +21,7 @@ from slidesparse.models.gram_tree import GramTree, Shares
 from slidesparse.models.grams import Inputs, collect_grams, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
-from slidesparse.prune import Pruner, RoundForOutputs
+from slidesparse.pruning import Pruner, RoundForOutputs
 from slidesparse.weights.pattern import Pattern
 
 

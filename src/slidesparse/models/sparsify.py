@@ -32,7 +32,7 @@ from slidesparse.models.targets import (
     matches_entry,
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
-from slidesparse.prune import Linears, Pruner, get_pruner
+from slidesparse.pruning import Linears, Pruner, get_pruner
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits

@@ -18,8 +18,9 @@ from slidesparse.checkpoints.check_tensors import find_faults, not_finite, store
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
-from slidesparse.checkpoints.packed_file import FILE_NAME, PackedFile
+from slidesparse.checkpoints.packed_file import PackedFile
 from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.source_files import PACKED_FILE
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
@@ -237,7 +238,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
             found.append(str(error))
-    if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / FILE_NAME).exists():
+    if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / PACKED_FILE).exists():
         try:
             PackedFile(checkpoint).verify()
         except CheckpointError as error:

@@ -37,7 +37,7 @@ from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
-from slidesparse.prune import Magnitude
+from slidesparse.pruning import Magnitude
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
 

@@ -37,8 +37,8 @@ from slidesparse.offline.calibrate.smoothing import find_smoothing, smooth_check
 from slidesparse.offline.prune_experts import ExpertJob
 from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
 from slidesparse.offline.treated import find_treated, unless_named
-from slidesparse.prune import Linears, RoundForOutputs, SparseGPT, get_pruner
-from slidesparse.prune.round_outputs import FP8, SIX_BITS
+from slidesparse.pruning import Linears, RoundForOutputs, SparseGPT, get_pruner
+from slidesparse.pruning.round_outputs import FP8, SIX_BITS
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     QUANTISED,

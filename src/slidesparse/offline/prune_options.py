@@ -16,7 +16,7 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.prune import get_pruner
+from slidesparse.pruning import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, dtype_name, parse_dtype
 

@@ -30,7 +30,7 @@ from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import add_layers, load_speeds, table_text, tuned_path
 from slidesparse.gemm.time_model import explain
 from slidesparse.offline.tune_job import Kind, TuneJob
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.tuning.at_load import usable_times
 from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.measure import THOROUGH, LayerMeasurement, gaussian

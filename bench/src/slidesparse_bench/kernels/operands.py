@@ -16,7 +16,7 @@ from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.layout import Layout
-from slidesparse.prune import prune_mask
+from slidesparse.pruning import prune_mask
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
 from slidesparse.weights.packed import PackedWeight

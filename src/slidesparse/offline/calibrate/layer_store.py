@@ -32,7 +32,7 @@ from slidesparse.models.layer_stack import LayerList, find_layer_list, record_in
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.shared_layers import SharedLayers
-from slidesparse.prune import Pruner
+from slidesparse.pruning import Pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dequantize
 

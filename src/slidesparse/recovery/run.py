@@ -39,16 +39,16 @@ from slidesparse.models.experts import find_experts
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import load_tokenizer, positions
 from slidesparse.offline.evaluate import warn_of_few
-from slidesparse.recover.memory import Fit, Size, fit_memory
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
-from slidesparse.recover.options import RecoverOptions, usual_rate
-from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
-from slidesparse.recover.result import RECORD, gathered, write_result
-from slidesparse.recover.rounding import round_linears_
-from slidesparse.recover.state import State, describe_saved
-from slidesparse.recover.trained import choose_trained, has_held_zeros, require_pattern
-from slidesparse.recover.training import MOST_LEFT_OUT, Training, say
-from slidesparse.recover.windows import Windows, read_windows
+from slidesparse.recovery.memory import Fit, Size, fit_memory
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
+from slidesparse.recovery.options import RecoverOptions, usual_rate
+from slidesparse.recovery.ordered_sums import choose_kernels, ordered_sums
+from slidesparse.recovery.result import RECORD, gathered, write_result
+from slidesparse.recovery.rounding import round_linears_
+from slidesparse.recovery.state import State, describe_saved
+from slidesparse.recovery.trained import choose_trained, has_held_zeros, require_pattern
+from slidesparse.recovery.training import MOST_LEFT_OUT, Training, say
+from slidesparse.recovery.windows import Windows, read_windows
 from slidesparse.weights.quant import parse_dtype, rounding_of
 
 WINDOWS, BEFORE = "windows.safetensors", "before.json"
@@ -67,7 +67,7 @@ class Recovery:
         rate: The highest rate.
         ended_early: Whether there was no finite loss any more.
         held_tokens: Tokens of the held windows.
-        before: What :meth:`slidesparse.recover.training.Training.judge` says of the pruned model.
+        before: What :meth:`slidesparse.recovery.training.Training.judge` says of the pruned model.
         after: The same of the trained one.
         losses: Mean loss of each step.
     """

@@ -25,8 +25,8 @@ from slidesparse.offline.calibrate.calibration import (
     load_tokenizer,
     tokens_before,
 )
-from slidesparse.recover.options import RecoverOptions
-from slidesparse.recover.windows import Windows, read_windows
+from slidesparse.recovery.options import RecoverOptions
+from slidesparse.recovery.windows import Windows, read_windows
 
 CONFIG = transformers.LlamaConfig(**SMALL)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.mask import kept_by, magnitude_cost, masked
+from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.mask import kept_by, magnitude_cost, masked
 from slidesparse.weights.support import check_weight
 
 
@@ -16,7 +16,7 @@ class Magnitude:
     needs_calibration = False
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`."""
+        """See :class:`slidesparse.pruning.base.Pruner`."""
         for name, weight in linears.weights.items():
             check_weight(weight, name)
         masks = (kept_by(magnitude_cost(w), linears.pattern) for w in linears.weights.values())

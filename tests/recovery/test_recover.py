@@ -26,12 +26,12 @@ from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.recover import state
-from slidesparse.recover.networks import StudentNetwork
-from slidesparse.recover.options import RecoverOptions
-from slidesparse.recover.run import recover
-from slidesparse.recover.state import State
-from slidesparse.recover.training import Training
+from slidesparse.recovery import state
+from slidesparse.recovery.networks import StudentNetwork
+from slidesparse.recovery.options import RecoverOptions
+from slidesparse.recovery.run import recover
+from slidesparse.recovery.state import State
+from slidesparse.recovery.training import Training
 from slidesparse.weights.support import check_pattern
 
 WINDOW, WINDOWS = 32, 8
@@ -237,7 +237,7 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def by(backend: Any) -> Any:
         monkeypatch.setattr(torch, "compile", lambda function, **how: compile_(function, backend=backend, **how))
-        monkeypatch.setattr("slidesparse.recover.run.compiles", lambda _: True)
+        monkeypatch.setattr("slidesparse.recovery.run.compiles", lambda _: True)
         torch._dynamo.reset()
         counters.clear()
         return counters
@@ -288,7 +288,7 @@ def test_it_trains_what_is_served(dtype: Any, recipe: Any, tmp_path: Path) -> No
     words = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", dtype]
     assert main([*words, "--recipe", recipe]) == 0
     import slidesparse
-    from slidesparse.recover.windows import read_windows
+    from slidesparse.recovery.windows import read_windows
 
     held = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).held.long()
     logits = slidesparse.load(tmp_path / "served")(held).logits[:, :-1].float()
@@ -505,7 +505,7 @@ def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_gpu_that_is_too_small_says_how_much_is_needed(monkeypatch: Any) -> None:
-    from slidesparse.recover.memory import Size, fit_memory
+    from slidesparse.recovery.memory import Size, fit_memory
 
     config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
     size = Size(8_000_000_000, 7_000_000_000, config)

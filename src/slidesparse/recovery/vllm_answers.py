@@ -1,4 +1,4 @@
-"""The process that asks vLLM for answers: ``python -m slidesparse.recover.vllm_answers JOB.json``."""
+"""The process that asks vLLM for answers: ``python -m slidesparse.recovery.vllm_answers JOB.json``."""
 
 from __future__ import annotations
 

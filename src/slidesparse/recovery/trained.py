@@ -13,7 +13,7 @@ from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError
 from slidesparse.models.experts import find_experts, find_routers
 from slidesparse.models.held_zeros import prunable_weights
-from slidesparse.recover.options import Trained
+from slidesparse.recovery.options import Trained
 from slidesparse.weights.support import check_pattern, tightest_pattern
 
 

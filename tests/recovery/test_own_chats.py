@@ -19,10 +19,10 @@ from slidesparse.base import progress
 from slidesparse.base.ranks import Ranks
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.recover import answers, own_chats, vllm_answers
-from slidesparse.recover.decode_attention import NAME, use_decode_attention
-from slidesparse.recover.own_chats import ChatOptions, kept_chats, write_chats
-from slidesparse.recover.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
+from slidesparse.recovery import answers, own_chats, vllm_answers
+from slidesparse.recovery.decode_attention import NAME, use_decode_attention
+from slidesparse.recovery.own_chats import ChatOptions, kept_chats, write_chats
+from slidesparse.recovery.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}(assistant) "
 
@@ -110,7 +110,7 @@ def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = ChatOptions(3, str(model / "prompts.txt"), longest=4)
     first = kept_chats(model / "base", wanted, "cpu")
-    monkeypatch.setattr("slidesparse.recover.own_chats.write_answers", None)
+    monkeypatch.setattr("slidesparse.recovery.own_chats.write_answers", None)
     assert kept_chats(model / "base", wanted, "cpu") == first
     assert first.is_relative_to(tmp_path)
     with pytest.raises(TypeError):  # another number is another file

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import bars_shown, progress_bar
 from slidesparse.base.ranks import Ranks
-from slidesparse.recover.memory import Fit
-from slidesparse.recover.networks import DenseNetwork, StudentNetwork, put_away
-from slidesparse.recover.options import RecoverOptions, rate_share
-from slidesparse.recover.state import Progress, State
-from slidesparse.recover.trained import hold_zeros
-from slidesparse.recover.windows import Windows
+from slidesparse.recovery.memory import Fit
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, put_away
+from slidesparse.recovery.options import RecoverOptions, rate_share
+from slidesparse.recovery.state import Progress, State
+from slidesparse.recovery.trained import hold_zeros
+from slidesparse.recovery.windows import Windows
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from slidesparse.recover.networks import DenseNetwork
-from slidesparse.recover.ordered_sums import choose_kernels, ordered_sums
+from slidesparse.recovery.networks import DenseNetwork
+from slidesparse.recovery.ordered_sums import choose_kernels, ordered_sums
 
 IDS = torch.arange(16)[None]
 

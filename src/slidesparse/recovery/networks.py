@@ -24,7 +24,7 @@ from slidesparse.checkpoints.check_tensors import check_finite
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import InputError
 from slidesparse.models.parts import text_config
-from slidesparse.recover.loss import Predictions, compare, distillation, divergence
+from slidesparse.recovery.loss import Predictions, compare, distillation, divergence
 
 SAME = 0.05
 """Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import kept_by, masked, positive_where
+from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.gram import checked_gram
+from slidesparse.pruning.mask import kept_by, masked, positive_where
 from slidesparse.weights.support import is_nonzero
 
 
@@ -22,7 +22,7 @@ class Wanda:
     needs_calibration = True
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`."""
+        """See :class:`slidesparse.pruning.base.Pruner`."""
         squared_norms = checked_gram(linears).diagonal()
         masks = (kept_by(wanda_cost(w, squared_norms), linears.pattern) for w in linears.weights.values())
         return masked(linears.weights, masks)

@@ -28,8 +28,8 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
-from slidesparse.recover.answers import SAMPLING, Job, Writer, kept_answers, write_answers
-from slidesparse.recover.tasks import make_tasks
+from slidesparse.recovery.answers import SAMPLING, Job, Writer, kept_answers, write_answers
+from slidesparse.recovery.tasks import make_tasks
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ChatOptions:
     Attributes:
         number: How many.
         prompts: A file of prompts: a line each of ``.txt``, a document each of other kinds, of a chat all up to the
-            last message of the user; None: tasks of :func:`slidesparse.recover.tasks.make_tasks`.
+            last message of the user; None: tasks of :func:`slidesparse.recovery.tasks.make_tasks`.
         longest: Most tokens of an answer.
         seed: Of the choice of tasks, and of what is drawn.
-        writer: What runs the model: see :data:`slidesparse.recover.answers.Writer`.
+        writer: What runs the model: see :data:`slidesparse.recovery.answers.Writer`.
     """
 
     number: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse.prune import Linears, Magnitude, prune_mask
-from slidesparse.prune.mask import two_cheapest
+from slidesparse.pruning import Linears, Magnitude, prune_mask
+from slidesparse.pruning.mask import two_cheapest
 from slidesparse.weights.pattern import Pattern
 
 

@@ -15,7 +15,7 @@ from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, encode, load_tokenizer, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
-from slidesparse.recover.options import RecoverOptions
+from slidesparse.recovery.options import RecoverOptions
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it fill the unit interval evenly, so that any stretch of a run has the texts in their shares."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slidesparse.recover.loss import Predictions, compare, distillation
+from slidesparse.recovery.loss import Predictions, compare, distillation
 
 TOKENS, WIDTH, VOCABULARY = 13, 8, 50
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse import InputError, Pattern, prune_mask
-from slidesparse.prune import METHODS, Linears, get_pruner, output_error, sparsegpt
+from slidesparse.pruning import METHODS, Linears, get_pruner, output_error, sparsegpt
 from slidesparse.weights.support import INT_VIEW, check_pattern
 
 

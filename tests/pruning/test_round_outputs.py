@@ -9,9 +9,9 @@ from torch import nn
 
 from slidesparse.models.grams import FIRST, collect_grams
 from slidesparse.models.layer_stack import Sample
-from slidesparse.prune import Linears, RoundForOutputs, get_pruner, output_error
-from slidesparse.prune.round_outputs import FP8, SIX_BITS, Grid, round_for_outputs
-from slidesparse.prune.sparsegpt import inverse_factor
+from slidesparse.pruning import Linears, RoundForOutputs, get_pruner, output_error
+from slidesparse.pruning.round_outputs import FP8, SIX_BITS, Grid, round_for_outputs
+from slidesparse.pruning.sparsegpt import inverse_factor
 from slidesparse.weights.quant import Quantised, dequantize, quantize_weight
 
 GRIDS = {"int8": Grid(127.0, torch.round), "6bit": SIX_BITS, "fp8": FP8}

@@ -8,7 +8,7 @@ from correlated_linears import correlated_inputs, linears_with
 
 from slidesparse import Pattern
 from slidesparse.errors import InputError
-from slidesparse.prune import Linears, get_pruner, prune_mask, solve_kept, sparsegpt
+from slidesparse.pruning import Linears, get_pruner, prune_mask, solve_kept, sparsegpt
 from slidesparse.weights.support import is_nonzero
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16"]

@@ -7,7 +7,7 @@ least are removed from a group when the sweep reaches it, after the updates by e
 
 Groups are aligned to column 0 of the whole weight. The sweep goes in blocks only to turn many thin updates into one
 matrix product, and its blocks end where groups end. What the sweep keeps is then solved for anew, which the source does
-not do: :mod:`slidesparse.prune.solve_kept`.
+not do: :mod:`slidesparse.pruning.solve_kept`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
-from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import cheapest, positive_where
-from slidesparse.prune.solve_kept import better_rows, solve_kept
+from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.gram import checked_gram
+from slidesparse.pruning.mask import cheapest, positive_where
+from slidesparse.pruning.solve_kept import better_rows, solve_kept
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import is_nonzero
 
@@ -40,7 +40,7 @@ class SparseGPT:
     needs_calibration = True
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
+        """See :class:`slidesparse.pruning.base.Pruner`. Existing zeros stay."""
         weights, gram = linears.weights, checked_gram(linears)
         factor, damping = inverse_factor(gram, ", ".join(weights))
         stacked = torch.cat([weight.to(torch.float32) for weight in weights.values()])

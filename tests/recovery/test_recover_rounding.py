@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidesparse.recover.rounding import round_linears_
+from slidesparse.recovery.rounding import round_linears_
 from slidesparse.weights.quant import dequantize, quantize_rows, quantize_weight
 
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.prune.base import Linears
-from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.sparsegpt import BLOCK, inverse_factor
+from slidesparse.pruning.base import Linears
+from slidesparse.pruning.gram import checked_gram
+from slidesparse.pruning.sparsegpt import BLOCK, inverse_factor
 from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX
 
 
@@ -46,7 +46,7 @@ class RoundForOutputs:
         self.grid = grid
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
+        """See :class:`slidesparse.pruning.base.Pruner`. Existing zeros stay."""
         gram, weights = checked_gram(linears), linears.weights
         order = gram.diagonal().argsort(descending=True, stable=True)
         factor, _ = inverse_factor(gram[order[:, None], order], ", ".join(weights))
@@ -61,7 +61,7 @@ def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = S
 
     Args:
         weight: [out, in], bfloat16, float16 or float32.
-        factor: From :func:`slidesparse.prune.sparsegpt.inverse_factor`, of the same order of columns.
+        factor: From :func:`slidesparse.pruning.sparsegpt.inverse_factor`, of the same order of columns.
         grid: That of six bits or FP8. INT8 gains nothing.
     """
     wide, columns, diagonal = weight.to(torch.float32), weight.shape[1], factor.diagonal()

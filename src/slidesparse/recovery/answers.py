@@ -25,7 +25,7 @@ from slidesparse.base.ranks import Ranks
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import LONGEST, CheckpointError, UnsupportedError, first_line
 from slidesparse.models.parts import text_config
-from slidesparse.recover.decode_attention import use_decode_attention
+from slidesparse.recovery.decode_attention import use_decode_attention
 
 Writer = Literal["auto", "vllm", "transformers"]
 """What runs the model; ``auto``: vLLM on a GPU where it is installed."""
@@ -161,7 +161,7 @@ def _ask_vllm(job: Job, done: int, ranks: Ranks) -> None:
         LOG.info("asking vLLM for %d answers", len(job.prompts) - done)
         with _counted_meanwhile(job):
             ended = subprocess.run(
-                [sys.executable, "-m", "slidesparse.recover.vllm_answers", str(asked)],
+                [sys.executable, "-m", "slidesparse.recovery.vllm_answers", str(asked)],
                 env=_alone(ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                 check=False,
             )  # fmt: skip

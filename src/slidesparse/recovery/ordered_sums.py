@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import first_line
-from slidesparse.recover.networks import DenseNetwork
+from slidesparse.recovery.networks import DenseNetwork
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.recover.loss import wide_product
+from slidesparse.recovery.loss import wide_product
 from slidesparse.weights.quant import Quantised, Rounding, quantize_rows, quantize_rows_to_six_bits
 
 

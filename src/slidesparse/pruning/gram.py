@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.prune.base import Linears
+from slidesparse.pruning.base import Linears
 from slidesparse.weights.support import check_weight
 
 

@@ -12,8 +12,8 @@ from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import UnsupportedError
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
-from slidesparse.recover.loss import CHUNK
-from slidesparse.recover.options import RecoverOptions
+from slidesparse.recovery.loss import CHUNK
+from slidesparse.recovery.options import RecoverOptions
 
 STATE, FROZEN, DENSE = 16, 4, 2
 """Bytes of a trained parameter: the float32 weight, its gradient, and two moments of Adam; of one that is not trained;

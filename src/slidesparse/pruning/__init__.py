@@ -1,0 +1,24 @@
+"""Pruning to a pattern: the cost of every removal, and the mask that costs least."""
+
+from slidesparse.pruning.base import METHODS, Linears, Pruner, get_pruner, register_pruner
+from slidesparse.pruning.gram import output_error, rounding_error
+from slidesparse.pruning.magnitude import Magnitude
+from slidesparse.pruning.mask import prune_mask
+from slidesparse.pruning.round_outputs import RoundForOutputs
+from slidesparse.pruning.sparsegpt import SparseGPT
+from slidesparse.pruning.wanda import Wanda
+
+__all__ = [
+    "METHODS",
+    "Linears",
+    "Magnitude",
+    "Pruner",
+    "RoundForOutputs",
+    "SparseGPT",
+    "Wanda",
+    "get_pruner",
+    "output_error",
+    "prune_mask",
+    "register_pruner",
+    "rounding_error",
+]
