@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("dense", "sharded", "w8a8", "pruned", "packed")
-COMMANDS = ("inspect", "prune", "pack", "eval", "load")
+SOURCES = ("dense", "sharded", "w8a8", "pruned")
+COMMANDS = ("inspect", "prune", "eval", "load")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes] | None:
 
 def header(folder: Path, rng: random.Random) -> None:
     """Change what a safetensors file says of its tensors, and leave the data as they are."""
-    weights = [path for path in files_of(folder) if path.suffix in (".safetensors", ".packed")]
+    weights = [path for path in files_of(folder) if path.suffix == ".safetensors"]
     if not weights:
         return
     path = rng.choice(weights)
@@ -325,7 +325,6 @@ WORDS = (
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "inspect": {"--json": ()},
     "load": {},
-    "pack": {"--json": ()},
     "prune": {
         "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5"),
         "--dtype": ("int8", "fp8", "bf16", "fp32", "int4"),
@@ -354,7 +353,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 USUAL: dict[str, list[str]] = {
     "inspect": [],
     "load": [],
-    "pack": [],
     "prune": ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
 }

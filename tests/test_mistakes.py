@@ -48,7 +48,6 @@ EMPTY = [
     ["eval", "", *EVAL[2:]],
     [*EVAL, "--text", ""],
     ["inspect", ""],
-    ["pack", ""],
     ["demo", "--plot", ""],
     ["tune", ""],
     ["tune", "--share", ""],

@@ -220,7 +220,7 @@ def test_a_json_file_without_end_is_refused(source: Path) -> None:
 
 OTHERS = {
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "original/consolidated.00.pth", "model-Q4_K_M.GGUF"),
-    *("onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "tf_model.h5", "slidesparse.packed"),
+    *("onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "tf_model.h5"),
     *("checkpoint-500/model.safetensors", "checkpoint-500/optimizer.pt", "model.ckpt.data-00000-of-00001"),
     *("pytorch_model_fsdp_0/__0_0.distcp", "model.safetensors.index.fp32.json", "hf_quant_config.json"),
     *("quantize_config.json", "speech-lora/adapter_config.json"),

@@ -21,9 +21,9 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
-from slidesparse.files.source_files import PACKED_FILE, TEXTS
+from slidesparse.files.source_files import TEXTS
 
-FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors", PACKED_FILE)
+FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors")
 """Patterns of the files that are fetched."""
 
 OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")

@@ -39,9 +39,6 @@ Servers go by a left-over hf_quant_config.json."""
 TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
 """Ends of the names of files that libraries read whole."""
 
-PACKED_FILE = "slidesparse.packed"
-"""Weights in the packed form, which do not fit other weights."""
-
 CODE = re.compile(r"\.(py|pyc|pyd|so|dll|dylib|pkl|pickle|joblib)$", re.IGNORECASE)
 """Names of files that a program may run."""
 
@@ -173,8 +170,8 @@ class _Survey:
                     yield name, path
 
     def _is_left_out(self, name: Path) -> bool:
-        if len(name.parts) == 1 and (str(name) in self.rewritten or str(name) == PACKED_FILE):
-            return str(name) == PACKED_FILE
+        if len(name.parts) == 1 and str(name) in self.rewritten:
+            return False
         if CODE.search(name.name) is not None:
             return True
         return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in self.modules)
