@@ -46,7 +46,6 @@ ENDLESS: list[tuple[str, str, dict[str, Any]]] = [
     ("LlamaForCausalLM", "llama", {"head_dim": 10**9}),
     ("LlamaForCausalLM", "llama", {"unknown": [{"sizes": [[10**12]]}]}),
     ("GPTNeoForCausalLM", "gpt_neo", {"max_position_embeddings": 10**6}),
-    ("LlamaForCausalLM", "llama", {"unknown": {"ignore": [["re:(a+)+$"]]}}),
 ]
 
 
@@ -57,7 +56,7 @@ def test_a_model_without_end_is_refused(
     config = {"architectures": [name], "model_type": model_type, **says}
     checkpoint = Checkpoint(with_config(dense, tmp_path / "m", config))
     began = time.process_time()
-    with pytest.raises(SlideSparseError, match=r"modules|at most|regular expression"):
+    with pytest.raises(SlideSparseError, match=r"modules|at most"):
         build_meta_model(checkpoint)
     assert time.process_time() - began < 30
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import is_bitnet, quantisation_dtype, source_quantisation
@@ -39,13 +38,11 @@ QUANTISER_TENSORS = (".qweight", ".qzeros")
 
 
 def require_plausible(checkpoint: Checkpoint) -> None:
-    """Raise a CheckpointError for a number beyond any tensor, an InputError for an endless regular expression."""
+    """Raise a CheckpointError for a number beyond any tensor."""
     most = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
     for key, value in _values("", checkpoint.config):
         if isinstance(value, int) and value > most and NO_SIZE.search(key) is None:
             raise CheckpointError(f"{key} of {checkpoint.path}/config.json", got=value, needed=f"at most {most}")
-        if isinstance(value, str) and value.startswith("re:"):
-            require_bounded(value[3:], max(map(len, checkpoint.files), default=0))
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
