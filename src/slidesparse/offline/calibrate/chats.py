@@ -33,9 +33,8 @@ DATE_HELD = f"the chat template writes the date, which is held at {DATE:%Y-%m-%d
 CLOCK = "strftime_now"
 """Function of the present time that transformers gives to templates."""
 
-_WRITTEN = "".join(
-    f"|replace('%{sign}', '{DATE.strftime(f'%{sign}')}')" for sign in (*"aAbBcdDeFHIjmMpSTuwxXyY", "-d", "-m")
-)
+_SIGNS = (*"aAbBcdDeFHIjmMpSTuwxXyY", "-d", "-m")
+_WRITTEN = "".join(f"|replace('%{sign}', '{DATE.strftime(f'%{sign}')}')" for sign in _SIGNS)
 
 HELD_CLOCK = f"{{% macro {CLOCK}(format) %}}{{{{ format{_WRITTEN} }}}}{{% endmacro %}}\n"
 """Beginning of a template that replaces the clock: transformers turns functions among a template's values into text."""

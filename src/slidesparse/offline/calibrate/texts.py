@@ -20,7 +20,6 @@ from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
 from slidesparse.base.whole_file import read_regular, require_regular
 from slidesparse.errors import InputError, first_line
-from slidesparse.files.hub import digests_checked
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -216,7 +215,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
     failed = f"there is no file {name}, and a data set of that name cannot be fetched"
     remedy = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
     length = 0
-    with _explained(failed, remedy=remedy), other_library(), digests_checked():
+    with _explained(failed, remedy=remedy), other_library():
         rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
         for number, row in enumerate(rows):
             yield (document := _document(f"{name}, row {number}", row))
