@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,9 +40,8 @@ class Case:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files that can be read here: neither links nor those with large holes."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return sorted(path for path in files if path.stat().st_size < 10**8)
+    """Files that are no links."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -83,26 +81,6 @@ def exchange(path: Path, rng: random.Random) -> None:
     path.write_bytes(rng.choice(files_of(path.parent)).read_bytes())
 
 
-def holes(path: Path, rng: random.Random) -> None:
-    os.truncate(path, 1 << rng.choice((34, 43)))
-
-
-def pipe(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def listening(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred characters
-    try:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 def folder(path: Path, rng: random.Random) -> None:
     path.unlink()
     path.mkdir()
@@ -110,22 +88,20 @@ def folder(path: Path, rng: random.Random) -> None:
 
 def link(path: Path, rng: random.Random) -> None:
     path.unlink()
-    path.symlink_to(
-        rng.choice((path.name, "missing", "..", ".", "/dev/zero", "/dev/null", "/etc/hostname", "../text.txt"))
-    )
+    path.symlink_to(rng.choice((path.name, "missing", "..", ".", "/dev/null", "/etc/hostname", "../text.txt")))
 
 
 FILE_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
-    one.__name__: one for one in (flip, cut, grow, blank, noise, remove, exchange, holes, pipe, listening, folder, link)
+    one.__name__: one for one in (flip, cut, grow, blank, noise, remove, exchange, folder, link)
 }
 
 
 # -- what the files say --------------------------------------------------------------------------------------------
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2, 3, 64, 2**31, 2**63, 10**30, 0.5, -1e300, float("nan"), float("inf")),
+    *(None, True, False, 0, -1, 1, 2, 3, 64, 0.5, -1e300, float("nan"), float("inf")),
     *("", "x", "../x", "\u2028", "re:(", "re:.*", "int8", "6:8", [], [0], ["x"], [None], {}, {"": 0}, {"x": {"x": []}}),
-    *("\x1b[2J\x07\u202e", "a\0b", "re:(a+)+$", ["re:(.*)*x"], ["re:a{99999999999}"], 10**6, 10**9, [10**6] * 4),
+    *("\x1b[2J\x07\u202e", "a\0b", ["re:a{99999999999}"]),
 )
 
 EVIL_NAMES = (
@@ -166,7 +142,7 @@ def json_file(folder: Path, rng: random.Random) -> None:
     if path.name != "config.json" and rng.random() < 0.5:
         path = folder / "config.json"
     if path not in files_of(folder):
-        return  # it may be a pipe by now, on which reading waits, or terabytes of nothing
+        return  # a link by now
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -275,7 +251,7 @@ def stray(folder: Path, rng: random.Random) -> None:
     name = rng.choice((*known, rng.choice(EVIL_NAMES)[:99] + ".txt"))
     (folder / name).parent.mkdir(exist_ok=True)
     if os.path.lexists(folder / name):
-        return  # a pipe, say, from a damage before
+        return
     (folder / name).write_text("text")
     if rng.random() < 0.5:
         FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)
@@ -317,9 +293,7 @@ WORDS = (
     "../x",
     "\udcff",
     "\x1b[2J",
-    "re:(a+)+$",
-    "re:.*.*.*.*.*.*.*.*q",
-    "re:(a|a)*=4:6",
+    "re:.*q=4:6",
 )
 
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -390,7 +364,7 @@ def command_line(case: Case, folder: Path) -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a folder, to be compared; of files with holes the size alone."""
+    """Everything below a folder, to be compared."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -399,6 +373,6 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
         if stat.S_ISLNK(kind):
             content = os.readlink(path)
         elif stat.S_ISREG(kind):
-            content = path.read_bytes() if status.st_size < 10**8 else status.st_size
+            content = path.read_bytes()
         found[os.fsencode(path.relative_to(folder)).decode("latin-1")] = (kind, stat.S_IMODE(status.st_mode), content)
     return found

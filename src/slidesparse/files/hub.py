@@ -19,9 +19,9 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, first_line
-from slidesparse.files.source_files import TEXTS
 
-FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors")
+TEXTS = ("*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt")
+FETCHED = (*TEXTS, "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors")
 """Patterns of the files that are fetched."""
 
 OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")
