@@ -5,7 +5,6 @@ A case is plain data, so that one that was found is kept by writing it down. Num
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -104,12 +103,6 @@ VALUES: tuple[Any, ...] = (
     *("\x1b[2J\x07\u202e", "a\0b", ["re:a{99999999999}"]),
 )
 
-EVIL_NAMES = (
-    *("\x1b[2J", "\u202e", "\r", "a\nslidesparse: ", "\x9b31m", "\x7f", "n" * 2000),
-    *("module.", "_orig_mod.", "base_model.model."),
-)
-"""Before the names of tensors and of files."""
-
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Ways to everything in a JSON value."""
@@ -192,73 +185,8 @@ def write_header(path: Path, value: Any, data: bytes) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def renamed(folder: Path, rng: random.Random) -> None:
-    """Names of tensors with something before them, in the weights and, mostly, in the index."""
-    before, share = rng.choice(EVIL_NAMES), rng.choice((0.1, 1))
-    names: dict[str, str] = {}
-    for path in files_of(folder):
-        if path.suffix == ".safetensors" and (found := read_header(path)) is not None:
-            value, data = found
-            names |= {name: before + name for name in value if name != "__metadata__" and rng.random() < share}
-            write_header(path, {names.get(name, name): one for name, one in value.items()}, data)
-    index = folder / "model.safetensors.index.json"
-    if index in files_of(folder) and rng.random() < 0.8:
-        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):
-            value = json.loads(index.read_bytes())
-            value["weight_map"] = {names.get(name, name): shard for name, shard in value["weight_map"].items()}
-            index.write_text(json.dumps(value))
-
-
-def two_sets(folder: Path, rng: random.Random) -> None:
-    """Other weights beside those that are there, under the name of one file or of shards."""
-    weights = [path for path in files_of(folder) if path.suffix == ".safetensors"]
-    if not weights:
-        return
-    path = rng.choice(weights)
-    if (found := read_header(path)) is None:
-        return
-    value, data = found
-    other, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if path == other:
-        other = folder / "model-00001-of-00001.safetensors"
-        if os.path.lexists(index):
-            return
-        index.write_text(json.dumps({"weight_map": {name: other.name for name in value if name != "__metadata__"}}))
-    if not os.path.lexists(other):
-        write_header(other, value, data if rng.random() < 0.3 else data[::-1])
-
-
-def quantisation(folder: Path, rng: random.Random) -> None:
-    """Keys of a quantisation that nobody knows, or at another place."""
-    path = folder / "config.json"
-    if path not in files_of(folder):
-        return
-    try:
-        config = json.loads(path.read_bytes())
-        said = config.get("quantization_config") or {"quant_method": "compressed-tensors"}
-        key = rng.choice(("transform_config", "sparsity_config", "kv_cache_scheme", "ignore", "\x1b[2J", "version"))
-        said[key] = rng.choice((*VALUES, {"config_groups": {"R1": {"type": "hadamard"}}}))
-        place = config.setdefault(rng.choice(("text_config", "vision_config")), {}) if rng.random() < 0.2 else config
-        place["quantization_config"] = said
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return  # damaged already
-    path.write_text(json.dumps(config))
-
-
-def stray(folder: Path, rng: random.Random) -> None:
-    """A file that is not expected."""
-    known = ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
-    name = rng.choice((*known, rng.choice(EVIL_NAMES)[:99] + ".txt"))
-    (folder / name).parent.mkdir(exist_ok=True)
-    if os.path.lexists(folder / name):
-        return
-    (folder / name).write_text("text")
-    if rng.random() < 0.5:
-        FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)
-
-
 FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
-    one.__name__: one for one in (json_file, nested, header, renamed, two_sets, quantisation, stray)
+    one.__name__: one for one in (json_file, nested, header)
 }
 
 DAMAGES = (*FILE_DAMAGES, *FOLDER_DAMAGES)

@@ -17,7 +17,6 @@ nothing is left.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.write_errors import innermost_folder, locked, require_space, write_errors
+from slidesparse.files.write_errors import locked, require_space, write_errors
 
 RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
 
@@ -137,7 +136,7 @@ def bytes_to_write(
 ) -> int:
     """Return how many bytes :func:`staged` would still write, or raise what it would raise.
 
-    The space on the disk is not compared.
+    The space on the disk and permissions are not looked at.
 
     Raises:
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
@@ -145,21 +144,10 @@ def bytes_to_write(
     work = Workplace(partial_folder(destination))
     require_unlinked(work.path)
     if not os.path.lexists(work.path):
-        where = innermost_folder(work.path)
-        if not os.access(where, os.W_OK | os.X_OK):
-            raise CheckpointError(f"cannot make {work.path}", got=_why_closed(where))
         return n_bytes
-    if not os.access(work.path, os.R_OK | os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot use {work.path}", got=_why_closed(work.path))
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
         refuse_another_run(work, as_stored(record()), as_written)
         return n_bytes - work.size()
-
-
-def _why_closed(folder: Path) -> str:
-    """Return the system's words for why nothing can be made in a folder."""
-    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-    return os.strerror(errno.EROFS if read_only else errno.EACCES)
 
 
 def new_folder(destination: Path, source: Path) -> Path:
