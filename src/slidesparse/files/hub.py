@@ -63,7 +63,7 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
         return path
     address = ADDRESS.match(os.fspath(source))
     remedy = f"give {address[1]}" if address else None
-    if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None or not _is_repository(source):
+    if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None:
         raise CheckpointError(
             f"no checkpoint folder at {source if remedy else path}",
             needed="a local folder, or a model of the hub as NAMESPACE/NAME",
@@ -80,14 +80,15 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
+    hub = need(
+        "huggingface_hub",
+        what=f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed",
+    )
     if not bars_shown():
-        disable_progress_bars()
+        hub.utils.disable_progress_bars()
     with _explained(repository, revision):
         return Path(
-            snapshot_download(
+            hub.snapshot_download(
                 repository,
                 revision=revision,
                 library_name="slidesparse",
@@ -123,16 +124,6 @@ def hub_model(folder: Path) -> HubModel | None:
     """
     found = SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
     return None if found is None else HubModel(f"{found['namespace']}/{found['name']}", found["commit"])
-
-
-def _is_repository(name: str) -> bool:
-    what = f"there is no folder {name}, and huggingface_hub, which asks the hub, is not installed"
-    utils = need("huggingface_hub.utils", what=what)
-    try:
-        utils.validate_repo_id(name)
-    except utils.HFValidationError:
-        return False
-    return True
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.data_digest import data_digest
-from slidesparse.files.stored import DIGESTS, HEADER, Stored, header_digest
+from slidesparse.files.stored import DIGESTS, Stored
 
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file that git has in the place of a large one."""
@@ -51,12 +51,6 @@ class TensorReader:
             self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
         except InputError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        if self.digests and self.digests.get(HEADER) != header_digest(self.metadata, self.stored):
-            raise CheckpointError(
-                f"{path} is damaged",
-                got="another header than was written",
-                remedy="remove it, and run again what wrote it",
-            )
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor; on a CPU it is mapped, not copied."""

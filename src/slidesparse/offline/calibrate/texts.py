@@ -179,8 +179,6 @@ def _explained(failed: str, *, needed: str | None = None, remedy: str | None = N
 
 
 def _parquet(path: Path) -> Iterator[Document]:
-    if path.suffix.lower() == ".gz":
-        raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
     what, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
     parquet = need("pyarrow.parquet", remedy, what=what)
     with _explained(f"{path} is damaged", needed="a parquet file"):
