@@ -181,17 +181,12 @@ def new_folder(destination: Path, source: Path) -> Path:
 
 def _give_name(work: Workplace, destination: Path) -> None:
     """Give the output its name, unless something has got that name since the run began."""
-    try:
-        if work.output.is_file() and os.path.lexists(destination):
-            raise FileExistsError(destination)  # which renaming a file would replace
-        work.output.rename(destination)
-    except OSError as error:
-        if not os.path.lexists(destination):
-            raise
+    if os.path.lexists(destination):
         raise CheckpointError(
             f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
             remedy=f"remove {destination} and run again",
-        ) from error
+        )
+    work.output.rename(destination)
 
 
 def partial_folder(destination: Path) -> Path:
