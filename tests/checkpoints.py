@@ -13,9 +13,6 @@ import tokenizers
 import torch
 import transformers
 
-from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 
 SMALL = {
@@ -123,14 +120,6 @@ def edited_config(path: Path) -> Iterator[dict[str, Any]]:
     config = json.loads((path / "config.json").read_text())
     yield config
     (path / "config.json").write_text(json.dumps(config))
-
-
-def write_packed_form(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Other tensors in the place of those of a packed file, with digests that fit."""
-    stored = {name: Stored(STORED_NAMES.get(t.dtype, "I64"), tuple(t.shape)) for name, t in tensors.items()}
-    with TensorWriter(file, stored, TensorReader(file).metadata, with_digests=True) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
 
 
 def read_text(source: Any, tokenizer: Any = None) -> str:

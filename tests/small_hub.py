@@ -29,7 +29,6 @@ class SmallHub:
         private: Names of models that nobody without ``TOKEN`` sees.
         asked: Method and path of every request.
         broken: Answer everything with status 500.
-        slow: Send the answer a byte at a time where the path has this.
     """
 
     models: dict[str, Path] = field(default_factory=dict)
@@ -37,9 +36,7 @@ class SmallHub:
     private: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
     broken: bool = False
-    slow: str = "nowhere"
     url: str = ""
-    gone: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
         """Names of the files that were sent."""
@@ -67,11 +64,7 @@ def small_hub() -> Iterator[SmallHub]:
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            for at in range(len(body)) if hub.slow in path and with_body else ():
-                self.wfile.write(body[at : at + 1])
-                if hub.gone.wait(0.1):
-                    return
-            if with_body and hub.slow not in path:
+            if with_body:
                 self.wfile.write(body)
 
         def log_message(self, *arguments: object) -> None:
@@ -84,7 +77,6 @@ def small_hub() -> Iterator[SmallHub]:
     try:
         yield hub
     finally:
-        hub.gone.set()
         server.shutdown()
         server.server_close()
         thread.join()

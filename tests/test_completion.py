@@ -26,7 +26,7 @@ def offered(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["slidesparse", "p"], ["prune", "pack"]),
+        (["slidesparse", "p"], ["prune"]),
         (["slidesparse", "--v"], ["--version"]),
         (["slidesparse", "prune", "--dr"], ["--dry-run"]),
         (["slidesparse", "prune", "--method", ""], ["magnitude", "sparsegpt", "wanda"]),

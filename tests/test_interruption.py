@@ -14,9 +14,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 import slidesparse.offline.info
-from slidesparse.checkpoints.packed_file import write_packed
 from slidesparse.cli import main
-from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune_job import PruneJob
 
 WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
@@ -142,18 +140,3 @@ def test_prune_says_what_is_kept(
     assert list((tmp_path / "s.partial").rglob("*.tmp")) == []
     assert main(command) == 0
     assert "taken over from an interrupted run" in capsys.readouterr().out
-
-
-def test_pack_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(tmp_path / "m")
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]) == 0
-    before = sorted(path.name for path in (tmp_path / "s").iterdir())
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr(TensorWriter, "write", sends(signal.SIGTERM, TensorWriter.write))
-        assert main(["pack", str(tmp_path / "s")]) == 143
-    assert capsys.readouterr().err == "slidesparse: terminated\n"
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == before
-    write_packed(tmp_path / "s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +30,6 @@ COMMANDS = {
     "inspect bytes": ["inspect", "caf\udce9"],
     "loop as destination": [*PRUNE[:2], "loop", *PRUNE[3:]],
     "loop as source": ["prune", "loop", *PRUNE[2:]],
-    "pipe as text": [*EVAL, "--text", "pipe"],
-    "pipe as calibration": [*WANDA, "--calibration", "pipe"],
-    "device as text": [*EVAL, "--text", "/dev/zero"],
-    "pipe as records": ["report", "pipe", "--out", "r"],
     "deep lines": [*WANDA, "--calibration", "deep.jsonl"],
     "deep records": ["report", "deep.json", "--out", "r"],
     "long number": ["report", "long.json", "--out", "r"],
@@ -48,7 +43,6 @@ EMPTY = [
     ["eval", "", *EVAL[2:]],
     [*EVAL, "--text", ""],
     ["inspect", ""],
-    ["pack", ""],
     ["demo", "--plot", ""],
     ["tune", ""],
     ["tune", "--share", ""],
@@ -67,7 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_tokenizer(made / "m")
     write_text(made / "text.txt", words=60)
     (made / "loop").symlink_to("loop")
-    os.mkfifo(made / "pipe")
     for name in ("deep.json", "deep.jsonl"):
         (made / name).write_text("[" * 100_000 + "\n")
     (made / "long.json").write_text(f'{{"version": {"1" * 5000}}}')
@@ -145,7 +138,6 @@ def test_an_empty_path_is_called_so(
 CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
     "other family": lambda c: c.update(model_type="qwen2"),
     "unknown family": lambda c: c.update(model_type="nothing"),
-    "a million layers": lambda c: c.update(num_hidden_layers=1_000_000),
     "text as size": lambda c: c.update(hidden_size="sixty-four"),
     "no heads": lambda c: c.update(num_attention_heads=0),
     "negative size": lambda c: c.update(hidden_size=-64),

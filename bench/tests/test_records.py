@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +101,6 @@ def test_a_file_that_may_not_be_read_is_named_once(tmp_path: Path, monkeypatch: 
     with pytest.raises(InputError) as caught:
         read_records([tmp_path / "r.jsonl"])
     assert str(caught.value) == f"cannot read {tmp_path / 'r.jsonl'}; got Permission denied"
-
-
-def test_a_pipe_holds_no_records(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "r.jsonl")
-    assert served_records.benchmark_of(tmp_path / "r.jsonl") is None
-    with pytest.raises(InputError, match="got a pipe"):
-        read_records([tmp_path / "r.jsonl"])
 
 
 def test_numbers_that_json_has_not_are_never_written() -> None:

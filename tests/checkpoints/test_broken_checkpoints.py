@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_packed_form, write_text
+from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.checkpoints.packed_file import FILE_NAME, write_packed
 from slidesparse.cli import main
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.inspect import inspect_checkpoint
@@ -132,9 +131,6 @@ def test_a_pruned_checkpoint_is_refused_and_shown(
     with pytest.raises(CheckpointError) as error:
         slidesparse.load(folder)
     assert words in str(error.value)
-    with pytest.raises(CheckpointError):
-        write_packed(folder)
-    assert not (folder / FILE_NAME).exists()
     capsys.readouterr()
     assert main(["inspect", str(folder)]) == 1
     shown = capsys.readouterr().out
@@ -299,41 +295,3 @@ def test_q_k_and_v_are_left_alone_together(
         assert not list(tmp_path.iterdir())
     alone = PruneOptions("6:8", dtype, ignore=("re:.*[qkv]_proj", "re:.*o_proj"))
     prune_checkpoint(dense, tmp_path / "t", alone)
-
-
-# -- the packed file -----------------------------------------------------------------------------------------------
-
-PACKED: dict[str, Callable[[Tensors], object]] = {
-    "short values": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"][:, 1:]}),
-    "fewer rows": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"][1:]}),
-    "wide code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"].to(torch.int16)}),
-    "short code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"][:, 1:]}),
-    "other type": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"].float()}),
-    "dense": lambda t: t.update({f"{Q}.dense": t.pop(f"{Q}.values")}),
-    "no values": lambda t: t.pop(f"{Q}.values"),
-    "no code": lambda t: t.pop(f"{Q}.code"),
-    "nothing": lambda t: [t.pop(f"{Q}.{kind}") for kind in ("values", "code")],
-}
-
-
-@pytest.fixture(scope="module")
-def packed(dense: Path) -> Path:
-    prune_checkpoint(dense, dense.parent / "p", PruneOptions("4:6", "int8"))
-    write_packed(dense.parent / "p")
-    slidesparse.load(dense.parent / "p")
-    return dense.parent / "p"
-
-
-def save_packed(file: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(file)
-    change(tensors)
-    write_packed_form(file, tensors)
-
-
-@pytest.mark.parametrize("case", list(PACKED))
-def test_a_packed_file_of_other_tensors_is_refused(packed: Path, tmp_path: Path, case: str) -> None:
-    shutil.copytree(packed, tmp_path / "p")
-    save_packed(tmp_path / "p" / FILE_NAME, PACKED[case])
-    with pytest.raises(SlideSparseError) as error:
-        slidesparse.load(tmp_path / "p")
-    assert Q in str(error.value)

@@ -14,7 +14,6 @@ from torch import nn
 
 import slidesparse
 from slidesparse.checkpoints import load
-from slidesparse.checkpoints.packed_file import write_packed
 from slidesparse.errors import InputError
 from slidesparse.gemm import Problem
 from slidesparse.layer.linear import SlideLinear
@@ -45,13 +44,10 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
     assert offered == []
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_backend_that_was_named_runs_the_sparse_layers(tmp_path: Path, packed: bool) -> None:
+def test_a_backend_that_was_named_runs_the_sparse_layers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     layers = {"re:.*down_proj": "dense"}
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", layers=layers))
-    if packed:
-        write_packed(tmp_path / "s")
     model = slidesparse.load(tmp_path / "s", backend="reference")
     slides = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
     assert len(slides) == 14

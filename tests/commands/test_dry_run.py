@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -188,27 +186,6 @@ def test_it_refuses_what_the_run_refuses(tmp_path: Path, name: str) -> None:
         dry, real = refusals(tmp_path / "m", tmp_path / destination)
     assert dry == real
     assert re.search(words, dry)
-
-
-@pytest.mark.parametrize(("destination", "number"), [("q", errno.EROFS), ("a/b/q", errno.EACCES)])
-def test_a_folder_that_may_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str, number: int
-) -> None:
-    """Permissions do not bind root, who may run this: the system's answers are made up."""
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    statvfs, access = os.statvfs, os.access
-
-    class Flags:
-        f_flag = os.ST_RDONLY if number == errno.EROFS else 0
-
-    def mkdir(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(os, "statvfs", lambda path: Flags if path == tmp_path else statvfs(path))
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    dry, real = refusals(tmp_path / "m", tmp_path / destination)
-    assert dry == real == f"cannot make {tmp_path / destination}.partial; got {os.strerror(number)}"
 
 
 def test_a_run_that_would_go_on_needs_only_the_rest_of_the_space(

@@ -1,8 +1,7 @@
-"""Chat templates of strangers: programs that take time or memory without end, or make text without end."""
+"""Chat templates of strangers run in transformers' sandbox, and see one date."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from slidesparse.base.log import log_once
 from slidesparse.errors import CheckpointError
 from slidesparse.offline.calibrate import chats
 from slidesparse.offline.calibrate.calibration import load_tokenizer
-from slidesparse.offline.calibrate.chats import templated
+from slidesparse.offline.calibrate.chats import DATE, templated
 
 CHAT = [{"role": "user", "content": "what is two"}]
 
@@ -34,42 +33,31 @@ def test_one_text_for_each_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", r"more than 0.51 s"),
-        ("{{ 10**(10**9) }}", r"more than 0.51 s"),
-        ("{{ 'a' * 10**11 }}", "MemoryError"),
-        ("{{ 'a' * 10**7 }}", "10000000 characters; needed at most 1048752"),
         ("{{ raise_exception('no\nway') }}", "TemplateError: no"),
         ("{{ ", "TemplateSyntaxError"),
         ("{% include '/etc/passwd' %}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
     ],
 )
-def test_templates_without_end_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
-) -> None:
-    if "0.51 s" in says:  # the others end by themselves, however busy the machine is
-        monkeypatch.setattr(chats, "SECONDS", 0.5)
-    made = tokenizer(tmp_path, template)
-    began = time.monotonic()
+def test_what_a_template_raises_is_one_line(tmp_path: Path, template: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=f"the tokenizer's chat template fails; got {says}"):
-        templated([CHAT], made)
-    assert time.monotonic() - began < 10
+        templated([CHAT], tokenizer(tmp_path, template))
 
 
-def test_a_template_that_fails_late_ends_the_child(tmp_path: Path) -> None:
-    made = tokenizer(tmp_path, "{% if messages|length > 1 %}{{ raise_exception('two') }}{% endif %}x")
-    with pytest.raises(CheckpointError, match="got TemplateError: two"):
-        templated([CHAT, CHAT * 2, *[CHAT] * 20000], made)
+FORMATS = ("%d %b %Y", "%Y-%m-%d", "%d %B %Y", "%A, %d %B %Y, %H:%M", "%c | %x | %X | %j | %F %T", "%-d.%-m.")
 
 
+@pytest.mark.parametrize("before", ["", "\n", "  \n", "  {% if true %}\n  x{% endif %}"])
 @pytest.mark.parametrize("to_answer", [False, True])
-def test_the_date_and_chance_are_no_inputs(tmp_path: Path, to_answer: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_date_is_no_input(tmp_path: Path, to_answer: bool, before: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The text is that of transformers with a clock that stands still: spaces at the beginning too."""
     log_once.cache_clear()
-    template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ range(10**5)|random }}{{ 'Go' if add_generation_prompt }}"
-    made = tokenizer(tmp_path, template)
-    (one, two), (again, _) = (templated([CHAT, CHAT], made, to_answer=to_answer) for _ in range(2))
-    assert one == again != two
-    assert one.startswith("26 Jul 2024, 00:00 ")
-    assert one.endswith("Go") is to_answer
+    after = "|{{ 'Go' if add_generation_prompt }}"
+    plain = tokenizer(tmp_path, before + "|".join(DATE.strftime(one) for one in FORMATS) + after)
+    (expected,) = templated([CHAT], plain, to_answer=to_answer)
+    made = tokenizer(tmp_path, before + "|".join(f"{{{{ strftime_now('{one}') }}}}" for one in FORMATS) + after)
+    assert templated([CHAT, CHAT], made, to_answer=to_answer) == [expected] * 2
+    assert expected.endswith("Go") is to_answer
     assert "held at 2024-07-26" in caplog.text
 
 

@@ -14,7 +14,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.data_digest import BLOCK, RunningDigest, data_digest
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.tensor_writer import TensorWriter, write_tensors
 
 
 def by_definition(data: bytes) -> str:
@@ -48,12 +48,9 @@ def test_every_bit_counts() -> None:
 
 def test_a_file_with_digests_is_an_ordinary_one(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 5), "ä": torch.arange(7, dtype=torch.int8), "none": torch.empty(0, 4)}
-    stored = {"b": Stored("F32", (3, 5)), "ä": Stored("I8", (7,)), "none": Stored("F32", (0, 4))}
-    with TensorWriter(tmp_path / "x", stored, {"about": "this"}, with_digests=True) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
+    write_tensors(tmp_path / "x", tensors, {"about": "this"})
     reader = TensorReader(tmp_path / "x")
-    assert {name: reader.digests[name] for name in tensors} == writer.digests
+    assert reader.metadata["about"] == "this"
     for name, tensor in load_file(tmp_path / "x").items():
         assert torch.equal(tensor, tensors[name])
         assert torch.equal(reader.verified(name), tensors[name])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -21,15 +19,12 @@ from checkpoints import add_tokenizer, make_checkpoint, tokens
 from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
 
 import slidesparse as ss
-from slidesparse.base import apart
 from slidesparse.base.readable_size import readable_size
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files import hub as hub_module
 from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
-from slidesparse.offline.calibrate.texts import read_documents
 
 TO_6_OF_8 = ["--pattern", "6:8", "--dtype", "int8"]
 
@@ -96,23 +91,8 @@ def test_prune_inspect_and_load_by_name(hub: SmallHub, model: Path, capsys: pyte
     assert Path("q/LICENSE").read_text() == "MIT"
     hub.models["maker/pruned"] = Path("q").absolute()
     capsys.readouterr()
-    assert main(["pack", "q"]) == 0
     loaded = ss.load("maker/pruned", revision="main")
-    assert "slidesparse.packed" in hub.fetched()
     assert bool((loaded(tokens()).logits == ss.load("q")(tokens()).logits).all())
-
-
-@pytest.mark.parametrize("target", ["own.txt", "home/hub/models--maker--other/blobs/secret"])
-def test_links_out_of_the_cached_model_are_refused(
-    hub: SmallHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
-    (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / target).write_text("of somebody else")
-    (source_folder("maker/small") / "notes.txt").symlink_to(tmp_path / target)
-    assert main(["prune", "maker/small", "q", *TO_6_OF_8]) == 1
-    assert f"notes.txt is a link out of the source; got {tmp_path / target}" in capsys.readouterr().err
-    assert main(["prune", "maker/small", "q", *TO_6_OF_8, "--links", "skip"]) == 0
-    assert not Path("q/notes.txt").exists()
 
 
 def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> None:
@@ -124,7 +104,7 @@ def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> Non
         source_folder("maker/small", "main")
 
 
-@pytest.mark.parametrize("name", ["small", "./maker/small", "a/b/c", "a--b/c", "a/b.git"])
+@pytest.mark.parametrize("name", ["small", "./maker/small", "a/b/c"])
 def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(name)
@@ -190,23 +170,11 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_huggingface_hub(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ss.UnsupportedError, match="is not installed"):
         source_folder("maker/small")
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder("./maker/small")
-
-
-@pytest.mark.parametrize("index", ['{"weight_map": [1]}', '{"weight_map": {"a": "x.bin", "b": 3}}', "{", None])
-def test_an_index_that_names_no_weights(hub: SmallHub, tmp_path: Path, index: str | None) -> None:
-    hub.models["maker/odd"] = tmp_path / "odd"
-    (tmp_path / "odd").mkdir()
-    for name, text in (("config.json", "{}"), ("x.bin", "a pickle"), ("model.safetensors.index.json", index)):
-        if text is not None:
-            (tmp_path / "odd" / name).write_text(text)
-    with pytest.raises(CheckpointError, match=r"weight_map|shard name|index.json|no model.safetensors"):
-        Checkpoint(source_folder("maker/odd"))
-    assert "x.bin" not in hub.fetched()
 
 
 @pytest.mark.slow
@@ -223,110 +191,23 @@ def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, t
         assert (tmp_path / f"home{status}/hub/models--maker--small/snapshots" / COMMIT).is_dir() == (not status)
 
 
-@pytest.mark.parametrize("revision", ["", "..", "../../x", "a\n", "-x", "a" * 300])
-def test_revisions_that_git_does_not_know(hub: SmallHub, revision: str) -> None:
-    """In an address, main/.. is the model itself."""
-    with pytest.raises(InputError, match="--revision; got"):
-        source_folder("maker/small", revision)
+def test_an_empty_revision(hub: SmallHub) -> None:
+    """As a shell makes of a variable that is not set: huggingface_hub would take the main branch."""
+    with pytest.raises(InputError, match="--revision; got nothing"):
+        source_folder("maker/small", "")
     assert hub.asked == []
 
 
-def test_a_hub_that_never_answers(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "DEFAULT_ETAG_TIMEOUT", 0.2)
-    folder = source_folder("maker/small")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        began = time.monotonic()
-        with pytest.raises(CheckpointError, match=r"maker/other, and a model .* got no answer from http://127.0.0.1"):
-            source_folder("maker/other")
-        assert source_folder("maker/small") == folder  # from the cache
-        assert time.monotonic() - began < 10
+def test_an_interruption_ends_a_download(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that have begun come to their end; a second signal does not wait for them (tests/test_interruption.py)."""
+    answer, begun = small_hub_module.respond, threading.Event()
 
-
-def test_an_interruption_does_not_wait_for_the_hub(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub's pool would wait for the files that it has begun."""
-    answer = small_hub_module.respond
-    begun, end = threading.Event(), threading.Event()
-
-    def slowly(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
+    def interrupting(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
         if path.endswith(".safetensors") and not begun.is_set():
             begun.set()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            end.wait(30)
         return answer(hub, path, known)
 
-    monkeypatch.setattr(small_hub_module, "respond", slowly)
-    monkeypatch.setattr(apart, "_LEFT", [False])
-    began = time.monotonic()
+    monkeypatch.setattr(small_hub_module, "respond", interrupting)
     assert main(["inspect", "maker/small"]) == 130
-    assert time.monotonic() - began < 10
-    end.set()
-
-
-@pytest.mark.parametrize("where", ["etag", "linked", "commit", "missing", "sha", "lfs"])
-def test_a_hub_writes_nothing_outside_of_the_cache(
-    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """huggingface_hub makes names of files and folders of what a hub calls a digest or a commit."""
-    answer, outside = small_hub_module.respond, "../../../../planted"
-
-    def evil(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
-        status, headers, body = answer(hub, path, known)
-        if "/resolve/" in path:
-            name = {"etag": "ETag", "linked": "X-Linked-ETag", "commit": "X-Repo-Commit", "missing": "X-Repo-Commit"}
-            headers |= {name[where]: outside} if where in name else {}
-            if where == "missing":
-                status, headers = 404, headers | {"X-Error-Code": "EntryNotFound"}
-        elif where == "lfs" and "/tree/" in path:
-            lfs = {"oid": outside, "size": 9, "pointerSize": 9}
-            body = json.dumps([one | {"lfs": lfs, "xetHash": "0" * 64} for one in json.loads(body)]).encode()
-        elif where == "sha" and "/tree/" not in path:
-            body = json.dumps(json.loads(body) | {"sha": outside}).encode()
-        return status, headers, body
-
-    monkeypatch.setattr(small_hub_module, "respond", evil)
-    with pytest.raises(CheckpointError, match="needed a digest"):
-        source_folder("maker/small")
-    assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
-    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
-    monkeypatch.setattr(small_hub_module, "respond", answer)
-    assert source_folder("maker/small").is_dir()  # nothing is left over
-
-
-def test_nor_does_a_hub_of_data_sets(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = small_hub_module.respond
-
-    def evil(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
-        status, headers, body = answer(hub, path, known)
-        return status, headers | {"ETag": "../../../../planted"}, body
-
-    def load(*_: object, **__: object) -> list[dict[str, str]]:
-        return [{"text": Path(huggingface_hub.hf_hub_download("maker/small", "README.md")).read_text()}]
-
-    monkeypatch.setattr(small_hub_module, "respond", evil)
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    with pytest.raises(InputError, match="needed a digest"):
-        read_documents("maker/small")
-    assert [path for path in tmp_path.rglob("*") if "planted" in path.name] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slow", "says"), [("/resolve/", "maker/small does not arrive; got less than"), ("/api/models/", "no answer from")]
-)
-def test_a_hub_that_sends_a_byte_now_and_then(hub: SmallHub, tmp_path: Path, slow: str, says: str) -> None:
-    """Each byte comes before any timeout of a silence. The command does not wait for what it leaves."""
-    hub.slow = slow
-    lines = ["import sys, huggingface_hub.constants", "huggingface_hub.constants.DEFAULT_ETAG_TIMEOUT = 0.3"]
-    lines += ["from slidesparse.files import hub", "hub.PATIENCE_S = 3.0", "from slidesparse.cli import main", "main()"]
-    command = [sys.executable, "-c", "\n".join(lines), "inspect", "maker/small"]
-    environment = {**os.environ, **settings(hub, tmp_path / "home"), "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert says in done.stderr.splitlines()[-1]
-
-
-def test_a_slow_hub_is_waited_for_while_files_arrive(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(hub_module, "LEAST_BYTES", 0)
-    assert source_folder("maker/small").is_dir()
+    assert begun.is_set()

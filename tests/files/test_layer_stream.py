@@ -298,14 +298,6 @@ def test_a_list_of_documents(tmp_path: Path) -> None:
             read_text(tmp_path / "d.json")
 
 
-def test_a_text_that_never_ends(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero.txt").symlink_to("/dev/zero")
-    for name, kind in (("pipe", "a pipe"), ("zero.txt", "a device")):
-        with pytest.raises(InputError, match=rf"{name} cannot be read; got {kind}"):
-            read_text(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -1,22 +1,18 @@
-"""The other files of a source: nothing of the user's own comes along, and nothing is waited for."""
+"""The other files of a source: nothing of the user's own comes along, and no code."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 
-from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
-from slidesparse.files import source_files
-from slidesparse.files.source_files import SourceFiles, survey
+from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 REWRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
@@ -63,41 +59,20 @@ def nowhere(folder: Path) -> None:
     (folder / "a").symlink_to("missing")
 
 
-def to_itself(folder: Path) -> None:
-    (folder / "a").symlink_to("a")
-
-
-def to_each_other(folder: Path) -> None:
-    (folder / "a").symlink_to("b")
-    (folder / "b").symlink_to("a")
-
-
 def above(folder: Path) -> None:
-    """Followed, each of the two would double the files at every step, forty steps deep."""
-    for name in ("a", "b", "sub/a", "sub/b"):
-        (folder / name).symlink_to(folder)
-
-
-def doubled(folder: Path) -> None:
-    """2 ** 40 files without one loop."""
-    for i in range(40):
-        (folder / f"d{i}").mkdir()
-        for name in ("a", "b"):
-            (folder / f"d{i}" / name).symlink_to(f"../d{i + 1}")
-    (folder / "d40").mkdir()
+    """Followed, it would lead in circles."""
+    (folder / "sub/a").symlink_to(folder)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (to_a_file, "a is a link out of the source; got .*/secret/key; copy what is there with --links copy"),
-        (to_a_folder, "a is a link out of the source; got .*/secret;"),
+        (to_a_folder, "a is a link to a folder; got .*/secret;"),
         (through_a_link, "way/a is a link out of the source"),
         (to_a_device, "a is a link out of the source; got /dev/zero"),
         (nowhere, "a is a link that leads nowhere"),
-        (to_itself, "a is a link that leads nowhere"),
-        (to_each_other, "a is a link that leads nowhere"),
-        (above, "a is a link to a folder above it"),
+        (above, "sub/a is a link to a folder"),
     ],
 )
 def test_links_are_refused_or_left_out(source: Path, make: Callable[[Path], None], says: str) -> None:
@@ -111,11 +86,10 @@ def test_links_are_refused_or_left_out(source: Path, make: Callable[[Path], None
 
 def test_links_are_copied_when_the_user_says_so(source: Path, tmp_path: Path) -> None:
     to_a_file(source)
-    (source / "b").symlink_to("../secret")
     files = survey(source, REWRITTEN, "copy")
-    assert names(files) == ["a", "b/key", "sub/notes.txt", "tokenizer.json"]
+    assert names(files) == ["a", "sub/notes.txt", "tokenizer.json"]
     files.copy_to(tmp_path / "out")
-    assert (tmp_path / "out/a").read_text() == (tmp_path / "out/b/key").read_text() == "private"
+    assert (tmp_path / "out/a").read_text() == "private"
     assert not (tmp_path / "out/a").is_symlink()
 
 
@@ -128,15 +102,7 @@ def test_what_cannot_be_copied_is_refused_even_then(source: Path, make: Callable
 
 def test_links_within_the_source_are_copied(source: Path) -> None:
     (source / "a").symlink_to("tokenizer.json")
-    (source / "b").symlink_to("sub")
-    assert names(survey(source, REWRITTEN)) == ["a", "b/notes.txt", "sub/notes.txt", "tokenizer.json"]
-
-
-def test_links_that_multiply_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_files, "MAX_FILES", 5000)
-    doubled(source)
-    with pytest.raises(CheckpointError, match="too many files"):
-        survey(source, REWRITTEN)
+    assert names(survey(source, REWRITTEN)) == ["a", "sub/notes.txt", "tokenizer.json"]
 
 
 def test_the_snapshot_of_a_hub_is_a_source(tmp_path: Path) -> None:
@@ -156,7 +122,7 @@ def test_the_snapshot_of_a_hub_is_a_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("links", ["refuse", "skip"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_links_in_the_place_of_weights_count_too(source: Path, name: str, links: source_files.Links) -> None:
+def test_links_in_the_place_of_weights_count_too(source: Path, name: str, links: Links) -> None:
     (source / name).unlink()
     (source / name).symlink_to("../secret/key")
     with pytest.raises(CheckpointError, match=f"{name} is a link out of the source"):
@@ -164,63 +130,12 @@ def test_links_in_the_place_of_weights_count_too(source: Path, name: str, links:
     survey(source, REWRITTEN, "copy")
 
 
-# -- what is no file -----------------------------------------------------------------------------------------------
-
-
-def make_socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred characters
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a pipe"), (make_socket, "a socket")])
-@pytest.mark.parametrize("where", ["a", "sub/a", "model.safetensors"])
-def test_pipes_and_sockets_are_refused(source: Path, make: Callable[[Path], None], kind: str, where: str) -> None:
-    (source / where).unlink(missing_ok=True)
-    make(source / where)
-    with pytest.raises(CheckpointError, match=f"{where} cannot be copied; got {kind}"):
-        survey(source, REWRITTEN)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
-@pytest.mark.parametrize("command", ["inspect", "prune"])
-def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "m" / name).unlink(missing_ok=True)
-    if name.endswith("index.json"):
-        (tmp_path / "m/model.safetensors").unlink()
-    os.mkfifo(tmp_path / "m" / name)
-    capsys.readouterr()
-    options = [] if command == "inspect" else [str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
-    assert main([command, str(tmp_path / "m"), *options]) == 1
-    assert f"{name} cannot be read; got a pipe" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_files_with_large_holes_are_refused(source: Path) -> None:
-    with open(source / "notes.txt", "wb") as file:
-        file.truncate(1 << 43)
-    with pytest.raises(CheckpointError, match=r"notes.txt has large holes; got 8.8 TB, 0 bytes of them on disk"):
-        survey(source, REWRITTEN)
-
-
-def test_a_json_file_without_end_is_refused(source: Path) -> None:
-    with open(source / "config.json", "wb") as file:
-        file.truncate(1 << 43)
-    with pytest.raises(CheckpointError, match=r"config\.json (is too large|has large holes); got 8\.8 TB"):
-        Checkpoint(source)
-
-
 # -- weights in other forms ----------------------------------------------------------------------------------------
 
 
 OTHERS = {
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "original/consolidated.00.pth", "model-Q4_K_M.GGUF"),
-    *("onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "tf_model.h5", "slidesparse.packed"),
+    *("onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "tf_model.h5"),
     *("checkpoint-500/model.safetensors", "checkpoint-500/optimizer.pt", "model.ckpt.data-00000-of-00001"),
     *("pytorch_model_fsdp_0/__0_0.distcp", "model.safetensors.index.fp32.json", "hf_quant_config.json"),
     *("quantize_config.json", "speech-lora/adapter_config.json"),
@@ -272,40 +187,6 @@ def test_names_of_code_are_said_and_not_copied(tmp_path: Path, key: str) -> None
 
 
 # -- the copies ----------------------------------------------------------------------------------------------------
-
-
-def test_permissions_of_the_owner_are_not_given_on(source: Path, tmp_path: Path) -> None:
-    (source / "tokenizer.json").chmod(0o6754)
-    (source / "sub/notes.txt").chmod(0o400)
-    files = survey(source, REWRITTEN)
-    for _ in range(2):  # the second time as after a kill: a file that nobody may write gives way
-        files.copy_to(tmp_path / "out")
-    copy = (tmp_path / "out/tokenizer.json").stat()
-    assert stat.S_IMODE(copy.st_mode) == 0o754 & ~umask()
-    assert copy.st_mtime_ns == (source / "tokenizer.json").stat().st_mtime_ns
-    assert stat.S_IMODE((tmp_path / "out/sub/notes.txt").stat().st_mode) == 0o400
-
-
-def umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_a_file_that_becomes_a_link_is_not_followed(source: Path, tmp_path: Path) -> None:
-    files = survey(source, REWRITTEN)
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer.json").symlink_to("../secret/key")
-    with pytest.raises((CheckpointError, OSError)):
-        files.copy_to(tmp_path / "out")
-    assert not (tmp_path / "out/tokenizer.json").exists()
-
-
-def test_a_file_that_changes_is_not_copied(source: Path, tmp_path: Path) -> None:
-    files = survey(source, REWRITTEN)
-    (source / "tokenizer.json").write_text("grown")
-    with pytest.raises(CheckpointError, match=r"tokenizer.json changed while the source was copied"):
-        files.copy_to(tmp_path / "out")
 
 
 def test_names_of_our_own_and_names_that_are_not_utf8_are_copied(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
         ({}, "options, slidesparse, windows"),
         (
             {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
-            "--pattern, --match, slidesparse",
+            "pattern, match, slidesparse",
         ),
         ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab", "device": "cpu"}, "device"),
     ],
@@ -233,15 +233,9 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
-def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_work_is_not_followed(tmp_path: Path) -> None:
     stopped(tmp_path, KeyboardInterrupt(), {})
     assert (tmp_path / "s.partial").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "s.partial").chmod(0o777)
-    with (
-        pytest.raises(CheckpointError, match="belongs to another user, or others may write it"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
     (tmp_path / "t.partial").symlink_to("s.partial")
     with pytest.raises(CheckpointError, match=r"t.partial is a link"), staged(tmp_path / "t", tmp_path / "m", {}, 0):
         pass
@@ -264,14 +258,6 @@ def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path
     destination.rmdir()
     run()
     assert list(contents(destination)) == ["one.safetensors"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_the_place_of_another_user_is_not_taken(tmp_path: Path) -> None:
-    (tmp_path / "s.partial").mkdir(mode=0o755)
-    os.chown(tmp_path / "s.partial", 65534, -1)
-    with pytest.raises(CheckpointError, match="belongs to another user"), staged(tmp_path / "s", tmp_path / "m", {}, 0):
-        pass
 
 
 def test_a_folder_of_the_users_own_is_not_cleared(tmp_path: Path) -> None:
@@ -314,6 +300,3 @@ def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Pat
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     ignored = replace(options, ignore=("re:.*layers.1.self_attn.*", "re:.*layers.1.mlp.*"))
     prune_checkpoint(tmp_path / "m", tmp_path / "s", ignored)
-
-
-# -- disks ---------------------------------------------------------------------------------------------------------

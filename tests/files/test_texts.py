@@ -66,12 +66,8 @@ def test_what_is_no_chat(tmp_path: Path, line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "got"),
     [
-        ({"messages": [*CHAT * 50, {"role": "user", "content": None}]}, "None in message 101"),
         ({"messages": [*CHAT * 50, "hello"]}, "'hello' in message 101"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "[{'type': 'text'}] in message 1"),
-        ({"id": "x" * 500, "text": None}, "{'text': None}"),
         ({"id": "x" * 500, "body": "hello"}, "['id', 'body']"),
-        ("hello", "'hello'"),
     ],
 )
 def test_a_long_document_shows_its_wrong_part(tmp_path: Path, line: Any, got: str) -> None:
@@ -262,17 +258,8 @@ def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "holes.txt", "wb") as file:
         file.truncate(1 << 40)
-    for name in ("holes.txt", "holes.jsonl", "holes.txt.gz"):
-        (tmp_path / "holes.txt").rename(tmp_path / name)
-        with pytest.raises(InputError, match=rf"{name} is too large; got 1.1 TB"):
-            read_documents(tmp_path / name)
-        (tmp_path / name).rename(tmp_path / "holes.txt")
-
-
-def test_parquet_inside_of_gzip_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "t.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
-    with pytest.raises(InputError, match=r"t.parquet.gz is compressed twice"):
-        read_documents(tmp_path / "t.parquet.gz")
+    with pytest.raises(InputError, match=r"holes.txt is too large; got 1.1 TB"):
+        read_documents(tmp_path / "holes.txt")
 
 
 def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:

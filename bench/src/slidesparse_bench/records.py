@@ -19,7 +19,6 @@ from typing import IO, TypeVar, cast
 
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import decode, parse_json
-from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError, first_line, system_words
 from slidesparse.offline.known_models import TYPES
 from slidesparse_bench.number_range import require_numbers, require_printable
@@ -301,7 +300,6 @@ def resume_lines(path: Path, parse: Callable[[str], T]) -> list[T]:
 
 def _read_text(path: Path) -> str:
     try:
-        require_regular(path)
         with open_records(path, "r") as file:
             text = file.read(LARGEST + 1)
     except FileNotFoundError as error:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from slidesparse.base.typed_json import decode, parse_json
-from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
 from slidesparse_bench.number_range import require_numbers, require_printable
 from slidesparse_bench.records import LARGEST, Machine, open_records, parse_lines, resume_lines
@@ -249,7 +248,6 @@ def to_line(record: ServeRecord | TimelineRecord) -> str:
 def benchmark_of(path: Path) -> str | None:
     """The benchmark that a file's first line names, if it does; strict reading says what is wrong with it later."""
     try:
-        require_regular(path)
         with open_records(path, "r") as file:
             first = json.loads(file.readline(LARGEST))
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):

@@ -57,8 +57,6 @@ def _refusal(folder: Path | None) -> str | None:
         return "the user has no home"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            return f"anybody can replace the folders in {folder.parent}"
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
@@ -68,25 +66,8 @@ def _refusal(folder: Path | None) -> str | None:
             return f"{folder} belongs to another user"
         if status.st_mode & 0o077 and status.st_uid == os.geteuid():
             folder.chmod(0o700)
-        if (planted := _of_others(folder, is_open=bool(status.st_mode & 0o077))) is not None:
-            return f"another user has written {planted}, or may"
     except OSError as error:
         return f"{folder} cannot be used ({error.strerror})"
-    return None
-
-
-def _of_others(folder: Path, is_open: bool) -> Path | None:
-    """Return something in a folder that is neither the user's own nor root's, or that others could write.
-
-    In a folder that is not open to others, files are out of reach, and so is what a group may write: a umask of 002
-    leaves that. It may have been open before, so a folder in it that everybody may write is not taken.
-    """
-    for where, folders, files in os.walk(folder):
-        for path in (Path(where, name) for name in (*folders, *files)):
-            status = path.lstat()
-            writers = 0o022 if is_open else 0o002 * stat.S_ISDIR(status.st_mode)
-            if status.st_uid not in (0, os.geteuid()) or path.is_symlink() or status.st_mode & writers:
-                return path
     return None
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from slidesparse.base.whole_file import read_regular
+from slidesparse.base.whole_file import read_whole
 from slidesparse.errors import InputError
 
 MAX_BYTES = 256 * 10**6
@@ -39,7 +39,7 @@ def load_json(path: Path, *, non_finite: bool = False) -> Any:
         FileNotFoundError: There is no such file.
         InputError: The file cannot be read, is larger than :data:`MAX_BYTES`, or :func:`parse_json` refuses it.
     """
-    return parse_json(read_regular(path, MAX_BYTES), str(path), non_finite=non_finite)
+    return parse_json(read_whole(path, MAX_BYTES), str(path), non_finite=non_finite)
 
 
 def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> Any:

@@ -1,9 +1,8 @@
-"""Read a file whole without waiting for anybody, and write one so that it is there whole, or as it was before."""
+"""Read a file whole, and write one so that it is there whole, or as it was before."""
 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from secrets import token_hex
 
@@ -12,19 +11,6 @@ from slidesparse.errors import InputError, printable
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of :func:`os.open` that make a file and never open one that is there, nor one under a link."""
-
-MAX_HOLES = 1 << 30
-"""Most bytes that a file may promise without having them on disk; a file system that compresses has smaller files."""
-
-
-def kind_of(mode: int) -> str:
-    """Return what a file of this mode is, for a message: ``a file``, ``a folder``, ``a pipe``, ...
-
-    >>> kind_of(stat.S_IFIFO | 0o644)
-    'a pipe'
-    """
-    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def readable_name(name: str | os.PathLike[str]) -> str:
@@ -36,42 +22,21 @@ def readable_name(name: str | os.PathLike[str]) -> str:
     return printable(os.fsencode(name).decode("utf-8", "backslashreplace"))
 
 
-def require_regular(path: Path, largest: int | None = None) -> int:
-    """Return the size of a file, and refuse everything else that may be under its name.
+def require_size(path: Path, largest: int) -> None:
+    """Raise an InputError for a file of more bytes than ``largest``."""
+    if (size := path.stat().st_size) > largest:
+        raise InputError(f"{path} is too large", got=readable_size(size), needed=f"at most {readable_size(largest)}")
 
-    A pipe would be waited for, perhaps for ever, and a device has no end.
+
+def read_whole(path: Path, largest: int) -> bytes:
+    """Return the contents of a file.
 
     Raises:
-        FileNotFoundError: There is nothing.
-        InputError: It is a pipe, a socket, a device or a folder, is larger than that, or cannot be looked at.
+        FileNotFoundError: There is no such file.
+        InputError: It has more bytes than ``largest``, or cannot be read.
     """
     try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read", got=error.strerror) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path} cannot be read", got=kind_of(status.st_mode), needed="a file")
-    if largest is not None and status.st_size > largest:
-        needed = f"at most {readable_size(largest)}"
-        raise InputError(f"{path} is too large", got=readable_size(status.st_size), needed=needed)
-    return status.st_size
-
-
-def require_no_holes(path: Path) -> None:
-    """Raise an InputError for a file that promises over :data:`MAX_HOLES` bytes that are not on disk."""
-    status = path.stat()
-    on_disk = status.st_blocks * 512
-    if status.st_size - on_disk > MAX_HOLES:
-        got = f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk"
-        raise InputError(f"{path} has large holes", got=got, remedy="remove it")
-
-
-def read_regular(path: Path, largest: int) -> bytes:
-    """Return the contents of a file: see :func:`require_regular`."""
-    require_regular(path, largest)
-    try:
+        require_size(path, largest)
         return path.read_bytes()
     except FileNotFoundError:
         raise

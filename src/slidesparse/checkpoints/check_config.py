@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count, repeat
+from collections.abc import Mapping
 from typing import Any
 
-from torch.nn.modules.module import register_module_module_registration_hook
-
-from slidesparse.base.bounded_regex import require_bounded
-from slidesparse.base.counted import counted
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.checkpoints.quantisation_keys import FROM_FLOAT
@@ -22,55 +15,11 @@ from slidesparse.models.config_keys import MARKER_KEY
 GENERATION_FILE = "generation_config.json"
 """Holds the settings with which a model writes text."""
 
-LARGEST = 1 << 24
-"""A number that a config may have though no tensor is so long: Llama 4 reads ten million positions."""
-
-NO_SIZE = re.compile("theta|base|seed|param")
-"""Keys of numbers for which nothing is made."""
-
-SPARE, OF_A_TENSOR = 2048, 16
-"""Modules that a model may have: some seconds of work, and so many for each tensor of the checkpoint."""
-
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
 """Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
 
 QUANTISER_TENSORS = (".qweight", ".qzeros")
 """Ends of the names of their tensors."""
-
-
-def require_plausible(checkpoint: Checkpoint) -> None:
-    """Raise a CheckpointError for a number beyond any tensor, an InputError for an endless regular expression."""
-    most = max(LARGEST, *(n for shard in checkpoint.shards.values() for one in shard.values() for n in one.shape))
-    for key, value in _values("", checkpoint.config):
-        if isinstance(value, int) and value > most and NO_SIZE.search(key) is None:
-            raise CheckpointError(f"{key} of {checkpoint.path}/config.json", got=value, needed=f"at most {most}")
-        if isinstance(value, str) and value.startswith("re:"):
-            require_bounded(value[3:], max(map(len, checkpoint.files), default=0))
-
-
-def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all that is in it, each with the innermost key around it."""
-    yield key, value
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else zip(repeat(key), value, strict=False):
-            yield from _values(name, item)
-
-
-@contextmanager
-def counted_modules(checkpoint: Checkpoint) -> Iterator[None]:
-    """Refuse a model that gets far more modules in this block than the checkpoint has tensors, whatever key says so."""
-    most, numbers = SPARE + OF_A_TENSOR * len(checkpoint.files), count()
-
-    def one_more(*_: Any) -> None:
-        if next(numbers) >= most:
-            needed = f"a model of {counted(len(checkpoint.files), 'tensor')}"
-            raise CheckpointError(f"layers in {checkpoint.path}/config.json", got=f"{most} modules", needed=needed)
-
-    handle = register_module_module_registration_hook(one_more)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.paths import usable_path
-from slidesparse.base.whole_file import kind_of, require_no_holes
 from slidesparse.checkpoints.marker import check_quantisation
 from slidesparse.checkpoints.wrapped_names import unwrapped
-from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
+from slidesparse.errors import CheckpointError, SlideSparseWarning
 from slidesparse.files.json_files import read_json
-from slidesparse.files.source_files import TEXTS
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 
@@ -58,7 +56,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} cannot be read", got=error.strerror) from error
         if not is_folder:
             raise _no_folder(self.path)
-        _refuse_endless_files(self.path)
         if not os.path.lexists(self.path / "config.json"):
             raise _lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
@@ -115,27 +112,6 @@ class Checkpoint:
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
-
-
-def _refuse_endless_files(folder: Path) -> None:
-    """Raise a CheckpointError for pipes, devices, or texts that promise far more than they hold.
-
-    A library that looks for a tokenizer would wait for a pipe, and read the others until memory ends.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not os.path.exists(entry.path):
-                    continue  # a link that leads nowhere
-                status = entry.stat()
-                if (kind := kind_of(status.st_mode)) in ("a pipe", "a device"):
-                    raise CheckpointError(f"{entry.path} cannot be read", got=kind, needed="a file")
-                if kind == "a file" and entry.name.endswith(TEXTS):
-                    require_no_holes(Path(entry.path))
-    except InputError as error:
-        raise CheckpointError(str(error)) from error
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
 
 
 def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:

@@ -1,8 +1,8 @@
 """Tell whether a checkpoint's weights are the ones that something was made from, wherever the folder is now.
 
 Names and times of a folder do not identify weights: a copy, a download or a container layer has other times and the
-same weights. Reading all weights would identify them, but 15 GB take a disk 5 to 60 seconds, time that the packed form
-is meant to save. So every tensor is sampled.
+same weights. Reading all weights would identify them, but 15 GB take a disk 5 to 60 seconds at every start. So every
+tensor is sampled.
 """
 
 from __future__ import annotations

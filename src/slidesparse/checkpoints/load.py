@@ -21,10 +21,8 @@ from slidesparse.checkpoints.expert_tensors import ExpertReader
 from slidesparse.checkpoints.load_experts import ExpertLoader
 from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
-from slidesparse.checkpoints.packed_file import PackedFile
 from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.hub import source_folder
-from slidesparse.files.source_files import PACKED_FILE
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
@@ -81,7 +79,6 @@ def load(
 def _filled(
     checkpoint: Checkpoint, marker: Marker, device: torch.device, backend: str, fallback: Fallback, tune: Tune
 ) -> nn.Module:
-    packed_file = PackedFile(checkpoint) if (checkpoint.path / PACKED_FILE).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
     model: Any = meta.model
@@ -96,11 +93,7 @@ def _filled(
         prefix = meta.prefix(name)
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
         pattern, stored = marker.pattern_of(name), f"{prefix}.weight"
-        if packed_file is None:
-            packed, choice = _settled(checkpoint.tensor(stored, device), scale, pattern, chooser, stored)
-        else:
-            packed = packed_file.read(name, pattern, checkpoint.stored(stored), scale, device)
-            choice = chooser.choose(packed)
+        packed, choice = _settled(checkpoint.tensor(stored, device), scale, pattern, chooser, stored)
         bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
         if bias is not None:
             check_finite(bias, f"{prefix}.bias")

@@ -14,9 +14,8 @@ from torch import nn
 
 from slidesparse.base.counted import counted
 from slidesparse.base.other_libraries import LOCAL, need
-from slidesparse.base.readable_size import readable_size
 from slidesparse.base.traced_tensor import replay, sources
-from slidesparse.checkpoints.check_config import counted_modules, require_family, require_plausible
+from slidesparse.checkpoints.check_config import require_family
 from slidesparse.checkpoints.checkpoint import Checkpoint, unmerged
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.stored_ties import settle_ties
@@ -31,9 +30,6 @@ from slidesparse.weights.quant import FLOATS
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
 run it."""
-
-MOST_BUFFERS = 1 << 30
-"""Bytes of tables and masks that a model may compute, though it has fewer bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +156,9 @@ def build_meta_model(
     known, config = model_class(checkpoint)
     what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
     init_empty = need("accelerate").init_empty_weights if real_buffers else None
-    # The size of buffers is known before they have values.
-    for empty in (torch.device("meta"), *([init_empty(include_buffers=False)] if init_empty else [])):
-        with _explained(what), counted_modules(checkpoint), empty, _default_dtype(dtype or config.dtype):
-            model: nn.Module = known(config)
-        if (size := sum(buffer.nbytes for buffer in model.buffers())) > max(MOST_BUFFERS, checkpoint.n_bytes):
-            needed = f"at most {readable_size(MOST_BUFFERS)}, or the size of the weights"
-            raise CheckpointError(what, got=f"{readable_size(size)} of tables and masks", needed=needed)
+    empty = torch.device("meta") if init_empty is None else init_empty(include_buffers=False)
+    with _explained(what), empty, _default_dtype(dtype or config.dtype):
+        model: nn.Module = known(config)
     with _explained(what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
@@ -197,7 +189,6 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             needed=f"a model that transformers {transformers.__version__} has",
             remedy="upgrade transformers; custom code is not run",
         )
-    require_plausible(checkpoint)
     with _explained(f"cannot read {checkpoint.path}/config.json"):
         if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
             raise UnsupportedError(

@@ -6,13 +6,10 @@ and an interruption while anything is imported ends in one line.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from slidesparse.base.apart import something_is_left
 from slidesparse.cli.interruption import Signals
 from slidesparse.errors import SlideSparseError, printable
 
@@ -44,17 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             report(error, "--json" in words)
             signals.status = signals.exit_status()
-        if arguments is None and something_is_left():
-            _leave(signals.status)
         return signals.status
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process without waiting for threads that may never end; its output is written already."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(status)
 
 
 def _answer(words: list[str], signals: Signals) -> int:

@@ -1,4 +1,4 @@
-"""The commands that show, measure and pack checkpoints: their arguments, and what they print."""
+"""The commands that show and measure checkpoints: their arguments, and what they print."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ PLOT = Path("slidesparse-demo.png")
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, demo, prune, eval, pack, inspect, recover and chats."""
+    """Add info, demo, prune, eval, inspect, recover and chats."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
     _add_demo(commands)
     add_prune(commands)
     _add_eval(commands)
-    text = "Write the packed form of a pruned checkpoint into its folder, to load it faster."
-    add_command(commands, "pack", _pack, text).add_argument("path", type=named_path, metavar="PATH", help="a folder")
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     add_source(inspect, "PATH", "a folder, or NAMESPACE/NAME on the hub")
     add_recover(commands)
@@ -100,16 +98,6 @@ def _eval(options: argparse.Namespace) -> int:
 
     same = {name: getattr(options, name) for name in ("text", "window", "stride", "batch", "tasks", "limit")}
     print_outcome(options, evaluate(source_of(options), **same, device=device_of(options), bos=not options.no_bos))
-    return 0
-
-
-def _pack(options: argparse.Namespace) -> int:
-    from slidesparse.base.readable_size import readable_size
-    from slidesparse.checkpoints.packed_file import write_packed
-
-    file = write_packed(options.path)
-    size = file.stat().st_size
-    show(options, {"file": str(file), "bytes": size}, lambda: f"{file}: {readable_size(size)}")
     return 0
 
 

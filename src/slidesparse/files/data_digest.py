@@ -19,15 +19,12 @@ BLOCK = 1 << 20
 THREADS = 8
 """Most threads; more than that wait for memory."""
 
-DIGITS = 32
-"""Hexadecimal digits of a digest."""
-
 
 def data_digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes: BLAKE2b, 16 bytes, over the CRC-32 of every :data:`BLOCK`.
 
     Returns:
-        :data:`DIGITS` hexadecimal digits. Type and shape are not part of it; a file's header has them.
+        32 hexadecimal digits. Type and shape are not part of it; a file's header has them.
     """
     if not tensor.numel():
         return _of_blocks([])
@@ -64,14 +61,5 @@ class RunningDigest:
         return _of_blocks([*self.sums, self.open] if self.filled else self.sums)
 
 
-def text_digest(text: str) -> str:
-    """Return the digest of a short text: BLAKE2b, :data:`DIGITS` hexadecimal digits."""
-    return _digest(text.encode())
-
-
 def _of_blocks(sums: list[int]) -> str:
-    return _digest(b"".join(one.to_bytes(4, "little") for one in sums))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=DIGITS // 2).hexdigest()
+    return hashlib.blake2b(b"".join(one.to_bytes(4, "little") for one in sums), digest_size=16).hexdigest()

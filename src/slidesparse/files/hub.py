@@ -9,21 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from slidesparse.base.apart import run_apart
-from slidesparse.base.arguments import shown
 from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.base.readable_size import readable_size
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
-from slidesparse.files.source_files import PACKED_FILE, TEXTS
+from slidesparse.errors import CheckpointError, InputError, first_line
 
-FETCHED = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors", PACKED_FILE)
+TEXTS = ("*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt")
+FETCHED = (*TEXTS, "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors")
 """Patterns of the files that are fetched."""
 
 OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")
@@ -33,15 +31,6 @@ NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 ADDRESS = re.compile(r"https?://[^/\s]+/([\w.-]+/[\w.-]+)", re.ASCII)
 """Address of a model's page."""
-
-REVISION = re.compile(r"(?!.*\.\.)[\w][^\x00-\x20\x7f~^:?*\[\\]{0,254}")
-"""Names of branches, tags and commits: those that git takes. An address with .. in it leads elsewhere."""
-
-DIGEST = re.compile(r"[0-9a-fA-F]{32,128}")
-"""What a hub may call a commit or a file's digest: huggingface_hub makes names of files and folders of them."""
-
-PATIENCE_S, LEAST_BYTES = 600.0, 1 << 20
-"""A download ends where so many seconds bring fewer bytes. huggingface_hub writes 10 MiB of a file at a time."""
 
 SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<commit>[^/]+)")
 """Path of a snapshot in huggingface_hub's cache."""
@@ -74,19 +63,15 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
         return path
     address = ADDRESS.match(os.fspath(source))
     remedy = f"give {address[1]}" if address else None
-    if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None or not _is_repository(source):
+    if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None:
         raise CheckpointError(
             f"no checkpoint folder at {source if remedy else path}",
             needed="a local folder, or a model of the hub as NAMESPACE/NAME",
             remedy=remedy,
         )
-    if revision is not None and (not isinstance(revision, str) or REVISION.fullmatch(revision) is None):
-        raise InputError("--revision", got=shown(revision), needed="the name of a branch, a tag or a commit")
-    try:  # apart, since huggingface_hub ends its threads when they are done, not before
-        return run_apart(lambda: fetch(source, revision), PATIENCE_S, _arrival(source))
-    except TimeoutError as error:
-        got, remedy = f"less than 1 MiB in {PATIENCE_S:g} s", "run again: what was fetched is kept"
-        raise CheckpointError(f"{source} does not arrive", got=got, remedy=remedy) from error
+    if revision == "":
+        raise InputError("--revision", got="nothing", needed="the name of a branch, a tag or a commit")
+    return fetch(source, revision)
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
@@ -95,34 +80,34 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
+    hub = need(
+        "huggingface_hub",
+        what=f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed",
+    )
     if not bars_shown():
-        disable_progress_bars()
-    with digests_checked():
-        reached = _answers(repository, revision)
-        with _explained(repository, revision, reached):
-            return Path(
-                snapshot_download(
-                    repository,
-                    revision=revision,
-                    library_name="slidesparse",
-                    local_files_only=not reached,
-                    allow_patterns=[*FETCHED],
-                    ignore_patterns=[*OTHER_WEIGHTS],
-                )
+        hub.utils.disable_progress_bars()
+    with _explained(repository, revision):
+        return Path(
+            hub.snapshot_download(
+                repository,
+                revision=revision,
+                library_name="slidesparse",
+                allow_patterns=[*FETCHED],
+                ignore_patterns=[*OTHER_WEIGHTS],
             )
+        )
 
 
 def describe_model(repository: str) -> str | None:
     """Return the licence of a hub's model and the bytes that :func:`fetch` would fetch; None where no hub says so."""
     if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
         return None
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import filter_repo_objects
 
     try:
-        found = _model_info(repository, files_metadata=True)
+        ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
+        found = ask(repository, timeout=limit, files_metadata=True)
     except Exception:  # what is wrong is said when it is fetched
         return None
     sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
@@ -141,104 +126,19 @@ def hub_model(folder: Path) -> HubModel | None:
     return None if found is None else HubModel(f"{found['namespace']}/{found['name']}", found["commit"])
 
 
-def _arrival(repository: str) -> Callable[[], bool]:
-    """Return what says whether enough of a model's files has arrived since it was asked last."""
-    from huggingface_hub import constants
-
-    blobs, seen = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs"), [0]
-
-    def goes_on() -> bool:
-        try:
-            seen.append(sum(path.stat().st_blocks * 512 for path in blobs.glob("*")))
-        except OSError:  # a file is complete, and has got its name
-            return True
-        return seen[-1] - seen[-2] >= LEAST_BYTES
-
-    return goes_on
-
-
 @contextmanager
-def digests_checked() -> Iterator[None]:
-    """Refuse commits and digests that lead out of the cache: huggingface_hub believes whatever a hub answers."""
-    from huggingface_hub import HfApi, errors, file_download
-
-    names: dict[tuple[Any, str], Callable[[Any], list[str | None]]] = {
-        (file_download, "get_hf_file_metadata"): lambda file: [file.etag, file.commit_hash],
-        (HfApi, "model_info"): lambda model: [model.sha],
-        (HfApi, "dataset_info"): lambda data: [data.sha],
-        (HfApi, "list_repo_tree"): lambda files: [one.lfs.sha256 for one in files if getattr(one, "lfs", None)],
-    }
-    before = {place: getattr(*place) for place in names}
-
-    def require(said: list[str | None]) -> None:
-        for name in said:
-            if name is not None and DIGEST.fullmatch(name) is None:
-                raise CheckpointError("the hub names a commit or a file", got=f"{name!r:.80}", needed="a digest")
-
-    def checked(place: tuple[Any, str]) -> Callable[..., Any]:
-        def ask(*arguments: Any, **options: Any) -> Any:
-            try:
-                found = before[place](*arguments, **options)
-            except errors.EntryNotFoundError as error:  # a note of it is kept, under the commit that is said
-                answer = getattr(error, "response", None)
-                require([] if answer is None else [answer.headers.get("X-Repo-Commit")])
-                raise
-            found = list(found) if isinstance(found, Iterator) else found
-            require(names[place](found))
-            return found
-
-        return ask
-
-    try:
-        for place in before:
-            setattr(*place, checked(place))
-        yield
-    finally:
-        for place, ask in before.items():
-            setattr(*place, ask)
-
-
-def _model_info(repository: str, **options: Any) -> Any:
-    from huggingface_hub import HfApi, constants
-
-    ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
-    return run_apart(lambda: ask(repository, timeout=limit, **options), 6 * limit)  # its bytes may come one by one
-
-
-def _answers(repository: str, revision: str | None) -> bool:
-    """Return whether the hub answers in time, even with an error: ``snapshot_download`` has no timeout."""
-    try:
-        _model_info(repository, revision=revision)
-    except Exception as error:  # in the classes of whichever library huggingface_hub builds on
-        return "Timeout" not in type(error).__name__
-    return True
-
-
-def _is_repository(name: str) -> bool:
-    what = f"there is no folder {name}, and huggingface_hub, which asks the hub, is not installed"
-    utils = need("huggingface_hub.utils", what=what)
-    try:
-        utils.validate_repo_id(name)
-    except utils.HFValidationError:
-        return False
-    return True
-
-
-@contextmanager
-def _explained(repository: str, revision: str | None, reached: bool) -> Iterator[None]:
+def _explained(repository: str, revision: str | None) -> Iterator[None]:
     """Turn whatever goes wrong while a model is fetched into one line."""
     from huggingface_hub import constants, errors
 
     try:
         yield
-    except SlideSparseError:
-        raise
     except Exception as error:  # of the network, in the classes of whichever library huggingface_hub builds on
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some space, or let HF_HOME name another place, and run again: it goes on from there"
             raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error
         what = f"there is no folder {repository}, and a model of that name cannot be fetched"
-        got: str | None = first_line(error) if reached else f"no answer from {constants.ENDPOINT}"
+        got: str | None = first_line(error)
         needed, remedy = None, "check the network and the name, and run again: what was fetched is kept"
         if isinstance(error, errors.GatedRepoError):
             what, got = f"{repository} is a gated model", None

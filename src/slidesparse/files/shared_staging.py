@@ -18,6 +18,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
 from slidesparse.files.staging import (
     RECORD,
+    OptionName,
     Workplace,
     as_stored,
     differences,
@@ -30,7 +31,12 @@ from slidesparse.files.staging import (
 
 @contextmanager
 def staged_together(
-    ranks: Ranks, destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int
+    ranks: Ranks,
+    destination: Path,
+    source: Path,
+    record: Mapping[str, Any],
+    n_bytes: int,
+    as_written: OptionName = str,
 ) -> Iterator[Workplace]:
     """Give all processes one place to write in: see :func:`slidesparse.files.staging.staged`.
 
@@ -43,7 +49,7 @@ def staged_together(
         InputError: A process was started with other options or another source.
     """
     if ranks.is_first:
-        with staged(destination, source, record, n_bytes) as work:
+        with staged(destination, source, record, n_bytes, as_written) as work:
             ranks.gather(as_stored(record))
             with _stopped_together(ranks):
                 ranks.wait()  # for the checks of the others
@@ -56,7 +62,7 @@ def staged_together(
             if theirs != as_stored(record):
                 raise InputError(
                     f"rank {ranks.rank} was started otherwise than rank 0",
-                    got=f"another {', '.join(differences(theirs, as_stored(record)))}",
+                    got=f"another {', '.join(differences(theirs, as_stored(record), as_written))}",
                     needed="the same options, text and source, and one version and kind of device, for every process",
                 )
             _require_visible(ranks, work, record)

@@ -1,8 +1,7 @@
 """The other files of a checkpoint that is pruned: which are copied, which are not, and which stop the work.
 
 Whoever made the checkpoint chose its files, so none is believed to be what its name says. A link may lead to the user's
-own files, which then would be in a folder that is given on; a pipe is waited for; a device has no end. All of that is
-looked at before any work is done.
+own files, which then would be in a folder that is given on. All are looked at before any work is done.
 """
 
 from __future__ import annotations
@@ -11,21 +10,17 @@ import json
 import os
 import re
 import shutil
-import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from slidesparse.base.typed_json import MAX_BYTES, load_json, parse_json
-from slidesparse.base.whole_file import NEW_FILE, kind_of, read_regular, readable_name, replace_file, require_no_holes
+from slidesparse.base.whole_file import read_whole, readable_name, replace_file
 from slidesparse.errors import CheckpointError, InputError
 
 Links = Literal["refuse", "copy", "skip"]
 """What happens to links that lead out of the source: an error, copies of what is there, or nothing but their names."""
-
-MAX_FILES = 100_000
-"""Most files and folders of a source. A link that leads far away, or to and fro, brings more."""
 
 WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb|distcp|nemo|engine)"
@@ -36,12 +31,6 @@ WEIGHTS = re.compile(
 """Names of files that hold weights, the index of them, or how other weights are quantised, in the form of any library.
 Servers go by a left-over hf_quant_config.json."""
 
-TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
-"""Ends of the names of files that libraries read whole."""
-
-PACKED_FILE = "slidesparse.packed"
-"""Weights in the packed form, which do not fit other weights."""
-
 CODE = re.compile(r"\.(py|pyc|pyd|so|dll|dylib|pkl|pickle|joblib)$", re.IGNORECASE)
 """Names of files that a program may run."""
 
@@ -51,11 +40,11 @@ CODE_KEY = "auto_map"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to copy: its name there, the file itself after all links, and its status when it was looked at."""
+    """A file to copy: its name there, the file itself after all links, and its size."""
 
     name: Path
     path: str
-    status: os.stat_result
+    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class SourceFiles:
     @property
     def n_bytes(self) -> int:
         """Bytes of all files to copy."""
-        return sum(file.status.st_size for file in self.copied)
+        return sum(file.n_bytes for file in self.copied)
 
     def set_aside(self, name: str, mark: str) -> tuple[SourceFiles, str | None]:
         """Return the files with one of them under another name, and that name; None where there is no such file."""
@@ -89,12 +78,11 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files into a folder, with times and permissions; a CheckpointError where one has changed since."""
+        """Copy the contents of the files into a folder, without what names code."""
         for file in self.copied:
             target = folder / file.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # of a run that was killed
-            _copy(file, target)
+            shutil.copyfile(file.path, target)
             said = _json(target)
             if (without := without_code(said)) != said:
                 replace_file(target, json.dumps(without, indent=2, ensure_ascii=False))
@@ -113,87 +101,74 @@ def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") ->
             its blobs, do not.
 
     Raises:
-        CheckpointError: A link leads out and is not to be followed, or leads nowhere or back to a folder above it; or
-            there is a pipe, a socket, a device, a file with large holes, or one that cannot be read; or too many files.
+        CheckpointError: A link leads out and is not to be followed, or leads nowhere or to a folder; or there is
+            something else than a file, or a file that cannot be read.
     """
-    return _Survey(folder, rewritten, links).files()
+    inside, modules = _own_folders(folder), _modules(folder)
+    copied: list[SourceFile] = []
+    not_copied: list[str] = []
+    skipped: list[str] = []
+    for name in _names(folder):
+        is_rewritten, path = str(name) in rewritten, os.path.realpath(folder / name)
+        if not is_rewritten and _is_left_out(name, modules):
+            not_copied.append(readable_name(name))
+            continue
+        if os.path.islink(folder / name) and (error := _refused_link(folder / name, path, links, inside)) is not None:
+            if links != "skip" or is_rewritten:
+                raise error
+            skipped.append(readable_name(name))
+            continue
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            got = "no permission" if os.path.isfile(path) else "no file"
+            raise CheckpointError(f"{folder / name} cannot be copied", got=got)
+        said = _json(Path(path))
+        if said != without_code(said):
+            not_copied.append(f"{CODE_KEY} of {readable_name(name)}")
+        if not is_rewritten:
+            copied.append(SourceFile(name, path, os.path.getsize(path)))
+    return SourceFiles(tuple(copied), tuple(sorted(not_copied)), tuple(skipped))
 
 
-class _Survey:
-    def __init__(self, folder: Path, rewritten: Collection[str], links: Links) -> None:
-        self.folder, self.rewritten, self.links = folder, rewritten, links
-        self.top = os.path.realpath(folder)
-        self.inside = [self.top]
-        above, name = os.path.split(os.path.dirname(self.top))
-        if name == "snapshots":  # a hub's cache
-            self.inside.append(os.path.join(above, "blobs"))
-        self.modules = _modules(folder)
-        self.copied: list[SourceFile] = []
-        self.not_copied: list[str] = []
-        self.skipped: list[str] = []
+def _names(folder: Path) -> list[Path]:
+    """Return the names of everything but folders; links to folders are not followed."""
 
-    def files(self) -> SourceFiles:
-        for name, entry in self._entries():
-            status = os.stat(entry)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{self.folder / name} cannot be copied", got=kind_of(status.st_mode))
-            if not os.access(entry, os.R_OK):
-                raise CheckpointError(f"{self.folder / name} cannot be read", got="no permission")
-            said = _json(Path(entry))
-            if said != without_code(said):
-                self.not_copied.append(f"{CODE_KEY} of {readable_name(name)}")
-            if len(name.parts) == 1 and str(name) in self.rewritten:
-                continue
-            try:
-                require_no_holes(Path(entry))
-            except InputError as error:
-                raise CheckpointError(str(error)) from error
-            self.copied.append(SourceFile(name, entry, status))
-        self.copied.sort(key=lambda file: file.name)
-        return SourceFiles(tuple(self.copied), tuple(sorted(self.not_copied)), tuple(sorted(self.skipped)))
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(f"{error.filename} cannot be read", got=error.strerror) from error
 
-    def _entries(self) -> Iterator[tuple[Path, str]]:
-        """Yield the name and the real path of everything but folders, weights, code, and links to be left out."""
-        folders = [(Path(), self.top, frozenset({self.top}))]
-        seen = 0
-        while folders:
-            within, folder, above = folders.pop()
-            for entry in _listed(folder):
-                seen += 1
-                if seen > MAX_FILES:
-                    raise CheckpointError(f"{self.folder} has too many files", needed=f"at most {MAX_FILES}")
-                name = within / entry.name
-                if self._is_left_out(name) and not entry.is_dir(follow_symlinks=False):
-                    self.not_copied.append(readable_name(name))
-                    continue
-                path = self._followed(name, entry, above) if entry.is_symlink() else entry.path
-                if path is not None and os.path.isdir(path):
-                    folders.append((name, path, above | {path}))
-                elif path is not None:
-                    yield name, path
+    found = []
+    for where, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        found += [Path(where, name).relative_to(folder) for name in (*links, *files) if not name.startswith(".")]
+    return sorted(found)
 
-    def _is_left_out(self, name: Path) -> bool:
-        if len(name.parts) == 1 and (str(name) in self.rewritten or str(name) == PACKED_FILE):
-            return str(name) == PACKED_FILE
-        if CODE.search(name.name) is not None:
-            return True
-        return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in self.modules)
 
-    def _followed(self, name: Path, entry: os.DirEntry[str], above: frozenset[str]) -> str | None:
-        """Return where a link leads, or None for one that is left out; refuse the others."""
-        path = os.path.realpath(entry.path)
-        if not os.path.exists(entry.path):
-            why, remedy = "a link that leads nowhere", "remove it, or leave it out with --links skip"
-        elif path in above:
-            why, remedy = "a link to a folder above it", "remove it, or leave it out with --links skip"
-        elif self.links == "copy" or any(os.path.commonpath((path, inside)) == inside for inside in self.inside):
-            return path
-        else:
-            why, remedy = "a link out of the source", "copy what is there with --links copy, or leave it out with skip"
-        if self.links == "skip" and str(name) not in self.rewritten:
-            self.skipped.append(readable_name(name))
-            return None
-        raise CheckpointError(f"{self.folder / name} is {why}", got=path, remedy=remedy)
+def _own_folders(folder: Path) -> list[str]:
+    """Return the folders to which links may lead: the checkpoint's own, and the blobs of a hub's cache beside it."""
+    top = os.path.realpath(folder)
+    above, name = os.path.split(os.path.dirname(top))
+    return [top, os.path.join(above, "blobs")] if name == "snapshots" else [top]
+
+
+def _is_left_out(name: Path, modules: list[Path]) -> bool:
+    """Return whether a file has code or other copies of the weights."""
+    if CODE.search(name.name) is not None:
+        return True
+    return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in modules)
+
+
+def _refused_link(link: Path, path: str, links: Links, inside: list[str]) -> CheckpointError | None:
+    """Return why a link that leads to a path is not followed; None for one that is."""
+    remedy = "remove it, or leave it out with --links skip"
+    if not os.path.exists(path):
+        why = "a link that leads nowhere"
+    elif os.path.isdir(path):
+        why = "a link to a folder"
+    elif links == "copy" or any(os.path.commonpath((path, own)) == own for own in inside):
+        return None
+    else:
+        why, remedy = "a link out of the source", "copy what is there with --links copy, or leave it out with skip"
+    return CheckpointError(f"{link} is {why}", got=path, remedy=remedy)
 
 
 def without_code(said: Any) -> Any:
@@ -209,18 +184,10 @@ def _json(path: Path) -> Any:
     if path.suffix.lower() != ".json":
         return None
     try:
-        content = read_regular(path, MAX_BYTES)
+        content = read_whole(path, MAX_BYTES)
         return parse_json(content, str(path), non_finite=True) if re.search(rb"auto_map|\\u00[567]", content) else None
     except InputError:  # no JSON, and so nothing that anybody reads
         return None
-
-
-def _listed(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((one for one in entries if not one.name.startswith(".")), key=lambda one: one.name)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
 
 
 def _modules(folder: Path) -> list[Path]:
@@ -231,15 +198,3 @@ def _modules(folder: Path) -> list[Path]:
         return []
     paths = [one.get("path") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     return [Path(path) for path in paths if isinstance(path, str) and Path(path).parts]
-
-
-def _copy(file: SourceFile, target: Path) -> None:
-    reading = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(reading, "rb") as source:
-        status, before = os.fstat(reading), file.status
-        same = (status.st_size, status.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-        if not stat.S_ISREG(status.st_mode) or not same:
-            raise CheckpointError(f"{file.path} changed while the source was copied", remedy="run again")
-        with open(os.open(target, NEW_FILE, status.st_mode & 0o777), "wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
-    os.utime(target, ns=(before.st_mtime_ns, before.st_mtime_ns))

@@ -17,15 +17,13 @@ nothing is left.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
@@ -36,9 +34,12 @@ from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.write_errors import innermost_folder, locked, require_space, write_errors
+from slidesparse.files.write_errors import locked, require_space, write_errors
 
 RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
+
+OptionName: TypeAlias = Callable[[str], str]
+"""Function that gives the name of a field of options as a user writes it."""
 
 LAYOUT = 2
 """Version of the place of work, part of every record: a run does not go on from the files of another version."""
@@ -94,7 +95,9 @@ class Workplace:
 
 
 @contextmanager
-def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
+def staged(
+    destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int, as_written: OptionName = str
+) -> Iterator[Workplace]:
     """Give a place to write in, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
@@ -102,6 +105,7 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
         source: The folder of the data; ``destination`` must be neither this folder nor inside it.
         record: Everything that decides the output, ready for JSON; runs with equal records can use each other's files.
         n_bytes: Size of the output, checked against the free space.
+        as_written: Name of an option as a user writes it, for the message that a record differs.
 
     Raises:
         CheckpointError: The destination exists, another run is writing it, the record differs or the disk is full.
@@ -112,8 +116,7 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
             stored = as_stored(record)
-            _refuse_what_others_may_write(work.path)
-            refuse_another_run(work, stored)
+            refuse_another_run(work, stored, as_written)
             with _left_in_order(work, destination):
                 _begin(work, stored)
                 require_space(destination, n_bytes - work.size())
@@ -128,10 +131,12 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
                 folder.rmdir()  # only where it is empty
 
 
-def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int) -> int:
+def bytes_to_write(
+    destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int, as_written: OptionName = str
+) -> int:
     """Return how many bytes :func:`staged` would still write, or raise what it would raise.
 
-    The space on the disk is not compared. Nor is the owner of a place of work that others may write: that takes a file.
+    The space on the disk and permissions are not looked at.
 
     Raises:
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
@@ -139,21 +144,10 @@ def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n
     work = Workplace(partial_folder(destination))
     require_unlinked(work.path)
     if not os.path.lexists(work.path):
-        where = innermost_folder(work.path)
-        if not os.access(where, os.W_OK | os.X_OK):
-            raise CheckpointError(f"cannot make {work.path}", got=_why_closed(where))
         return n_bytes
-    if not os.access(work.path, os.R_OK | os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot use {work.path}", got=_why_closed(work.path))
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
-        refuse_another_run(work, as_stored(record()))
+        refuse_another_run(work, as_stored(record()), as_written)
         return n_bytes - work.size()
-
-
-def _why_closed(folder: Path) -> str:
-    """Return the system's words for why nothing can be made in a folder."""
-    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-    return os.strerror(errno.EROFS if read_only else errno.EACCES)
 
 
 def new_folder(destination: Path, source: Path) -> Path:
@@ -187,17 +181,12 @@ def new_folder(destination: Path, source: Path) -> Path:
 
 def _give_name(work: Workplace, destination: Path) -> None:
     """Give the output its name, unless something has got that name since the run began."""
-    try:
-        if work.output.is_file() and os.path.lexists(destination):
-            raise FileExistsError(destination)  # which renaming a file would replace
-        work.output.rename(destination)
-    except OSError as error:
-        if not os.path.lexists(destination):
-            raise
+    if os.path.lexists(destination):
         raise CheckpointError(
             f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
             remedy=f"remove {destination} and run again",
-        ) from error
+        )
+    work.output.rename(destination)
 
 
 def partial_folder(destination: Path) -> Path:
@@ -233,7 +222,7 @@ def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
+def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: OptionName) -> None:
     """Refuse a place of work in which another run has work to lose; ``record`` is as stored."""
     path, again = work.path / RECORD, f"remove {work.path} and run again"
     try:
@@ -245,26 +234,16 @@ def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
     if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(differences(known, record))}",
+            got=None if known is None else f"another {', '.join(differences(known, record, as_written))}",
             remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 
 
-AS_WRITTEN = {
-    "texts": "--text, --chats or --self",
-    "layers": "--layer",
-    "bos": "--no-bos",
-    "file": "--calibration",
-    "more": "--calibration",
-}
-"""Options whose names in Python are not those of the command line."""
-
-
-def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differences(record: Mapping[str, Any], other: Mapping[str, Any], as_written: OptionName = str) -> list[str]:
     """Return the names of what differs between two records: options one by one, as a user writes them, all else whole.
 
     >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
-    ['--pattern']
+    ['pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
     if all(isinstance(one.get("calibration"), dict) for one in options):
@@ -272,7 +251,7 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
             {key: value for key, value in one.items() if key != "calibration"} | one["calibration"] for one in options
         ]
     differing = _differing(*options) if len(options) == 2 else []
-    names = [*dict.fromkeys(AS_WRITTEN.get(key, f"--{key.replace('_', '-')}") for key in differing)]
+    names = [*dict.fromkeys(map(as_written, differing))]
     return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 
@@ -292,19 +271,6 @@ def _begin(work: Workplace, record: dict[str, Any]) -> None:
     write_json(path, record)
     for folder in (work.output, work.notes, work.kept):
         folder.mkdir(exist_ok=True)
-
-
-def _refuse_what_others_may_write(partial: Path) -> None:
-    """Refuse a folder that is not as this user makes one: somebody else may have put files there."""
-    made = Path(tempfile.mkdtemp(suffix=".tmp", dir=partial))  # so that a file system without owners compares equal
-    try:
-        ours, found = made.stat(), partial.stat()
-    finally:
-        made.rmdir()
-    if (found.st_uid, found.st_mode & 0o022) != (ours.st_uid, ours.st_mode & 0o022):
-        raise CheckpointError(
-            f"{partial} belongs to another user, or others may write it", remedy=f"remove {partial} and run again"
-        )
 
 
 @contextmanager

@@ -1,22 +1,16 @@
-"""What the header of a safetensors file says: types, shapes, and digests of what was written."""
+"""Types and shapes of tensors as the header of a safetensors file has them."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.data_digest import text_digest
 
 DIGESTS = "slidesparse_digests"
-"""Key of a header's ``__metadata__``: JSON with the digest of every tensor's data, and of the header itself."""
-
-HEADER = "__metadata__"
-"""The name of the header among the digests, which no tensor can have."""
+"""Key of a header's ``__metadata__``: JSON with the digest of every tensor's data."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -49,10 +43,3 @@ class Stored:
         if self.dtype not in ITEM_BYTES:
             raise CheckpointError("type of a stored tensor", got=self.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def header_digest(metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> str:
-    """Return the digest of what a header says besides digests; the library checks the places of the tensors."""
-    said = sorted((key, value) for key, value in metadata.items() if key != DIGESTS)
-    layout = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
-    return text_digest(json.dumps([said, layout]))

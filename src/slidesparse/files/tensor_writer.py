@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from slidesparse.base.whole_file import NEW_FILE
-from slidesparse.files.data_digest import DIGITS, RunningDigest, data_digest
-from slidesparse.files.stored import DIGESTS, HEADER, ITEM_BYTES, STORED_NAMES, Stored, header_digest
+from slidesparse.files.data_digest import RunningDigest, data_digest
+from slidesparse.files.stored import DIGESTS, ITEM_BYTES, STORED_NAMES, Stored
 
 
 class TensorWriter:
@@ -32,22 +32,14 @@ class TensorWriter:
         path: The file.
         tensors: Name -> type and shape of everything that will be written.
         metadata: Strings for the header's ``__metadata__``.
-        with_digests: Write :attr:`digests` into the header, for :meth:`TensorReader.verified`.
 
     Attributes:
         digests: Tensor -> digest of its data, of those written so far.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, Stored],
-        metadata: Mapping[str, str] | None = None,
-        *,
-        with_digests: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self.missing, self.tensors = path, set(tensors), tensors
-        self.metadata, self.with_digests = {"format": "pt", **(metadata or {})}, with_digests
+        self.metadata = {"format": "pt", **(metadata or {})}
         self.digests: dict[str, str] = {}
         # The library's own order: wide types first, so that every tensor is aligned to its type.
         order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
@@ -56,7 +48,7 @@ class TensorWriter:
         for name in order:
             begin, end = end, end + tensors[name].n_bytes
             self.offsets[name] = begin, end
-        self.start = len(self._header())  # of the data
+        self.header = self._header()
         self.temporary = path.with_name(f"{path.name}.{token_hex(8)}.tmp")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -67,7 +59,7 @@ class TensorWriter:
         if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape or not same_type:
             raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
         tensor = tensor.contiguous()
-        self.file.seek(self.start + self.offsets[name][0])
+        self.file.seek(len(self.header) + self.offsets[name][0])
         if n_bytes:
             self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)
         self.digests[name] = data_digest(tensor)
@@ -76,7 +68,7 @@ class TensorWriter:
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
         """Write one tensor, which comes in parts of its type: what it holds at each index of its first dimension."""
         stored, digest, count = self.tensors[name], RunningDigest(), 0
-        self.file.seek(self.start + self.offsets[name][0])
+        self.file.seek(len(self.header) + self.offsets[name][0])
         for part in parts:
             if tuple(part.shape) != stored.shape[1:] or STORED_NAMES.get(part.dtype) != stored.dtype:
                 raise ValueError(f"{name} was announced as {stored}, and has a part {part.dtype} {tuple(part.shape)}")
@@ -90,12 +82,7 @@ class TensorWriter:
         self.missing.discard(name)
 
     def _header(self) -> bytes:
-        """Return the header, of one length whether the digests are known yet or not."""
-        metadata = dict(self.metadata)
-        if self.with_digests:
-            digests = {name: self.digests.get(name, "0" * DIGITS) for name in self.offsets}
-            metadata[DIGESTS] = json.dumps({HEADER: header_digest(metadata, self.tensors), **digests})
-        header: dict[str, Any] = {HEADER: metadata}
+        header: dict[str, Any] = {"__metadata__": self.metadata}
         for name, offsets in self.offsets.items():
             stored = self.tensors[name]
             header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": list(offsets)}
@@ -123,15 +110,17 @@ class TensorWriter:
         if self.missing:
             raise ValueError(f"not written to {self.path}: {sorted(self.missing)}")
         self.file.seek(0)
-        self.file.write(self._header())
+        self.file.write(self.header)
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.rename(self.path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors that are in memory into a file, with their digests."""
+    """Write tensors that are in memory into a file, with digests for :meth:`TensorReader.verified`."""
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     stored = {name: Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with TensorWriter(path, stored, metadata, with_digests=True) as writer:
+    digests = json.dumps({name: data_digest(tensor) for name, tensor in tensors.items()})
+    with TensorWriter(path, stored, {**(metadata or {}), DIGESTS: digests}) as writer:
         for name, tensor in tensors.items():
-            writer.write(name, tensor.cpu())
+            writer.write(name, tensor)

@@ -16,7 +16,7 @@ from slidesparse.errors import CheckpointError
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a folder's lock for a block, or refuse: ``another run is packing FOLDER``.
+    """Hold a folder's lock for a block, or refuse: ``another run is writing FOLDER``.
 
     Raises:
         CheckpointError: Another process, or another block of this one, holds it, or has just removed the folder.

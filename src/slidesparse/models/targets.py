@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import list_of_names, require_kind
-from slidesparse.base.bounded_regex import require_bounded
 from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
 from slidesparse.layer.linear import SlideLinear
@@ -239,13 +238,16 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
 def matches_entry(name: str, entry: str) -> bool:
     """Return whether a module name matches an ignore or layer entry: exact, or ``re:`` and a regular expression.
 
-    One that may take very long is an InputError.
+    Raises:
+        InputError: The entry is no text, or no regular expression.
     """
     require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry
-    require_bounded(entry[3:], len(name))
-    return re.match(entry[3:], name) is not None
+    try:
+        return re.match(entry[3:], name) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InputError(f"entry {entry[:80]!r} is no regular expression", got=error) from error
 
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:

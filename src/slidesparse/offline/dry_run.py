@@ -16,6 +16,7 @@ from slidesparse.files.source_files import Links
 from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
+from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.prune import Prepared, job_record, prepare
 from slidesparse.offline.prune_options import PruneOptions
@@ -97,7 +98,7 @@ def dry_run(
     prepared = prepare(source, destination, options, device, links)
     job, files = prepared.job, prepared.files
     size = prepared.n_bytes + files.n_bytes
-    missing = bytes_to_write(prepared.destination, lambda: job_record(prepared, options), size)
+    missing = bytes_to_write(prepared.destination, lambda: job_record(prepared, options), size, as_written)
     tensor_of, origins = {name: tensor for tensor, name in job.layer_of.items()}, job.meta.names.origins
     treated = {name: [tensor_of[name]] for name in job.patterns}
     why_left = {**job.dense, **job.targets.other}

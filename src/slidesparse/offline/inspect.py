@@ -18,9 +18,7 @@ from slidesparse.checkpoints.check_tensors import find_faults, not_finite, store
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
-from slidesparse.checkpoints.packed_file import PackedFile
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.source_files import PACKED_FILE
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
@@ -87,8 +85,7 @@ class Inspection:
         path: The checkpoint.
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
-        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales; and a
-            packed file that is damaged or of other weights.
+        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
         other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it is not treated.
         experts: The mixtures of experts.
         expert_layers: The weights of experts that could be read, all experts of a layer in one.
@@ -237,11 +234,6 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
         found += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
-            found.append(str(error))
-    if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / PACKED_FILE).exists():
-        try:
-            PackedFile(checkpoint).verify()
-        except CheckpointError as error:
             found.append(str(error))
     return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
 

@@ -15,7 +15,7 @@ from typing import Any
 from slidesparse.base.counted import counted
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.version import __version__
-from slidesparse.base.whole_file import read_regular, replace_file
+from slidesparse.base.whole_file import read_whole, replace_file
 from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.models.targets import describe_dense
@@ -135,7 +135,7 @@ def _carried(card: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = read_regular(card, MAX_BYTES).decode("utf-8-sig")
+        text = read_whole(card, MAX_BYTES).decode("utf-8-sig")
         found = re.match(r"---\r?\n(.*?)\r?\n---\s*(?:\n|$)", text, re.DOTALL)
         # The loader that knows texts alone: merge keys, which the safe one follows, can multiply without end.
         said = yaml.load(found[1], Loader=yaml.BaseLoader) if found else {}

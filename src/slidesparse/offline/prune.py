@@ -34,6 +34,7 @@ from slidesparse.models.layerwise import SetLoss
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
+from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
@@ -140,7 +141,7 @@ def prune_checkpoint(
     record = job_record(prepared, options)
     if job.windows is not None:
         job.require_finite(progress)
-    with staged_together(ranks, destination, checkpoint.path, record, size + files.n_bytes) as work:
+    with staged_together(ranks, destination, checkpoint.path, record, size + files.n_bytes, as_written) as work:
         job.calibrate(work.kept, progress, ranks)
         resumed = _write_shards(prepared, work, ranks, progress)
         summary = _summary(prepared, files, resumed, kept_card)

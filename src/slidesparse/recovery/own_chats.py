@@ -28,6 +28,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
+from slidesparse.offline.option_names import as_written
 from slidesparse.recovery.answers import SAMPLING, Job, Writer, kept_answers, write_answers
 from slidesparse.recovery.tasks import make_tasks
 
@@ -96,7 +97,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, rank
         "weights": fingerprint(checkpoint, checkpoint.config),
     }
     # Nothing but the config is in the way, so that chats may lie beside the weights.
-    with staged_together(ranks, path, model / "config.json", record, 0) as work:
+    with staged_together(ranks, path, model / "config.json", record, 0, as_written) as work:
         kept = [str(work.kept / f"answers-{rank}") for rank in range(ranks.world)]
         work.describe = lambda: counted(sum(len(kept_answers(one)) for one in kept), "answer")
         share = asked[ranks.rank :: ranks.world]

@@ -18,9 +18,8 @@ from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
-from slidesparse.base.whole_file import read_regular, require_regular
+from slidesparse.base.whole_file import read_whole, require_size
 from slidesparse.errors import InputError, first_line
-from slidesparse.files.hub import digests_checked
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -128,7 +127,7 @@ def _of_file(path: Path) -> Iterable[Document]:
 
 def _file_text(path: Path) -> str:
     try:
-        content = _unpacked(path) if path.suffix.lower() == ".gz" else read_regular(path, MAX_BYTES)
+        content = _unpacked(path) if path.suffix.lower() == ".gz" else read_whole(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"{first_line(error)}, line {content.count(10, 0, error.start) + 1}"
@@ -145,7 +144,7 @@ def _file_text(path: Path) -> str:
 
 
 def _unpacked(path: Path) -> bytes:
-    require_regular(path, MAX_BYTES)
+    require_size(path, MAX_BYTES)
     with gzip.open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -180,12 +179,9 @@ def _explained(failed: str, *, needed: str | None = None, remedy: str | None = N
 
 
 def _parquet(path: Path) -> Iterator[Document]:
-    if path.suffix.lower() == ".gz":
-        raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
     what, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
     parquet = need("pyarrow.parquet", remedy, what=what)
     with _explained(f"{path} is damaged", needed="a parquet file"):
-        require_regular(path)
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [name for name in ("text", "messages") if name in names][:1]
@@ -216,7 +212,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
     failed = f"there is no file {name}, and a data set of that name cannot be fetched"
     remedy = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
     length = 0
-    with _explained(failed, remedy=remedy), other_library(), digests_checked():
+    with _explained(failed, remedy=remedy), other_library():
         rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
         for number, row in enumerate(rows):
             yield (document := _document(f"{name}, row {number}", row))

@@ -1,0 +1,21 @@
+"""Names of options as a user writes them, for messages about what an earlier run was given."""
+
+from __future__ import annotations
+
+AS_WRITTEN = {
+    "texts": "--text, --chats or --self",
+    "layers": "--layer",
+    "bos": "--no-bos",
+    "file": "--calibration",
+    "more": "--calibration",
+}
+"""Fields of options whose names are not those of the command line."""
+
+
+def as_written(field: str) -> str:
+    """Return the option of the command line that a field of options is.
+
+    >>> as_written("lm_head"), as_written("layers")
+    ('--lm-head', '--layer')
+    """
+    return AS_WRITTEN.get(field, f"--{field.replace('_', '-')}")
