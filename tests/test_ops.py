@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -265,8 +265,5 @@ def test_gradients_are_refused_wherever_they_are_asked_for() -> None:
 
 def test_inference_calls_no_kernel_of_autograd() -> None:
     """One of ``torch.library.register_autograd`` costs 5 us in every call under ``torch.no_grad``."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with_kernel = [
-        name for name in ("join_graph", "linear", "chain") if has_kernel(f"slidesparse::{name}", "AutogradCPU")
-    ]
-    assert with_kernel == ["join_graph"]
+    has_kernel, names = torch._C._dispatch_has_kernel_for_dispatch_key, ("join_graph", "linear", "chain")
+    assert [name for name in names if has_kernel(f"slidesparse::{name}", "Autograd")] == ["join_graph"]
