@@ -202,7 +202,7 @@ EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0, 0.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "ms": 1}]}, "'ms'"),
-        ({"wrong": [{"dtype": "int8", "out": 8, "columns": 8}]}, "table.wrong[0] lacks name"),
+        ({"wrong": [{"dtype": "int8", "out": 8, "columns": 8, "experts": None}]}, "table.wrong[0] lacks name"),
     ],
 )
 def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: str, tmp_path: Path) -> None:

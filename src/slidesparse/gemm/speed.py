@@ -57,9 +57,8 @@ class Experts:
         """Return ``64 of 128 experts, 8 a token, down 4:6, 6 bits``."""
         of = f" of {self.everywhere}" if self.everywhere != self.count else ""
         down = "" if self.down is None else f", down {self.down}"
-        return f"{self.count}{of} experts, {self.top_k} a token{down}" + (
-            "" if self.bits == 8 else f", {self.bits} bits"
-        )
+        bits = "" if self.bits == 8 else f", {self.bits} bits"
+        return f"{self.count}{of} experts, {self.top_k} a token{down}{bits}"
 
 
 @dataclass(frozen=True)
