@@ -19,21 +19,16 @@ import torch
 import torch._dynamo
 
 TORCH_NEEDS_IT = {
-    # torch.library.register_autograd, which is the public way, and dynamo call these themselves.
-    *("torch._C._AutoDispatchBelowAutograd", "torch._C._after_autograd_keyset", "torch._C.DispatchKey"),
-    *("torch._C.DispatchKeySet.highestPriorityTypeId", "torch._ops.OpOverload.redispatch"),
+    # Dynamo calls these itself.
     *("torch._dynamo.config", "torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
-    # torch.autograd.Function asks it in every call.
-    "torch._C._are_functorch_transforms_active",
     *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.Tensor._make_wrapper_subclass"),
     # These take seconds to import, which the door alone does.
     *("torch._inductor.pattern_matcher.fwd_only", "torch._inductor.pattern_matcher.fx_to_pattern"),
 }
 """Names that are hidden where our door looks them up, since torch cannot run without them."""
 
-COMPILED = {"torch.no_such_name", "torch._C.DispatchKeySet.raw_repr"}
-"""Without the second, as without any name of the dispatcher's, operators are registered in torch's public way. Half a
-second each."""
+COMPILED = {"torch.no_such_name"}
+"""Names without which the layer is compiled too, for half a second each."""
 
 
 def remove(name: str) -> None:

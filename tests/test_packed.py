@@ -43,6 +43,14 @@ def test_unpack_is_the_inverse_for_every_type(dtype: torch.dtype, text: str, col
     assert torch.equal(bits, before)  # the input is left as it was
 
 
+def test_it_is_shown_without_its_tensors_and_equals_itself_alone() -> None:
+    packed, other = (pack(sparse_int8(4, 16, 6, 8), "6:8") for _ in range(2))
+    assert repr(packed) == "PackedWeight(6:8, shape=[4, 16], dtype=torch.int8, device=cpu)"
+    assert packed == packed
+    assert packed != other
+    assert len({packed, other, packed}) == 2
+
+
 @given(n=st.integers(2, 16), columns=st.integers(1, 130), out=st.integers(0, 5), data=st.data())
 def test_any_shape_any_offset(n: int, columns: int, out: int, data: st.DataObject) -> None:
     pattern = Pattern(2 * n - 2, 2 * n)

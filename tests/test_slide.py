@@ -98,10 +98,10 @@ def test_code_of_every_pair(n: int) -> None:
     assert positions.tolist() == expected
 
 
-@pytest.mark.parametrize("code", [28, 255])
+@pytest.mark.parametrize("code", [-3, 28, 255])
 def test_code_out_of_range(code: int) -> None:
-    with pytest.raises(InputError, match="group code of 6:8"):
-        decode_group(torch.tensor([[code]], dtype=torch.uint8), Pattern(6, 8))
+    with pytest.raises(InputError, match=f"group code of 6:8; got {code};"):
+        decode_group(torch.tensor([[5, code]], dtype=torch.int16), Pattern(6, 8))
 
 
 def test_left_out_are_the_last_two_zeros() -> None:

@@ -14,7 +14,7 @@ from test_bench import session
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.gemm.speed import Installation, LayerSpeed, WrongForm
+from slidesparse.gemm.speed import Experts, Installation, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.offline import tune
 from slidesparse_bench import layer_speeds as speed
@@ -88,7 +88,7 @@ def test_a_form_that_is_wrong_at_one_number_of_tokens_has_no_time_at_any() -> No
     assert speed.wrong_forms(others) == []
     whole = Case("grouped", "Mixtral-8x7B", "experts, balanced", "int8", 64, 3 * 14336, 4096)
     experts = record(whole, "6:8", None, backend="hopper", why_not="WRONG RESULT")
-    assert speed.wrong_forms([experts]) == [WrongForm("int8", 28672, 4096, "8 experts, 2 a token: hopper 6:8")]
+    assert speed.wrong_forms([experts]) == [WrongForm("int8", 28672, 4096, "hopper 6:8", Experts(8, 8, 2))]
 
 
 def test_a_later_comparison_that_is_right_is_believed() -> None:
@@ -111,9 +111,8 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
         record(whole, "6:8", 1.0, backend="reference"),
     ]
     (layer,) = speed.layer_speeds(records)
-    eight = "8 experts, 2 a token: "
-    us = {f"{eight}dense": (40.0, 50.0), f"{eight}hopper 6:8": (30.0, None)}
-    assert layer == LayerSpeed("int8", 2 * 14336, 4096, (64, 256), us)
+    us = {"dense": (40.0, 50.0), "hopper 6:8": (30.0, None)}
+    assert layer == LayerSpeed("int8", 2 * 14336, 4096, (64, 256), us, Experts(8, 8, 2))
     linear = _ours(_linear(64), 3.0, 2.0)
     assert len(speed.layer_speeds(records + linear)) == 2
 

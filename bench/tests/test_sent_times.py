@@ -15,7 +15,7 @@ import torch
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed import Experts, Installation, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds, table_text
 from slidesparse.offline import tune
 from slidesparse_bench import sent_times
@@ -41,7 +41,7 @@ def test_the_times_measured_here_are_written_and_can_be_read(
     path = tmp_path / "mine.json"
     assert main(["tune", "--share", str(path)]) == 1
     assert "nothing was measured on this NVIDIA H100 PCIe" in capsys.readouterr().err
-    experts = replace(LAYER, us={f"8 experts, 2 a token: {name}": times for name, times in US.items()})
+    experts = replace(LAYER, experts=Experts(8, 8, 2))
     add_layers(HERE, [LAYER, experts], [WrongForm("int8", 64, 64, "hopper 6:8")])  # which concerns nobody else
     assert main(["tune", "--share", str(path)]) == 0
     out = capsys.readouterr().out

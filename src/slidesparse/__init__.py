@@ -8,7 +8,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slidesparse.base.moved import keep_old_names
 from slidesparse.base.version import __version__ as __version__
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 
@@ -55,8 +54,6 @@ _MODULES = {
     "tightest_pattern": "weights.support",
 }
 """Public name -> the module that defines it."""
-
-keep_old_names()
 
 
 def __getattr__(name: str) -> Any:

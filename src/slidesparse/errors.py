@@ -5,6 +5,7 @@ A message answers four questions in one line: what is wrong, what was got, what 
 
 from __future__ import annotations
 
+import copyreg
 import json
 
 LONGEST = 500
@@ -79,6 +80,11 @@ class SlideSparseError(Exception):
         text = "; ".join(f"{before}{part}" for before, part in said if part is not None)
         line = printable(" ".join(text.splitlines()))
         super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:999]} ... {line[-990:]}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle the parts and the line, without a subclass's constructor, and what was got as its text."""
+        got = None if self.got is None else str(self.got)
+        return copyreg.__newobj__, (type(self), *self.args), {**vars(self), "got": got}  # type: ignore[attr-defined]
 
     def to_json(self) -> dict[str, str | None]:
         """Return the kind of the error, its line and the parts of it, each None where it has none."""

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, put_bos_first, write_text
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.models import perplexity
 from slidesparse.models.perplexity import measure_perplexity, windows
 from slidesparse.offline.evaluate import Evaluation, evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -59,6 +62,30 @@ def test_by_definition(window: int, stride: int, batch: int) -> None:
     assert measured.nats == pytest.approx(expected, rel=1e-5)  # float32 logits
     assert measured.perplexity == pytest.approx(math.exp(expected / 52), rel=1e-5)
     assert measured.bits_per_byte == pytest.approx(expected / math.log(2) / 100, rel=1e-5)
+
+
+class _Float32(TorchDispatchMode):
+    """The most elements of a float32 tensor that was made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_few_tokens_have_float32_logits_at_a_time(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Those of a window can take more memory than the model, whose own logits are half as large."""
+    tokens, table = torch.randint(VOCABULARY, (50,)), torch.randn(VOCABULARY, VOCABULARY).bfloat16()
+    measure = partial(measure_perplexity, table.__getitem__, tokens, 20, 10, batch=batch)
+    whole = measure()
+    monkeypatch.setattr(perplexity, "CHUNK", 3 * VOCABULARY)
+    with _Float32() as made:
+        assert measure() == whole
+    assert made.most == 3 * VOCABULARY
 
 
 def test_unusable_numbers() -> None:

@@ -184,7 +184,7 @@ def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
     assert "WRONG RESULT: int8 48x32, cusparselt 6:8: auto does not take it here" in capsys.readouterr().out
     assert main(["tune", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["wrong"] == [
-        {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8"}
+        {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8", "experts": None}
     ]
     table = load_speeds(tuned_path(HERE))
     assert (table.wrong, table.layers) == ((WRONG,), (layer,))

@@ -15,7 +15,6 @@ from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import (
     NOT_MEASURED,
     ExpertKind,
-    as_linear,
     choose_experts,
     keep_expert_times,
     measured_here,
@@ -24,7 +23,7 @@ from slidesparse.gemm.expert_times import (
 )
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.select import WRONG_HERE, choose, find_measured
-from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed import Experts, LayerSpeed
 from slidesparse.gemm.speed_files import add_layers
 from slidesparse.weights.pattern import Pattern
 
@@ -78,16 +77,6 @@ def test_experts_on_no_gpu_have_no_times(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (measured_here(KIND), was_wrong(KIND)) == ((), False)
 
 
-def test_a_comparison_is_of_the_experts_that_its_first_name_tells() -> None:
-    own, other = "8 experts, 2 a token: ", "4 of 8 experts, 2 a token: "
-    assert replace(KIND, experts=4).prefix == other
-    one = (1.0,) * len(TOKENS)
-    layer = replace(times(*one), us={f"{own}dense": one, f"{other}hopper 6:8": one})
-    prefix, linear = as_linear(layer)
-    assert (prefix, list(linear.us)) == (own, ["dense"])
-    assert as_linear(replace(layer, us={})) == ("", replace(layer, us={}))
-
-
 def test_nothing_measured_is_dense() -> None:
     choice = choose_experts(KIND, TOKENS)
     assert (choice.sparse, choice.reason) == (False, "experts like them have not been measured on this GPU")
@@ -113,14 +102,34 @@ def test_experts_with_two_patterns_have_times_of_their_own() -> None:
     assert choose_experts(KIND, TOKENS).sparse
     assert choose_experts(both, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
     assert not choose_experts(replace(both, pattern=Pattern(2, 4)), TOKENS).sparse
+    layers = speed_files.load_speeds(speed_files.tuned_path(select.installation(CPU))).layers
+    assert [layer.experts for layer in layers] == [Experts(8, 8, 2), Experts(8, 8, 2, down="2:4")]
+
+
+def test_names_of_older_versions_are_no_linears() -> None:
+    """They told experts in the names of times: a file that has some is not read."""
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
     path = speed_files.tuned_path(select.installation(CPU))
-    names = [name for layer in json.loads(path.read_text())["layers"] for name in layer["us"]]
-    assert names == [  # tables from before down had a pattern of its own go on to hold
-        "8 experts, 2 a token: dense",
-        "8 experts, 2 a token: hopper 6:8",
-        "8 experts, 2 a token, down 2:4: dense",
-        "8 experts, 2 a token, down 2:4: hopper 6:8",
-    ]
+    older = json.loads(path.read_text()) | {"version": 2}
+    (layer,) = older["layers"]
+    del layer["experts"]
+    layer["us"] = {f"8 experts, 2 a token: {name}": us for name, us in layer["us"].items()}
+    path.write_text(json.dumps(older))
+    assert choose_experts(KIND, TOKENS).reason == NOT_MEASURED
+    assert find_measured(Problem(KIND.pattern, KIND.dtype, 64, 64, CPU), ["dense", "hopper"]) is None
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
+    assert choose_experts(KIND, TOKENS).sparse
+
+
+@pytest.mark.parametrize(
+    ("experts", "text"),
+    [
+        (Experts(128, 128, 8), "128 experts, 8 a token"),
+        (Experts(64, 128, 8, "4:6", 6), "64 of 128 experts, 8 a token, down 4:6, 6 bits"),
+    ],
+)
+def test_experts_as_text(experts: Experts, text: str) -> None:
+    assert str(experts) == text
 
 
 def test_experts_of_six_bits_have_times_of_their_own_and_those_of_eight_as_a_prior() -> None:
@@ -134,7 +143,6 @@ def test_experts_of_six_bits_have_times_of_their_own_and_those_of_eight_as_a_pri
     keep_expert_times(six, times(1.5, 1.5, 1.5, 1.5, 1.5))
     assert choose_experts(six, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
     assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.80 to 0.90 of dense's time; measured here"
-    assert six.prefix == "8 experts, 2 a token, 6 bits: "
     assert str(six) == f"{KIND}, 6 bits"
     assert was_wrong(replace(six, down=Pattern(4, 6)))
     assert not was_wrong(six)

@@ -174,26 +174,25 @@ def test_the_packages_tables_are_in_order(path: Path) -> None:
 
 
 GOOD = {
-    "version": 2,
+    "version": 3,
     "gpu": "Test GPU",
     "capability": "9.9",
     "driver": None,
     "libraries": {},
-    "layers": [{"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "us": {"dense": [1.0, None]}}],
+    "layers": [
+        {"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "experts": None, "us": {"dense": [1.0, None]}}
+    ],
 }
 
-
-def test_a_table_of_the_first_version_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({name: GOOD[name] for name in ("gpu", "libraries", "layers")} | {"version": 1}))
-    table = load_speeds(path)
-    assert table.installation == Installation("Test GPU", "", None, {})
+EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "version of the table"),
+        ({"version": 2}, "version of the table; got 2; needed 3"),
+        ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"top_k": 0}}]}, "at least 1"),
+        ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"down": "3:5"}}]}, "pattern"),
         ({"gpu": 7}, "table.gpu"),
         ({"driver": 580}, "table.driver"),
         ({"libraries": {"dense": 1}}, "libraries"),
@@ -203,7 +202,7 @@ def test_a_table_of_the_first_version_is_read(tmp_path: Path) -> None:
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0, 0.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "ms": 1}]}, "'ms'"),
-        ({"wrong": [{"dtype": "int8", "out": 8, "columns": 8}]}, "table.wrong[0] lacks name"),
+        ({"wrong": [{"dtype": "int8", "out": 8, "columns": 8, "experts": None}]}, "table.wrong[0] lacks name"),
     ],
 )
 def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -540,6 +540,20 @@ def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(
     assert torch.equal(layer(x)[0], oracle(x, values[:, shard], scale))
 
 
+def test_a_shard_whose_place_is_unknown_is_refused() -> None:
+    """A layer of a model that no LinearBase of vLLM is: it was taken for the first rank's."""
+    from slidesparse.integrations.vllm.scheme import _rank
+
+    layer = torch.nn.Module()
+    assert _rank(layer, "o_proj", 64, 64) == 0
+    with pytest.raises(UnsupportedError, match="o_proj: a shard"):
+        _rank(layer, "o_proj", 32, 64)
+    layer.tp_rank, layer.tp_size = 1, 2
+    assert _rank(layer, "o_proj", 32, 64) == 1
+    with pytest.raises(UnsupportedError, match="got 16 of 64 columns on rank 1 of 2"):
+        _rank(layer, "o_proj", 16, 64)
+
+
 def registered() -> Any:
     from vllm.model_executor.layers.quantization import get_quantization_config
 

@@ -20,7 +20,7 @@ from slidesparse.gemm.expert_times import (
     keep_expert_times,
     measured_here,
 )
-from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed import Experts, LayerSpeed
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import LoadTuner
@@ -196,8 +196,9 @@ def test_a_wrong_form_is_not_chosen_by_what_an_earlier_start_measured() -> None:
     table = load_speeds(tuned_path(select.installation(CPU)))
     (kept,) = table.layers
     assert set(kept.tokens) >= {64, 4096}
-    assert set(kept.us["4 experts, 2 a token: hopper 6:8"]) == {None}
-    assert kept.at("4 experts, 2 a token: dense", 4096) == 1e3
+    assert kept.experts == Experts(4, 4, 2)
+    assert set(kept.us["hopper 6:8"]) == {None}
+    assert kept.at("dense", 4096) == 1e3
     assert not choose_experts(KIND, tuner(stopwatch()).expert_sizes).sparse
     assert choose_experts(replace(KIND, top_k=1), by.expert_sizes).reason == NOT_MEASURED  # others are not concerned
 

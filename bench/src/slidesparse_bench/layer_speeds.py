@@ -13,9 +13,8 @@ from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
 from slidesparse.gemm.expert_times import GROUPED as EXPERTS_BACKEND
-from slidesparse.gemm.expert_times import name_prefix
 from slidesparse.gemm.select import libraries
-from slidesparse.gemm.speed import LayerSpeed, WrongForm, times_key
+from slidesparse.gemm.speed import Experts, LayerSpeed, WrongForm, times_key
 from slidesparse.offline.tune import store_layers
 from slidesparse.tuning.checking import WRONG
 from slidesparse.weights.pattern import Pattern
@@ -114,7 +113,7 @@ def _wrong_of(
     latest: Mapping[Case, list[Record]], sizes_of: Callable[[Case], Sizes], key: Callable[[Record], str | None]
 ) -> list[WrongForm]:
     return [
-        WrongForm(*sizes_of(case), name)
+        WrongForm(*sizes_of(case), name, _experts_of(case))
         for case, found in latest.items()
         for record in found
         # Dense that is wrong is a fault of no packed form, and always runs.
@@ -137,17 +136,20 @@ def _latest(records: Iterable[Record], wanted: Callable[[Record], bool]) -> dict
 def _layers(
     latest: Mapping[Case, list[Record]], sizes_of: Callable[[Case], Sizes], key: Callable[[Record], str | None]
 ) -> list[LayerSpeed]:
-    layers: dict[tuple[str, Sizes], dict[int, list[Record]]] = {}
+    layers: dict[tuple[Sizes, Experts | None], dict[int, list[Record]]] = {}
     for case, found in latest.items():
-        layers.setdefault((case.model if case.benchmark == GROUPED else "", sizes_of(case)), {})[case.tokens] = found
-    return [_layer(sizes, by_tokens, key) for (_, sizes), by_tokens in layers.items()]
+        layers.setdefault((sizes_of(case), _experts_of(case)), {})[case.tokens] = found
+    return [_layer(sizes, experts, by_tokens, key) for (sizes, experts), by_tokens in layers.items()]
 
 
-def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]], key: Callable[[Record], str | None]) -> LayerSpeed:
+def _layer(
+    sizes: Sizes, experts: Experts | None, by_tokens: dict[int, list[Record]], key: Callable[[Record], str | None]
+) -> LayerSpeed:
     tokens = sorted(by_tokens)
     times = {m: {key(record): _median_us(record) for record in by_tokens[m]} for m in tokens}
     names = dict.fromkeys(name for column in times.values() for name in column if name is not None)
-    return LayerSpeed(*sizes, tuple(tokens), {name: tuple(times[m].get(name) for m in tokens) for name in names})
+    us = {name: tuple(times[m].get(name) for m in tokens) for name in names}
+    return LayerSpeed(*sizes, tuple(tokens), us, experts)
 
 
 def _sizes_of_linear(case: Case) -> Sizes:
@@ -156,6 +158,13 @@ def _sizes_of_linear(case: Case) -> Sizes:
 
 def _sizes_of_experts(case: Case) -> Sizes:
     return case.dtype, *MIXTURES[case.model].shape(GATE_UP)
+
+
+def _experts_of(case: Case) -> Experts | None:
+    if case.benchmark != GROUPED:
+        return None
+    sizes = MIXTURES[case.model]
+    return Experts(sizes.experts, sizes.experts, sizes.top_k)
 
 
 def _is_of_linear(record: Record) -> bool:
@@ -170,9 +179,7 @@ def _is_of_experts(record: Record) -> bool:
 
 
 def _key_of_experts(record: Record) -> str:
-    sizes = MIXTURES[record.case.model]
-    name = DENSE_VARIANT if record.variant == DENSE_VARIANT else times_key(EXPERTS_BACKEND, record.variant)
-    return f"{name_prefix(sizes.experts, sizes.experts, sizes.top_k)}{name}"
+    return DENSE_VARIANT if record.variant == DENSE_VARIANT else times_key(EXPERTS_BACKEND, record.variant)
 
 
 def _key(record: Record) -> str | None:

@@ -11,7 +11,6 @@ from slidesparse.base.typed_json import load_json
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, get_backend
-from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable
 from slidesparse.gemm.speed_files import (
     PACKAGED,
@@ -77,8 +76,7 @@ def faults(table: SpeedTable) -> Iterator[str]:
         yield from (f"{layer_name(layer)}: {fault}" for fault in _layer_faults(layer, accelerated))
 
 
-def _layer_faults(found: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
-    _, layer = as_linear(found)
+def _layer_faults(layer: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
     if layer.dtype not in DTYPES:
         yield f"unknown type {layer.dtype!r}"
     if len(layer.tokens) < FEWEST_TOKENS:

@@ -12,30 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, UnsupportedError
 
-_AUTOGRAD = "operators are called through torch.library.register_autograd, which takes 8 us longer"
 _GRAPHS = "norms and activations are not joined with linears"
 
 PRIVATE = {
     "torch._C._dynamo.guards._empty_strided_cuda": "torch.empty allocates, which takes 1 us longer",
     "torch._C._cuda_getCurrentRawStream": "torch.cuda.current_stream is asked, which takes 1 us longer",
     "torch._C._cuda_getDevice": "torch.cuda.current_device is asked",
-    "torch._C._AutoDispatchBelowAutograd": _AUTOGRAD,
-    "torch._C._after_ADInplaceOrView_keyset": _AUTOGRAD,
-    "torch._C._after_autograd_keyset": _AUTOGRAD,
-    "torch._C.DispatchKey": _AUTOGRAD,
-    "torch._C.DispatchKeySet.raw_repr": _AUTOGRAD,
-    "torch._C.DispatchKeySet.highestPriorityTypeId": _AUTOGRAD,
-    "torch._ops.OpOverload.redispatch": _AUTOGRAD,
     "torch._int_mm": "dense INT8 products run in float64",
     "torch._scaled_mm": "dense FP8 products run in float32",
-    "torch._C._are_functorch_transforms_active": "torch.func.grad over a layer is an error of torch, not one of ours",
     "torch.Tensor._make_wrapper_subclass": "results that nothing reads take memory in SGLang",
     "torch._guards.tracing": _GRAPHS,
     "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
@@ -155,42 +146,6 @@ def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a matrix, as :func:`empty` does, on the current CUDA device, whichever that is."""
     made: torch.Tensor = _empty_strided((rows, columns), (columns, 1), dtype)
     return made
-
-
-# -- the dispatcher ------------------------------------------------------------------------------------------------
-
-
-class Dispatch(NamedTuple):
-    """The objects by which a kernel of the autograd keys calls another kernel of its operator.
-
-    A context in which autograd records nothing, the keys that follow those of autograd, those that follow the one for
-    views too, and the keys of the devices' own kernels.
-    """
-
-    below_autograd: Any
-    after_autograd: Any
-    after_inplace: Any
-    devices: tuple[Any, Any]
-
-
-@cache
-def dispatch() -> Dispatch | None:
-    """Return the objects that a kernel of the autograd keys needs; None where torch lacks one of them."""
-    if any(find(name) is None for name, instead in PRIVATE.items() if instead == _AUTOGRAD):
-        return None
-    key = find("torch._C.DispatchKey")
-    return Dispatch(
-        find("torch._C._AutoDispatchBelowAutograd"),
-        find("torch._C._after_autograd_keyset"),
-        find("torch._C._after_ADInplaceOrView_keyset"),
-        (key.CPU, key.CUDA),
-    )
-
-
-in_transform: Callable[[], bool] = _at_first_call(
-    "in_transform", "torch._C._are_functorch_transforms_active", lambda: False
-)
-"""Say whether a transform of ``torch.func`` runs. Call it as an attribute of this module."""
 
 
 # -- graphs that torch.compile traced ------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ It runs where sparsity does not pay, so on a GPU it is the best dense GEMM that 
 
 * INT8 and FP8 inside of SGLang: its own kernels, with scales and bias fused; but see WITHOUT_INT8.
 * INT8 and FP8 elsewhere where vLLM is installed: its CUTLASS kernel, likewise; but see TORCH_ROWS, too.
-* INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
+* INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then gemm/scale.py.
 * FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
-  kernels/scale.py.
+  gemm/scale.py.
 * BF16, FP16 and FP32: torch's own.
 
 FP8 kernels that write bf16 sum in the Tensor Core's own accumulator (``use_fast_accum``, as vLLM's do): about 13 bits

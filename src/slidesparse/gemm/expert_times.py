@@ -1,7 +1,7 @@
 """Measured times of the experts of a mixture, and the rule by which ``auto`` packs them.
 
-Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up,
-under names that begin with the numbers of experts. All experts of a layer run in one form for every number of tokens: a
+Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up.
+All experts of a layer run in one form for every number of tokens: a
 dense copy would double most of a model. So one choice weighs decoding steps of up to :data:`DECODING` sequences and
 prompts; a user who notices one of them slower than stock has lost, whatever the other gains. Experts are packed where
 
@@ -17,7 +17,6 @@ time for every M goes by those that it measured; where a whole one of the two wa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +26,9 @@ import torch
 from slidesparse.gemm.select import WRONG_HERE, can_be_timed, installation
 from slidesparse.gemm.speed import (
     DENSE,
+    Experts,
     LayerSpeed,
     MeasuredLayer,
-    SpeedTable,
     WrongForm,
     find_nearest,
     is_wrong,
@@ -42,8 +41,6 @@ from slidesparse.weights.quant import dtype_name
 
 GROUPED = "hopper"
 """The backend whose kernel multiplies by experts."""
-
-_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token(?:, down \d+:\d+)?(?:, 6 bits)?: ")
 
 NOT_MEASURED = "experts like them have not been measured on this GPU"
 
@@ -88,25 +85,19 @@ class ExpertKind:
     @property
     def form(self) -> str:
         """Their distinct patterns as text, with the bits of their values if not eight."""
-        return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down)))) + self._bits
+        bits = "" if self.bits == 8 else f", {self.bits} bits"
+        return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down)))) + bits
 
     @property
-    def _bits(self) -> str:
-        return "" if self.bits == 8 else f", {self.bits} bits"
-
-    @property
-    def prefix(self) -> str:
-        """The beginning of the names of its times; it names the pattern of down, and bits, where they are others."""
-        down = "" if self.down == self.pattern else f", down {self.down}"
-        return f"{name_prefix(self.experts, self.everywhere, self.top_k).removesuffix(': ')}{down}{self._bits}: "
-
-    def times_key(self, form: str) -> str:
-        """Return the name of a form's times in the file."""
-        return f"{self.prefix}{times_key(form, str(self.pattern))}"
+    def measured(self) -> Experts:
+        """The experts of a layer that has their times."""
+        down = None if self.down == self.pattern else str(self.down)
+        return Experts(self.experts, self.everywhere, self.top_k, down, self.bits)
 
     def wrong_form(self, form: str) -> WrongForm:
         """Return by what a file names a form that was wrong."""
-        return WrongForm(dtype_name(self.dtype), 2 * self.inner, self.hidden, self.times_key(form))
+        name = times_key(form, str(self.pattern))
+        return WrongForm(dtype_name(self.dtype), 2 * self.inner, self.hidden, name, self.measured)
 
 
 @dataclass(frozen=True)
@@ -155,9 +146,8 @@ def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
         return None
     here = installation(kind.device)
     compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE, GROUPED)})
-    tables = [_of_kind(table, kind) for table in tables_for(here)]
-    size = 2 * kind.inner, kind.hidden
-    found = find_nearest(tables, compared, dtype_name(kind.dtype), str(kind.pattern), *size)
+    layer = dtype_name(kind.dtype), str(kind.pattern), 2 * kind.inner, kind.hidden, kind.measured
+    found = find_nearest(tables_for(here), compared, *layer)
     if found is not None or kind.bits == 8:
         return found
     wider = find_expert_times(replace(kind, bits=8))
@@ -182,48 +172,6 @@ def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterabl
     """Keep times of experts, by ``dense`` and :data:`GROUPED`, and the forms that were wrong: see ``add_layers``."""
     layers = []
     if layer is not None:
-        layers = [replace(layer, us={kind.times_key(name): times for name, times in layer.us.items()})]
+        us = {times_key(name, str(kind.pattern)): times for name, times in layer.us.items()}
+        layers = [replace(layer, us=us, experts=kind.measured)]
     return add_layers(installation(kind.device), layers, map(kind.wrong_form, wrong))
-
-
-def name_prefix(experts: int, everywhere: int, top_k: int) -> str:
-    """Return the part of a name of times that tells experts.
-
-    >>> name_prefix(128, 128, 8), name_prefix(64, 128, 8)
-    ('128 experts, 8 a token: ', '64 of 128 experts, 8 a token: ')
-    """
-    of = f" of {everywhere}" if everywhere != experts else ""
-    return f"{experts}{of} experts, {top_k} a token: "
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the part of a name of times that tells experts, empty for a linear's, and the rest.
-
-    >>> split_name("128 experts, 8 a token: hopper 6:8"), split_name("hopper 6:8")
-    (('128 experts, 8 a token: ', 'hopper 6:8'), ('', 'hopper 6:8'))
-    >>> split_name("128 experts, 8 a token, down 4:6: hopper 6:8")
-    ('128 experts, 8 a token, down 4:6: ', 'hopper 6:8')
-    """
-    found = _EXPERTS.match(name)
-    return (found[0], name[found.end() :]) if found else ("", name)
-
-
-def as_linear(layer: LayerSpeed) -> tuple[str, LayerSpeed]:
-    """Return what tells experts in the names of a layer's times, and the times by the names that linears use.
-
-    Times of others than the first name tells are left out: one comparison has experts of one kind.
-    """
-    named = [(*split_name(name), us) for name, us in layer.us.items()]
-    prefix = named[0][0] if named else ""
-    return prefix, replace(layer, us={rest: us for told, rest, us in named if told == prefix})
-
-
-def _of_kind(table: SpeedTable, kind: ExpertKind) -> SpeedTable:
-    """Return the experts of a table with this kind's numbers, their times by the names that linears use."""
-    layers = map(as_linear, table.layers)
-    wrong = ((split_name(form.name), form) for form in table.wrong)
-    return replace(
-        table,
-        layers=tuple(layer for prefix, layer in layers if prefix == kind.prefix),
-        wrong=tuple(replace(form, name=rest) for (prefix, rest), form in wrong if prefix == kind.prefix),
-    )

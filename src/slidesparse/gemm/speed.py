@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.errors import InputError
+from slidesparse.weights.pattern import Pattern
 
 SIZE_REACH = 2.0
 """A measured layer stands in for others whose sizes are within this factor of its own; the nearest one is taken."""
@@ -30,8 +31,39 @@ MEASURED_HERE = "measured here"
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a measured layer.
+
+    Attributes:
+        count: Experts on the GPU; ``everywhere``: on all GPUs.
+        top_k: Experts of a token.
+        down: The pattern of down, where gate and up have another one.
+        bits: Bits of a kept value in memory.
+    """
+
+    count: int
+    everywhere: int
+    top_k: int
+    down: str | None = None
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.everywhere, self.top_k, self.bits) < 1:
+            raise InputError("experts of a measured layer", got=str(self), needed="numbers of at least 1")
+        if self.down is not None:
+            Pattern.parse(self.down)
+
+    def __str__(self) -> str:
+        """Return ``64 of 128 experts, 8 a token, down 4:6, 6 bits``."""
+        of = f" of {self.everywhere}" if self.everywhere != self.count else ""
+        down = "" if self.down is None else f", down {self.down}"
+        bits = "" if self.bits == 8 else f", {self.bits} bits"
+        return f"{self.count}{of} experts, {self.top_k} a token{down}{bits}"
+
+
+@dataclass(frozen=True)
 class LayerSpeed:
-    """The times of one linear layer.
+    """The times of one linear layer, or of a layer's experts, with the sizes of gate and up.
 
     Attributes:
         dtype: ``int8``, ``fp8``, ``bf16``, ...
@@ -39,6 +71,7 @@ class LayerSpeed:
         columns: Columns of the weight, before lifting.
         tokens: The numbers of tokens M, ascending.
         us: ``dense``, or backend and pattern (``cusparselt 6:8``) -> microseconds at each M, None where it has none.
+        experts: The experts; None of a linear.
     """
 
     dtype: str
@@ -46,6 +79,7 @@ class LayerSpeed:
     columns: int
     tokens: tuple[int, ...]
     us: dict[str, tuple[float | None, ...]]
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if min(self.out, self.columns, *self.tokens, 1) < 1 or not self.tokens:
@@ -60,7 +94,7 @@ class LayerSpeed:
 
     def __hash__(self) -> int:
         """Return a hash of all but the times, so that what follows from a layer can be kept."""
-        return hash((self.dtype, self.out, self.columns, self.tokens))
+        return hash((self.dtype, self.out, self.columns, self.tokens, self.experts))
 
     def at(self, name: str, tokens: int) -> float | None:
         """Return the microseconds at one of the measured M; None where it has no time of that name there."""
@@ -134,10 +168,12 @@ class WrongForm:
     out: int
     columns: int
     name: str
+    experts: Experts | None = None
 
     def is_of(self, layer: LayerSpeed) -> bool:
         """Return whether it is a form of this kind of layer."""
-        return (self.dtype, self.out, self.columns) == (layer.dtype, layer.out, layer.columns)
+        sizes = layer.dtype, layer.out, layer.columns, layer.experts
+        return (self.dtype, self.out, self.columns, self.experts) == sizes
 
 
 @dataclass(frozen=True)
@@ -231,7 +267,13 @@ def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, for
 
 
 def find_nearest(
-    tables: Sequence[SpeedTable], here: Installation, dtype: str, pattern: str, out: int, columns: int
+    tables: Sequence[SpeedTable],
+    here: Installation,
+    dtype: str,
+    pattern: str,
+    out: int,
+    columns: int,
+    experts: Experts | None = None,
 ) -> MeasuredLayer | None:
     """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
@@ -248,11 +290,12 @@ def find_nearest(
         pattern: Its pattern.
         out: Its rows.
         columns: Its columns.
+        experts: Its experts; None of a linear.
     """
     found = (
         _seen_from(here, table, layer, (out, columns))
         for table in tables
-        for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns))
+        for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns), experts)
     )
     ranked = sorted(found, key=lambda one: one.rank(here.gpu, out, columns))
     if not ranked:
@@ -264,7 +307,12 @@ def find_nearest(
 
 
 def _known_layers(
-    table: SpeedTable, libraries: Mapping[str, str], dtype: str, pattern: str, near: tuple[int, int]
+    table: SpeedTable,
+    libraries: Mapping[str, str],
+    dtype: str,
+    pattern: str,
+    near: tuple[int, int],
+    experts: Experts | None,
 ) -> list[LayerSpeed]:
     """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined.
 
@@ -272,7 +320,7 @@ def _known_layers(
     """
     by_size: dict[tuple[int, int], LayerSpeed] = {}
     for layer in table.layers:
-        if layer.dtype != dtype or layer.distance(*near) > math.log2(SIZE_REACH):
+        if (layer.dtype, layer.experts) != (dtype, experts) or layer.distance(*near) > math.log2(SIZE_REACH):
             continue
         times = _times(layer, pattern, (name for name in libraries if name in table.installation.libraries))
         wrong = table.wrong_names(layer)

@@ -1,9 +1,13 @@
 """The files of measured layer times: where they are, how they are read, and the one place that writes them.
 
-    {"version": 2, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
+    {"version": 3, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
      "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-4"},
-     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
+     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384], "experts": null,
                  "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}}]}
+
+``"experts"`` is null of a linear; of a layer of experts it is a :class:`slidesparse.gemm.speed.Experts`:
+
+    {"count": 64, "everywhere": 128, "top_k": 8, "down": null, "bits": 8}
 
 A file holds the times of one installation: a GPU, its driver and the libraries. So a new driver, a new revision of a
 kernel or another vLLM gets a file of its own, and the old one's times remain as a prior. The package has some files in
@@ -11,7 +15,7 @@ kernel or another vLLM gets a file of its own, and the old one's times remain as
 
 Where forms were wrong, the file names them after ``"libraries"``, and their times are null:
 
-    "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4"}]
+    "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from slidesparse.base.arguments import shown
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.file_lock import file_lock
 from slidesparse.base.log import log_once
@@ -35,7 +40,7 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError, system_words
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 
-VERSION = 2
+VERSION = 3
 
 PACKAGED = Path(__file__).parent / "speed_tables"
 
@@ -59,10 +64,6 @@ class _StoredTable:
     libraries: dict[str, str]
     wrong: tuple[WrongForm, ...]
     layers: tuple[LayerSpeed, ...]
-
-    def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise InputError("version of the table", got=self.version, needed=str(VERSION))
 
 
 def file_name(gpu: str, *more: str) -> str:
@@ -153,9 +154,9 @@ def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
     Raises:
         InputError: It is not of the form at the top of this file.
     """
-    if isinstance(value, dict) and value.get("version") == 1:  # slidesparse 0.2, which did not know the rest
-        value = {**value, "version": VERSION, "capability": "", "driver": None}
     if isinstance(value, dict):
+        if value.get("version") != VERSION:  # which has other fields, so this comes first
+            raise InputError("version of the table", got=shown(value.get("version")), needed=str(VERSION))
         value = {"wrong": [], **value}
     stored: _StoredTable = decode(_StoredTable, value, "table")
     installation = Installation(stored.gpu, stored.capability, stored.driver, stored.libraries)
@@ -203,7 +204,7 @@ def join_layers(older: Iterable[LayerSpeed], newer: Iterable[LayerSpeed]) -> tup
 
 
 def _comparison(layer: LayerSpeed) -> tuple[object, ...]:
-    return layer.dtype, layer.out, layer.columns, frozenset(layer.us)
+    return layer.dtype, layer.out, layer.columns, layer.experts, frozenset(layer.us)
 
 
 def table_text(table: SpeedTable) -> str:
@@ -223,6 +224,6 @@ def table_text(table: SpeedTable) -> str:
 
 
 def _layer_text(layer: LayerSpeed) -> str:
-    head = {"dtype": layer.dtype, "out": layer.out, "columns": layer.columns, "tokens": layer.tokens}
+    head = {name: part for name, part in asdict(layer).items() if name != "us"}
     times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
     return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

@@ -20,7 +20,7 @@ from slidesparse.lifting.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.lifting.expert_sum import weighted_sum
 from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
-from slidesparse.ops.inference_only import infer
+from slidesparse.ops.inference_only import no_backward
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import FLOATS, Quantiser
 
@@ -127,7 +127,10 @@ class SlideExperts(nn.Module):
             )
         if x.dtype not in FLOATS:
             raise InputError("tokens of a mixture", got=x.dtype, needed="bf16, fp16 or fp32")
-        return infer(self._sum, x, weights, chosen)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return no_backward(self._sum, x, weights, chosen)
+        return no_backward(self._sum, x, weights, chosen)
 
     def _sum(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if not chosen.numel():

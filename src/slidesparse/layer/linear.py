@@ -19,6 +19,7 @@ from slidesparse.layer.dense_weight import DenseWeight
 from slidesparse.layer.read_back import read_back
 from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
+from slidesparse.ops.inference_only import no_backward
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack, pack_weight
@@ -162,7 +163,9 @@ class SlideLinear(nn.Module):
                 )
             x = x.to(self.weight_dtype)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = ops.linear(tokens, *self.operands(bias))
+        operands = self.operands(bias)
+        # Asked here too, for the same reason.
+        y = no_backward(ops.linear, tokens, *operands) if torch.is_grad_enabled() else ops.linear(tokens, *operands)
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
             # Graphs do not have what the operator does under autocast.
             y = y.to(torch.get_autocast_dtype(x.device.type))

@@ -21,6 +21,9 @@ from slidesparse.errors import InputError
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Token numbers int64 [batch, length] -> logits [batch, length, vocabulary]."""
 
+CHUNK = 1 << 25
+"""Logits that are float32 at a time, 128 MiB: a window of a vocabulary of 150 thousand has a gigabyte of them."""
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -131,8 +134,7 @@ def measure_perplexity(
     found = list(windows(len(tokens), window - len(before), stride, 0 if len(before) else 1))
     for readings in _batches(found, batch):
         ids = torch.stack([torch.cat([before, tokens[w.start : w.end]]) for w in readings])
-        wide = logits(ids)[:, :-1].to(torch.float32)
-        losses = F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+        losses = map(_token_losses, logits(ids)[:, :-1], ids[:, 1:])
         total = sum(float(row[-w.scored :].sum(dtype=torch.float64)) for row, w in zip(losses, readings, strict=True))
         if not math.isfinite(total):
             raise InputError(
@@ -142,6 +144,13 @@ def measure_perplexity(
         nats, scored = nats + total, scored + sum(w.scored for w in readings)
         advance(sum(w.scored for w in readings))
     return Perplexity(nats, scored, n_bytes, window, stride)
+
+
+def _token_losses(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Return the negative log-likelihood of each next token, float32 [tokens], of logits [tokens, vocabulary]."""
+    size = max(1, CHUNK // logits.shape[-1])
+    pairs = zip(logits.split(size), following.split(size), strict=True)
+    return torch.cat([F.cross_entropy(part.to(torch.float32), token, reduction="none") for part, token in pairs])
 
 
 def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:

@@ -24,7 +24,6 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
-from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation, wrong_form
 from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import add_layers, load_speeds, table_text, tuned_path
@@ -179,15 +178,15 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
     """Return rows of text: layer, type, and for each pattern and backend its times over dense."""
     return [
         (
-            f"{layer.out}x{layer.columns}",
+            _sizes(layer),
             layer.dtype,
-            f"{experts}{name}",
+            name,
             "  ".join(
                 f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
                 for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
             ),
         )
-        for experts, layer in map(as_linear, layers)
+        for layer in layers
         for name, times in layer.us.items()
         if name != DENSE
     ]
@@ -195,7 +194,7 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
 
 def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
     """Return a line for each form that was wrong."""
-    return [f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here" for one in wrong]
+    return [f"{WRONG}: {layer_name(one)}, {one.name}: auto does not take it here" for one in wrong]
 
 
 def share_times(path: Path) -> SpeedTable:
@@ -228,11 +227,14 @@ def describe_shared(shared: SpeedTable, path: Path) -> str:
     there = shared.installation
     libraries = ", ".join(there.libraries.values())
     lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]
-    lines += [f"{layer_name(layer)}: {explain(as_linear(layer)[1])}" for layer in shared.layers]
+    lines += [f"{layer_name(layer)}: {explain(layer)}" for layer in shared.layers]
     return "\n".join([*lines, f"{path}: these lines are all that it says about this machine"])
 
 
-def layer_name(layer: LayerSpeed) -> str:
+def layer_name(layer: LayerSpeed | WrongForm) -> str:
     """Return ``int8 4096x4096``, or ``int8 1536x2048, 128 experts, 8 a token``."""
-    prefix, _ = as_linear(layer)
-    return f"{layer.dtype} {layer.out}x{layer.columns}" + (f", {prefix[:-2]}" if prefix else "")
+    return f"{layer.dtype} {_sizes(layer)}"
+
+
+def _sizes(layer: LayerSpeed | WrongForm) -> str:
+    return f"{layer.out}x{layer.columns}" + ("" if layer.experts is None else f", {layer.experts}")

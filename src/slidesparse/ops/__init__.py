@@ -1,6 +1,7 @@
 """The operators that torch.compile and CUDA graphs see, in the namespace ``torch.ops.slidesparse``.
 
 Each is functional, has a fake implementation (shapes only, the number of tokens symbolic) and never waits for a device.
+They are for inference; :mod:`slidesparse.ops.inference_only` calls them where gradients are recorded.
 :mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds the
 runner for a number of tokens.
 """

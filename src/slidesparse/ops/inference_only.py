@@ -1,58 +1,78 @@
-"""Run a computation as inference: autocast is off inside, and a backward pass through it is an error.
+"""Computations for inference inside of autograd: the forward pass runs, and a backward pass through it is an error.
 
 Rounding has no gradient, so what autograd would find is wrong or nothing at all. A forward pass alone is no mistake:
 a model that is evaluated outside of ``torch.no_grad`` has parameters that require gradients.
+
+Where gradients are recorded, an operator of its own joins the result to the graph, by
+``torch.library.register_autograd``. All other operators of the package have no kernel for autograd, so that inference
+pays for none: a kernel of ``register_autograd`` costs 5 us a call under ``torch.no_grad``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.ops.register import define
 
 
-def inference_only() -> UnsupportedError:
-    """Return the error of a backward pass."""
+def _refusal() -> UnsupportedError:
     return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
 
 
-class NoBackward(torch.autograd.Function):
-    """A computation on tensors that require gradients: its results join the graph, and the backward pass is an error.
+def no_backward(compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Return ``compute(*arguments)``, through which no gradient passes.
 
-    Called as ``NoBackward.apply(compute, *arguments)``.
+    The result joins the graph where a tensor among the arguments requires a gradient: its backward pass raises an
+    UnsupportedError. Tensors in lists count as weights, which nobody trains.
+
+    Raises:
+        UnsupportedError: A tensor has a tangent (``torch.autograd.forward_ad``).
     """
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``compute(*arguments)``, in which autograd records nothing."""
-        ctx.forms = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in arguments]
+    if not torch.is_grad_enabled():
         return compute(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse, by an operator: torch.compile traces a backward pass with every forward pass that could have one.
-
-        Raises:
-            UnsupportedError: Always, where it is run and not traced.
-        """
-        given = next(gradient for gradient in gradients if gradient is not None)
-        refused = [
-            torch.ops.slidesparse.refuse_gradient(given, *form) if form is not None and wanted else None
-            for form, wanted in zip(ctx.forms, ctx.needs_input_grad[1:], strict=True)
-        ]
-        return None, *refused
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    if not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise _refusal()
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    if not trained:
+        return compute(*arguments)
+    with torch.no_grad():
+        y = compute(*arguments)
+    joined: torch.Tensor = torch.ops.slidesparse.join_graph(y, trained)
+    return joined
 
 
-def infer(compute: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return ``compute(x, *others)`` on the device of x, for what is not one operator, without autocast."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return infer(compute, x, *others)
-    if torch.is_grad_enabled() and (x.requires_grad or any(other.requires_grad for other in others)):
-        y: torch.Tensor = NoBackward.apply(compute, x, *others)
-        return y
-    return compute(x, *others)
+def _join_graph(y: torch.Tensor, trained: Sequence[torch.Tensor]) -> torch.Tensor:
+    return y.clone()  # an operator's result is none of its arguments
+
+
+def _keep_forms(ctx: Any, inputs: tuple[torch.Tensor, Sequence[torch.Tensor]], output: torch.Tensor) -> None:
+    ctx.forms = [(tensor.shape, tensor.dtype) for tensor in inputs[1]]
+
+
+def _join_graph_backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, list[torch.Tensor]]:
+    # An operator refuses, since torch.compile traces a backward pass with every forward pass that could have one.
+    return None, [torch.ops.slidesparse.refuse_gradient(gradient, *form) for form in ctx.forms]
+
+
+def _refuse_gradient(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    raise _refusal()
+
+
+def _refuse_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return gradient.new_empty(shape, dtype=dtype)
+
+
+define("join_graph", "(Tensor y, Tensor[] trained) -> Tensor", _join_graph, _join_graph)
+torch.library.register_autograd("slidesparse::join_graph", _join_graph_backward, setup_context=_keep_forms)
+define(
+    "refuse_gradient",
+    "(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _refuse_gradient,
+    _refuse_gradient_fake,
+)

@@ -34,7 +34,7 @@ MAX_MULTIPLE = 2**31
 """Largest multiple to which packed columns are padded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight:
     """A weight [out, in] in packed form.
 
@@ -59,6 +59,9 @@ class PackedWeight:
         for name, part in (("values", self.values), ("code", self.values if self.code is None else self.code)):
             require_dense(part, f"{name} of a PackedWeight")
         require_kind(self.pattern, Pattern, "pattern of a PackedWeight", "a Pattern")
+
+    def __repr__(self) -> str:
+        return f"PackedWeight({self.pattern}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -50,8 +50,9 @@ def decode_group(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, to
     Raises:
         InputError: When a code is no pair of this pattern's positions.
     """
-    if code.numel() and not 0 <= int(code.min()) <= int(code.max()) < pattern.codes:
-        raise InputError(f"group code of {pattern}", got=int(code.max()), needed=f"0 to {pattern.codes - 1}")
+    for extreme in (int(code.min()), int(code.max())) if code.numel() else ():
+        if not 0 <= extreme < pattern.codes:
+            raise InputError(f"group code of {pattern}", got=extreme, needed=f"0 to {pattern.codes - 1}")
     pairs = [(a, b) for b in range(pattern.group) for a in range(b)]
     table = torch.tensor(pairs, dtype=torch.int8, device=code.device)
     a, b = table[code.long()].unbind(-1)

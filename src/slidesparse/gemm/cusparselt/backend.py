@@ -1,7 +1,7 @@
 """The cuSPARSELt backend: NVIDIA's 2:4 GEMM, from Ampere on.
 
     acc[M, out] = x[M, K'] @ W[out, K']^T        the library, into int32 (INT8) or float32 (FP8)
-    y = scale_x * (scale_w * acc) + bias         kernels/scale.py, one rounding
+    y = scale_x * (scale_w * acc) + bias         gemm/scale.py, one rounding
 
 The library offers no per-token scale, hence the second kernel. Its matrices are column-major: W row-major is its
 [K', out], transposed; x row-major is its [K', M]; and its product [out, M] is acc row-major.
