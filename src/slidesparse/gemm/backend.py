@@ -203,6 +203,22 @@ class Backend(ABC):
         """Reorder a packed weight, once, into the tensors that the kernel reads."""
 
     @abstractmethod
+    def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix that multiplies activations, zeros in place: the inverse of :meth:`prepare`, bit for bit.
+
+        Args:
+            operand: From :meth:`prepare`, on any device.
+            shape: (out, K') of the matrix, without padded rows; K' is the length of the layout's column map.
+            dtype: Type of the weight.
+
+        Returns:
+            [out, K'] on the operand's device.
+
+        Raises:
+            UnsupportedError: Only a kernel can read the operand, and it cannot run where the operand is.
+        """
+
+    @abstractmethod
     def matmul(
         self,
         x: torch.Tensor,

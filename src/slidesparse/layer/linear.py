@@ -16,7 +16,6 @@ from slidesparse.gemm import Choice, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.dense_weight import DenseWeight
-from slidesparse.layer.read_back import read_back
 from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.pruning import Linears, get_pruner
@@ -193,21 +192,14 @@ class SlideLinear(nn.Module):
 
     @torch.no_grad()
     def unpack(self) -> torch.Tensor:
-        """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
+        """Return the weight [out, in] in its own type, zeros in place, on the layer's device: the inverse of packing.
 
-        Only the backends' forms of the weight are kept, and each has a layout of its own: see
-        :func:`layer.read_back.read_back`. The result is the weight bit for bit, except for the sign of zeros.
+        It is the weight bit for bit, except for the sign of zeros.
 
         Raises:
-            UnsupportedError: The layer cannot multiply where it is now.
+            UnsupportedError: A layer on cuSPARSELt has left its GPU; other layouts are read on any device.
         """
-        ones = None if self.weight_scale is None else torch.ones_like(self.weight_scale)
-        return read_back(
-            lambda rows: ops.linear(rows, self._tensors(), ones, None, self.spec),
-            (self.out_features, self.in_features),
-            self.weight_dtype,
-            self.device,
-        )
+        return self._forms[0].unpack((self.out_features, self.in_features), self.weight_dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -220,13 +212,14 @@ class SlideLinear(nn.Module):
         return DenseWeight.of(self._dense, shape, self.dense_dtype, self.device)
 
     def _dense(self) -> torch.Tensor:
-        values = self.unpack().to(self.device)
+        values = self.unpack()
         dense = values if self.weight_scale is None else dequantize(values, self.weight_scale)
         return dense.to(self.dense_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
-        destination[f"{prefix}weight"] = self.unpack()
+        weight = self.unpack()
+        destination[f"{prefix}weight"] = weight if weight.is_meta else weight.cpu()
         if self.weight_scale is not None:
             destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
         super()._save_to_state_dict(destination, prefix, keep_vars)
