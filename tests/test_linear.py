@@ -377,7 +377,7 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, torch.Tensor | N
 def test_a_weight_that_cannot_be_read_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", backend="reference")
     monkeypatch.setattr(Reference, "columns", CuSparseLt().columns)
-    with pytest.raises(UnsupportedError, match="cuSPARSELt's layout.*got it on cpu"):
+    with pytest.raises(UnsupportedError, match=r"cuSPARSELt's layout.*got it on cpu"):
         layer.state_dict()
 
 

@@ -275,7 +275,7 @@ def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype
 
 
 def _from_steps(blocks: torch.Tensor, form: SparseForm, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and metadata of uint8 [row blocks, slabs, bytes of a step]: uint8 [rows, bytes], [rows, windows]."""
+    """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row blocks, slabs, bytes]."""
     if form.value_bits == 6:
         words = blocks.unflatten(2, (-1, 16))
         return _from_six_bits(words[..., :12]), _from_metadata_words(words[..., 12:].flatten(2), itemsize)
@@ -283,7 +283,7 @@ def _from_steps(blocks: torch.Tensor, form: SparseForm, itemsize: int) -> tuple[
 
 
 def _from_bundles(steps: torch.Tensor, form: SparseForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and metadata of uint8 [row tiles, bundles, bytes]: uint8 [rows, bytes], [rows, windows]."""
+    """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row tiles, bundles, bytes]."""
     count_bytes = BLOCKS * form.count_bits * PLANE_BYTES
     words = _row_blocks(steps[..., :count_bytes].unflatten(2, (BLOCKS, -1)))
     blocks = _row_blocks(steps[..., count_bytes:].unflatten(2, (form.windows, BLOCKS, -1)).flatten(1, 2))
