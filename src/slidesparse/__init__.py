@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
+    from slidesparse.ops.matmul import matmul
     from slidesparse.pruning import prune_mask
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "lift",
     "load",
+    "matmul",
     "pack",
     "prune_mask",
     "sparsify_",
@@ -49,6 +51,7 @@ _MODULES = {
     "SlideLinear": "layer.linear",
     "lift": "weights.slide",
     "load": "checkpoints.load",
+    "matmul": "ops.matmul",
     "pack": "weights.packing",
     "prune_mask": "pruning",
     "sparsify_": "models.sparsify",

@@ -59,6 +59,11 @@ class Problem:
     slid: bool = True
     bits: int = 8
 
+    @classmethod
+    def of(cls, packed: PackedWeight) -> Problem:
+        """Return the problem of a packed weight, by which its backends are chosen."""
+        return cls(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
+
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
     """Return the index of the GPU on which activations are.

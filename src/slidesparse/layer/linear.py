@@ -12,18 +12,19 @@ from slidesparse import ops
 from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError
-from slidesparse.gemm import Choice, choose, get_backend
+from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.dense_weight import DenseWeight
-from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.pruning import Linears, get_pruner
-from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packed import PackedWeight, check_scale
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
-from slidesparse.weights.support import require_dense
+from slidesparse.weights.support import checked_bias, require_dense
+
+BIAS = "bias of SlideLinear"
 
 
 class SlideLinear(nn.Module):
@@ -70,22 +71,18 @@ class SlideLinear(nn.Module):
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
         require_kind(choice, (Choice, type(None)), "choice of SlideLinear", "what slidesparse.gemm.choose gives")
         require_kind(dense_dtype, (torch.dtype, type(None)), "dense_dtype of SlideLinear", "a type of torch")
-        if (packed.scale is not None) != (packed.dtype in QUANTISED):
-            raise InputError(
-                f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
-                needed="a scale for int8 and fp8, none for other types",
-            )
+        check_scale(packed)
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
         self.weight_dtype, self.quantiser = packed.dtype, quantiser
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self._asked: tuple[str, Fallback] = backend, fallback
-        self.choice = choose(packed_problem(packed), backend, fallback) if choice is None else choice
+        self.choice = choose(Problem.of(packed), backend, fallback) if choice is None else choice
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
-        self.register_buffer("bias", None if bias is None else checked_bias(bias, self.out_features))
+        self.register_buffer("bias", None if bias is None else checked_bias(bias, self.out_features, BIAS))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
@@ -171,7 +168,7 @@ class SlideLinear(nn.Module):
     def operands(self, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return what ``ops.linear`` and its fused forms take after activations and norm; ``bias`` as in forward."""
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features)
+        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features, BIAS)
         return self._tensors(), self._buffers["weight_scale"], own, self.spec
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:
@@ -246,7 +243,7 @@ class SlideLinear(nn.Module):
         packed = self.pack(weight.detach(), None if scale is None else scale.detach(), name=name)
         if not self.refill(packed):
             if not self.holds_bits(packed):
-                self.choice = choose(packed_problem(packed), *self._asked)
+                self.choice = choose(Problem.of(packed), *self._asked)
             self._set_forms(packed)
             if self.weight_scale is not None and packed.scale is not None:
                 self.weight_scale.copy_(packed.scale)
@@ -306,17 +303,3 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
-
-
-def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Return a bias as kernels read it.
-
-    Raises:
-        InputError: It has another shape, or no floats.
-    """
-    require_dense(bias, "bias of SlideLinear")
-    if bias.shape != (out_features,) or not bias.is_floating_point():
-        raise InputError(
-            "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
-        )
-    return bias.detach().contiguous()  # kernels read it by address

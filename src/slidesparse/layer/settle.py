@@ -85,7 +85,7 @@ class Chooser:
         Raises:
             UnsupportedError: The backend that was named cannot run it.
         """
-        return self.choose_first(packed_problem(packed), lambda: packed)[0]
+        return self.choose_first(Problem.of(packed), lambda: packed)[0]
 
     def choose_first(self, problem: Problem, pack_it: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
         """Choose the backends of a weight that is not packed yet; return it, too, if it was packed to be measured."""
@@ -138,11 +138,6 @@ def settle(
     if choice.backends == ("dense",):
         return RunsDense(f"{pattern}; {choice.reason}", pattern, choice)
     return RunsSparse(pack_it() if packed is None else packed, choice)
-
-
-def packed_problem(packed: PackedWeight) -> Problem:
-    """Return a packed weight as the problem by which its backends are chosen."""
-    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
 
 
 def pack_dense(
