@@ -80,7 +80,7 @@ def test_activations_follow_the_quantiser_that_a_layer_is_given(backend: str) ->
     x[:, 0] = 127
     expected = _vllm(x, linear, sglang_int8)
     assert not torch.equal(expected, _vllm(x, linear))
-    layer = SlideLinear(pack(values, "6:8", scale=scale), linear.bias, backend=backend, quantiser="sglang")
+    layer = SlideLinear(pack(values, "6:8", scale=scale), linear.bias, backend=backend, activation_rounding="sglang")
     assert torch.equal(layer(x), expected)
     pairs = torch.cat([torch.full_like(x, 100.0), x / 100], 1)  # where the SiLU of 100 is 100
     fused = ops.silu_mul_linear(pairs, layer._tensors(), layer.weight_scale, layer.bias, layer.spec)

@@ -42,10 +42,13 @@ class SlideLinear(nn.Module):
         packed: The weight; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
-        fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-        choice: The backends of this weight, where :func:`layer.settle.settle` has chosen them by the two above.
-        dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's, or torch's default.
-        quantiser: Whose expressions quantise activations (:mod:`weights.quant`).
+        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        choice: Backends that :func:`layer.settle.settle` has chosen for this weight already; None: ``backend`` and
+            ``fallback`` choose them now.
+        dense_dtype: Type of the dense weight that :attr:`weight` computes, where the packed one is in 8 bits; None: the
+            bias's type, or torch's default. Products do not depend on it.
+        activation_rounding: The server whose rounding of activations to 8 bits is reproduced, ``vllm`` or ``sglang``:
+            they round ties and the smallest rows differently (:func:`weights.quant.quantize_rows`).
 
     Attributes:
         choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
@@ -65,7 +68,7 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
-        quantiser: Quantiser = "vllm",
+        activation_rounding: Quantiser = "vllm",
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
@@ -74,7 +77,7 @@ class SlideLinear(nn.Module):
         check_scale(packed)
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
-        self.weight_dtype, self.quantiser = packed.dtype, quantiser
+        self.weight_dtype, self.activation_rounding = packed.dtype, activation_rounding
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self._asked: tuple[str, Fallback] = backend, fallback
@@ -92,7 +95,7 @@ class SlideLinear(nn.Module):
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         specs = tuple(form.spec() for form in self.forms)
         kind = self.out_features, dtype_name(packed.dtype)
-        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.quantiser).text
+        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.activation_rounding).text
 
     @classmethod
     def from_linear(
