@@ -300,10 +300,10 @@ def _from_bundles(steps: torch.Tensor, form: SparseForm) -> tuple[torch.Tensor, 
 
 def _from_count_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the counts of uint8 [row blocks, bundles, 512 * bits]: uint8 [rows, bundles, 32, 2]."""
-    # block, bundle, bit, warp, row, half, +8, window, instruction, count
     places = torch.arange(4, dtype=torch.uint8, device=words.device)
     planes = _nibbles(words.unflatten(2, (bits, 4, 8, 2, 2, 4))).unsqueeze(-1) >> places & 1
-    by_lane = (planes << places[:bits].view(-1, *[1] * 6)).sum(2, dtype=torch.uint8).unflatten(-1, (2, 2))
+    # block, bundle, warp, row, half, +8, window, instruction, count
+    by_lane: torch.Tensor = (planes << places[:bits].view(-1, *[1] * 6)).sum(2, dtype=torch.uint8).unflatten(-1, (2, 2))
     return by_lane.permute(0, 2, 5, 3, 1, 7, 4, 6, 8).reshape(-1, words.shape[1], BUNDLE, 2)
 
 
@@ -323,7 +323,7 @@ def _from_six_bits(threads: torch.Tensor) -> torch.Tensor:
     w0, w1, w2 = threads.unflatten(2, (2, 4, 8, 4)).split(4, -1)
     registers = w0 & 0xF0 | w2 & 12, w0 << 4 | w2 << 2 & 12, w1 & 0xF0 | w2 >> 2 & 12, w1 << 4 | w2 >> 4 & 12
     # second half, +8, block, step, instruction, warp, row, lane % 4, byte
-    by_lane = torch.stack(registers).unflatten(0, (2, 2))
+    by_lane: torch.Tensor = torch.stack(registers).unflatten(0, (2, 2))
     return by_lane.permute(2, 5, 1, 6, 3, 4, 0, 7, 8).reshape(-1, threads.shape[1] * STEP_BYTES)
 
 
