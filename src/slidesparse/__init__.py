@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
+    from slidesparse.ops.matmul import matmul
     from slidesparse.pruning import prune_mask
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "lift",
     "load",
+    "matmul",
     "pack",
     "prune_mask",
     "sparsify_",
@@ -48,6 +50,7 @@ _MODULES = {
     "SlideLinear": "layer.linear",
     "lift": "weights.slide",
     "load": "checkpoints.load",
+    "matmul": "ops.matmul",
     "pack": "weights.packing",
     "prune_mask": "pruning",
     "sparsify_": "models.sparsify",
