@@ -55,7 +55,7 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Return small values of all processes in their order when all have come to this call, as :meth:`wait` does."""
         values = [value] * self.world
-        if self.world > 1:
+        if self.group is not None:
             from torch import distributed
 
             with explained():
