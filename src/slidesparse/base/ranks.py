@@ -137,7 +137,7 @@ def is_first_to_fail() -> bool:
     if not _SPEAKER:
         return True
     try:
-        told: bytes = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"])
+        told: str = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"]).decode()
     except RuntimeError:  # the process that held the store has ended
         return True
-    return told.decode() == _SPEAKER["rank"]
+    return told == str(_SPEAKER["rank"])
