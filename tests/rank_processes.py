@@ -1,6 +1,7 @@
-"""Several processes with torchrun's environment, each of which runs one command.
+"""Several processes, each of which runs one command, started and ended as torchrun does it.
 
-They are forked from a server that has imported everything once, so that each costs little.
+Their store is here, as torchrun's agent has it, and when one of them fails the others are terminated. They are forked
+from a server that has imported everything once, so that each costs little.
 """
 
 from __future__ import annotations
@@ -8,17 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
-from slidesparse.base import ranks as ranks_module
 from slidesparse.cli import main
 
 PRELOADED = ["rank_processes", "transformers.models.llama.modeling_llama", "slidesparse.offline.dry_run"]
@@ -26,6 +27,9 @@ PRELOADED = ["rank_processes", "transformers.models.llama.modeling_llama", "slid
 
 SECONDS = 120
 """A process that runs longer is killed, and the test fails."""
+
+GRACE = 20
+"""Seconds after another process has failed; torchrun waits for thirty."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ Before = Callable[[int], None]
 def run_ranks(
     folder: Path, world: int, commands: Sequence[Sequence[Any]] | Sequence[Any], before: Before | None = None
 ) -> list[Ended]:
-    """Run one command in ``world`` processes, or one command of each; wait for all of them.
+    """Run one command in ``world`` processes, or one command of each, until all of them have ended.
 
     Args:
         folder: For what they write.
@@ -55,27 +59,38 @@ def run_ranks(
     each = commands if isinstance(commands[0], list) else [commands] * world
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    dist: Any = distributed  # its stores have no types
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
+    everybody = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    everybody["TORCHELASTIC_USE_AGENT_STORE"] = True
     processes: list[Any] = []
     for rank, words in enumerate(each):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {"RANK": rank, "LOCAL_RANK": rank, **everybody}
         environment = {name: str(value) for name, value in place.items()}
         files = [str(folder / f"{name}{rank}") for name in ("out", "err")]
         arguments = environment, [str(word) for word in words], files, before
         processes.append(context.Process(target=_run, args=arguments))
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    _wait(processes)
     return [
         Ended(process.exitcode, (folder / f"out{rank}").read_text(), (folder / f"err{rank}").read_text())
         for rank, process in enumerate(processes)
     ]
+
+
+def _wait(processes: Sequence[Any]) -> None:
+    """Wait for all; terminate them when one fails, and kill those that take too long."""
+    end, is_ending = time.monotonic() + SECONDS, False
+    while any(one.is_alive() for one in processes):
+        if not is_ending and any(one.exitcode for one in processes):
+            is_ending, end = True, min(end, time.monotonic() + GRACE)
+            for one in processes:
+                one.terminate()
+        if time.monotonic() > end:
+            for one in processes:
+                one.kill()
+        time.sleep(0.05)
 
 
 def _run(environment: dict[str, str], words: list[str], files: list[str], before: Before | None) -> None:
@@ -84,7 +99,6 @@ def _run(environment: dict[str, str], words: list[str], files: list[str], before
     sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
     os.environ.update(environment)
     torch.set_num_threads(1)
-    ranks_module.BEAT_S, ranks_module.PATIENCE_S = 0.2, 3.0
     if before is not None:
         before(int(environment["RANK"]))
     status = main(words)
@@ -128,7 +142,7 @@ def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
 
 
 def all_are_terminated_at_their_second_shard(rank: int) -> None:
-    """At one time, as a launcher does: a process that comes late finds the other one gone, and ends for that reason."""
+    """At one time, as a launcher does when it is interrupted itself."""
     from slidesparse.offline.prune_job import PruneJob
 
     write, shards = PruneJob.write_shard, []

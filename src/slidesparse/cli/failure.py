@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 
-from slidesparse.base.ranks import is_silent
+from slidesparse.base.ranks import is_first_to_fail
 from slidesparse.cli import interruption
 from slidesparse.errors import SlideSparseError, first_line, printable
 
@@ -16,8 +16,11 @@ REPORT = "run it again with --verbose, and report what that shows: it is a defec
 
 
 def report(error: BaseException, as_json: bool) -> None:
-    """Print what went wrong; as JSON, ``{"error": {...}}``, to standard output too, which stays one JSON value."""
-    if is_silent():
+    """Print what went wrong; as JSON, ``{"error": {...}}``, to standard output too, which stays one JSON value.
+
+    Of the processes of one run the first that fails prints, and the others end without a word.
+    """
+    if not is_first_to_fail():
         return
     line = describe(error)
     if sys.stderr is not None:

@@ -27,7 +27,7 @@ from slidesparse.cli.calibration import (
     own_chats_of,
     planned_chats,
 )  # fmt: skip
-from slidesparse.cli.together import add_join_timeout, own_device, together
+from slidesparse.cli.together import own_device, together
 from slidesparse.errors import InputError
 from slidesparse.offline.published import BEST, expected_cost
 
@@ -70,7 +70,6 @@ def add_prune(commands: Commands) -> None:
     add("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
     text = "what is treated of a model of text and images (default: %(default)s)"
     add("--part", default="language", choices=("language", "vision", "all"), help=text)
-    add_join_timeout(prune)
     costs = "; ".join(expected_cost(zeros, 10**9) for zeros in (1 / 4, 1 / 3, 1 / 2))
     prune.epilog = f"Least is lost by {BEST}. {costs} (docs/accuracy.md)."
 
@@ -145,7 +144,6 @@ def add_recover(commands: Commands) -> None:
     add("--save-minutes", type=float, default=5.0, help=text)
     add_no_bos(recover)
     add_device(recover)
-    add_join_timeout(recover)
 
 
 def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
@@ -188,7 +186,6 @@ def add_chats(commands: Commands) -> None:
     text = "what runs the model (default: vLLM on a GPU where it is installed, else transformers)"
     add("--writer", choices=("auto", "vllm", "transformers"), default="auto", help=text)
     add_device(chats)
-    add_join_timeout(chats)
 
 
 def _chats(options: argparse.Namespace, ranks: Ranks) -> int:

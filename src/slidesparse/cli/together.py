@@ -1,9 +1,10 @@
-"""A command that several processes run together: how long they wait, which device each takes, and who speaks."""
+"""A command that several processes run together: which device each takes, and who speaks."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import JOIN_S, LEAVE_S, joined, leads_its_machine
+from slidesparse.base.ranks import is_one_of_several, joined
 from slidesparse.errors import SlideSparseWarning
 
 if TYPE_CHECKING:
@@ -20,35 +21,20 @@ if TYPE_CHECKING:
 COMMANDS = ("prune", "recover", "chats")
 """The commands that several processes can run together."""
 
-LONGEST_JOIN_S = 86400.0
-
-
-def add_join_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says how long the processes of one run wait for each other to begin."""
-    text = f"how long processes of torchrun wait until all have begun (default: {JOIN_S:.0f})"
-    parser.add_argument("--join-timeout", type=_join_seconds, default=JOIN_S, metavar="SECONDS", help=text)
-
-
-def _join_seconds(text: str) -> float:
-    """Return a time that one can wait; argparse says what is wrong with another one, in one line for all processes."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= LONGEST_JOIN_S:
-        raise argparse.ArgumentTypeError(f"got {text!r:.80}; needed 1 to {LONGEST_JOIN_S:.0f} seconds")
-    return seconds
+SPEAK_S = 10.0
+"""Most seconds in which another process has said what is wrong with its arguments, and the launcher ends this one."""
 
 
 def is_said_by_another(words: Sequence[str]) -> bool:
     """Return whether another process of this machine has the same words, and says what is wrong with them."""
-    return bool(words) and words[0] in COMMANDS and not leads_its_machine()
+    own = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    return bool(words) and words[0] in COMMANDS and is_one_of_several() and own not in ("", "0")
 
 
 def let_another_speak() -> None:
-    """Wait some seconds before this process ends: a launcher that sees it end ends the one that has to speak."""
+    """Wait before this process ends: a launcher that sees it end ends the one that has to speak."""
     try:
-        time.sleep(LEAVE_S)
+        time.sleep(SPEAK_S)
     except KeyboardInterrupt:  # the launcher has seen that the other one ended
         return
 
@@ -57,7 +43,7 @@ def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argpa
     """Return a command that all processes of a run do together, and in which the first one speaks."""
 
     def command(options: argparse.Namespace) -> int:
-        with joined(join_s=options.join_timeout) as ranks, _one_voice(ranks, options):
+        with joined() as ranks, _one_voice(ranks, options):
             return run(options, ranks)
 
     return command

@@ -7,7 +7,6 @@ leaves nothing half-written, and the next run takes over what any of them finish
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,50 +42,39 @@ def staged_together(
     The output gets its name when every process has left the block without an exception.
 
     Raises:
-        FailedRank: Another process ended with an error.
-        LostRank: Another process is gone.
+        LostRank: Another process has ended.
         CheckpointError: As of :func:`~slidesparse.files.staging.staged`; or a process does not see the place of work.
         InputError: A process was started with other options or another source.
     """
     if ranks.is_first:
         with staged(destination, source, record, n_bytes, as_written) as work:
-            ranks.gather(as_stored(record))
-            with _stopped_together(ranks):
-                ranks.wait()  # for the checks of the others
-                yield work
-                ranks.wait()
-    else:
-        theirs = ranks.gather(as_stored(record))[0]
-        work = Workplace(partial_folder(new_folder(destination, source)))
-        with _stopped_together(ranks), with_what_is_kept(work, destination):  # counts before others clear up
-            if theirs != as_stored(record):
-                raise InputError(
-                    f"rank {ranks.rank} was started otherwise than rank 0",
-                    got=f"another {', '.join(differences(theirs, as_stored(record), as_written))}",
-                    needed="the same options, text and source, and one version and kind of device, for every process",
-                )
-            _require_visible(ranks, work, record)
+            _require_alike(ranks, work, record, as_written)
+            work.is_shared = ranks.world > 1
+            yield work
             ranks.wait()
+    else:
+        work = Workplace(partial_folder(new_folder(destination, source)))
+        with with_what_is_kept(work, destination):
+            _require_alike(ranks, work, record, as_written)
             yield work
             ranks.wait()
     ranks.wait()  # the folder has its name
 
 
-@contextmanager
-def _stopped_together(ranks: Ranks) -> Iterator[None]:
-    """After an error, wait until no process writes any more: the first one clears up."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.fail(error)
-        ranks.wait_until_all_stopped(error)
-        raise
-
-
-def _require_visible(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> None:
+def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any], as_written: OptionName) -> None:
+    """Refuse processes that would write something else or elsewhere, in all of them before any has written a file."""
+    records = ranks.gather(as_stored(record))  # the first process comes when its record is written
     path = work.path / RECORD
-    if not os.path.exists(path) or read_json(path) != as_stored(record):
-        raise CheckpointError(
-            f"rank {ranks.rank} does not see what rank 0 writes in {work.path}",
-            needed="a folder that all machines share",
-        )
+    seen = ranks.gather(path.exists() and read_json(path) == records[0])
+    for rank, (theirs, sees) in enumerate(zip(records, seen, strict=True)):
+        if theirs != records[0]:
+            raise InputError(
+                f"rank {rank} was started otherwise than rank 0",
+                got=f"another {', '.join(differences(records[0], theirs, as_written))}",
+                needed="the same options, text and source, and one version and kind of device, for every process",
+            )
+        if not sees:
+            raise CheckpointError(
+                f"rank {rank} does not see what rank 0 writes in {work.path}",
+                needed="a folder that all machines share",
+            )

@@ -53,11 +53,13 @@ class Workplace:
         output: The folder that becomes ``NAME``; a run that writes a file puts that in its place.
         kept: Holds files that are not part of the output, from which a run goes on.
         describe: Says what is kept, in the line of a run that ends early; a command may put its own words there.
+        is_shared: Whether other processes may still write here when an error ends this one, which so removes nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.output, self.kept, self.notes = path, path / OUTPUT, path / KEPT, path / FINISHED
         self.describe: Callable[[], str] = lambda: counted(self.files(), "finished file")
+        self.is_shared = False
 
     def finish(self, name: str, digests: Mapping[str, str]) -> None:
         """Note that a file of the output is complete, with the digests of its tensors."""
@@ -279,15 +281,11 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
     try:
         with with_what_is_kept(work, destination):
             yield
-    except BaseException as error:
-        if destination.exists():  # complete
-            raise
-        if not work.files():
+    except BaseException:
+        if not destination.exists() and not work.files() and not work.is_shared:
             with contextlib.suppress(OSError):
                 _clear(work.path)
                 work.path.rmdir()
-        elif isinstance(error, Exception) and not isinstance(error, OSError | LostRank):
-            replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
 
 
@@ -304,7 +302,7 @@ def _what_is_kept(work: Workplace) -> str | None:
 
 @contextmanager
 def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
-    """Say in an exception's message what is kept, if there is anything."""
+    """Say in an exception's message what is kept, if there is anything, and note there that an error ended the run."""
     try:
         yield
     except BaseException as error:
@@ -319,6 +317,8 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
         elif kept and isinstance(error, SlideSparseError):
             after = "once that is mended, the same command goes on from there, and another one begins anew"
             error.args = (f"{error}; {kept}: {after}",)
+        if kept and isinstance(error, Exception) and not isinstance(error, OSError | LostRank):
+            replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
 
 

@@ -8,7 +8,6 @@ for any number of processes whose devices compute the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -51,16 +50,15 @@ class SharedLayers:
         """Return the pruned weights of a layer, and what its sets lost, at every process."""
         solver = self._dealt(sets, linears)
         own: dict[str, torch.Tensor] = {}
-        told: list[Any] = []
+        told: list[tuple[SetLoss, torch.dtype]] = []
         for part in in_parts(sets, only_experts(linears)):
             heads = {names[0]: linears[names[0]] for names in part}
             tree = self._grams(layer, index, heads, samples, isinstance(pruner, RoundForOutputs))
             self.ranks.wait()
             inputs = self._inputs(tree, part, linears, solver)
             for names in (names for names in part if names[0] in inputs):
-                self.ranks.check()
                 new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
-                told.append([asdict(loss), str(new[names[0]].dtype).removeprefix("torch.")])
+                told.append((loss, new[names[0]].dtype))
                 own |= new
         return self._exchanged(sets, linears, solver, own, told)
 
@@ -104,7 +102,6 @@ class SharedLayers:
         tree = GramTree(self.shares)
         sample_of = dict(zip(self.own, samples, strict=True))
         for share in self.shares.of(self.ranks.rank):
-            self.ranks.check()
             here = [sample_of[batch] for batch in self.shares.batches(share)]
             tree.add(share, collect_grams(layer, index, linears, here, alike) if here else {})
         return tree
@@ -124,15 +121,13 @@ class SharedLayers:
         linears: Mapping[str, nn.Linear | ExpertWeight],
         solver: Mapping[str, int],
         own: Mapping[str, torch.Tensor],
-        told: Sequence[Any],
+        told: Sequence[tuple[SetLoss, torch.dtype]],
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
         """Return all processes' pruned weights and losses, in the order of the sets."""
-        known = {}
-        for loss, kind in (one for several in self.ranks.gather(told) for one in several):
-            known[loss["names"][0]] = SetLoss(**{**loss, "names": tuple(loss["names"])}), kind
+        known = {one[0].names[0]: one for several in self.ranks.gather(told) for one in several}
         pruned = {}
         for names in sets:
-            dtype = getattr(torch, known[names[0]][1])
+            dtype = known[names[0]][1]
             for name in names:
                 shape = tuple(linears[name].weight.shape)
                 weight = own[name].contiguous() if name in own else self._empty(shape, dtype)

@@ -187,21 +187,14 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
     own = deal(sizes, ranks.world)[ranks.rank]
     resumed = []
     with progress_bar("prune", sum(sizes[shard] for shard in own), show=progress) as advance:
-
-        def advance_unless_failed(n_bytes: int) -> None:
-            ranks.check()
-            advance(n_bytes)
-
         for shard in own:
             tensors = prepared.outputs[shard]
             if work.is_finished(shard, tensors):
                 resumed.append(shard)
-                advance_unless_failed(sizes[shard])
+                advance(sizes[shard])
             else:
                 source = prepared.checkpoint.shards[shard]
-                work.finish(
-                    shard, prepared.job.write_shard(work.output / shard, source, tensors, advance_unless_failed)
-                )
+                work.finish(shard, prepared.job.write_shard(work.output / shard, source, tensors, advance))
     known = {shard for found in ranks.gather(resumed) for shard in found}
     return [shard for shard in prepared.outputs if shard in known]
 

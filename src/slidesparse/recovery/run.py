@@ -18,8 +18,7 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import advice
-from slidesparse.base.rank_tensors import rank_tensors
-from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.ranks import ALONE, Ranks, explained
 from slidesparse.base.version import __version__
 from slidesparse.checkpoints.check_tensors import refuse_faults
 from slidesparse.checkpoints.checkpoint import INDEX_FILE, Checkpoint
@@ -156,7 +155,7 @@ def recover(
             read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
         ranks.wait()
         windows = Windows.load(work.kept / WINDOWS, options)
-        with _explained(ranks), _connected(ranks, where):
+        with _explained(), _connected(ranks, where):
             outcome, trained = _train(pair, windows, options, rate, work, where, ranks, compiled)
         result = Recovery(destination=str(destination), held_tokens=windows.held.numel(), **outcome)
         if ranks.is_first:
@@ -255,7 +254,7 @@ def _train(
     ranks: Ranks, compiled: bool,
 ) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:  # fmt: skip
     """Train, and return what is said of it, and the new tensors, which the first process has."""
-    fit = Fit.of_all(ranks.gather(list(astuple(fit_memory(pair.size, options, ranks.world, device)))))
+    fit = Fit.of_all(ranks.gather(astuple(fit_memory(pair.size, options, ranks.world, device))))
     mesh = init_device_mesh(device.type, (ranks.world,))
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     LOG.info("windows at a time: %d; activations are %s", fit.micro, "computed again" if fit.recompute else "kept")
@@ -321,13 +320,12 @@ def _train(
 
 @contextmanager
 def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """Let processes send tensors; one that is alone forms a group of itself, so that there is one way to train."""
-    if ranks.store is not None:
-        with rank_tensors(ranks, device):
-            yield
-        return
+    """Let one process that is alone form a group of itself, so that there is one way to train; several have theirs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if ranks.world > 1:
+        yield
+        return
     kind, store = "nccl" if device.type == "cuda" else "gloo", cast("Any", dist).HashStore()  # which has no types
     dist.init_process_group(kind, store=store, rank=0, world_size=1)
     try:
@@ -337,16 +335,15 @@ def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(ranks: Ranks) -> Iterator[None]:
-    """Explain errors of memory, and of transfers to a process that is gone."""
+def _explained() -> Iterator[None]:
+    """Explain errors of memory, of transfers to a process that has ended, and of torch.compile."""
     try:
-        yield
+        with explained():
+            yield
     except torch.cuda.OutOfMemoryError as error:
         remedy = "use --micro 1, --recompute on, or more GPUs; a run that goes on may have others"
         raise UnsupportedError("the memory of a GPU is too small", got=first_line(error), remedy=remedy) from error
     except RuntimeError as error:
-        if ranks.world > 1:
-            ranks.require_all_alive()
         if (inner := getattr(error, "inner_exception", None)) is None:  # which errors of torch.compile have
             raise
         got, remedy = first_line(inner), "set TORCH_COMPILE_DISABLE=1; training takes longer then"

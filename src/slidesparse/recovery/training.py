@@ -63,7 +63,6 @@ class Training:
                     if self.ranks.world == 1 and counts == {progress.step - progress.left_out}:  # not within AdamW's
                         state.save(progress, self.ranks)
                     raise
-                self.ranks.check()
                 progress.step += 1
                 progress.in_a_row = 0 if finite else progress.in_a_row + 1
                 progress.left_out += not finite

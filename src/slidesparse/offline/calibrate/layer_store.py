@@ -17,7 +17,7 @@ from torch import nn
 
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
-from slidesparse.base.rank_tensors import rank_tensors
+from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -201,11 +201,8 @@ def prune_layers_from_disk(
     weights = {} if experts is None else calibrated_experts(model, experts.layers)
     batches = windows.split(windows_of_a_batch(windows))
     losses = []
-    with (
-        progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance,
-        rank_tensors(ranks, device) as tensors,
-    ):
-        shared = SharedLayers(tensors, len(batches))
+    with progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance:
+        shared = SharedLayers(RankTensors(ranks, device), len(batches))
         own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
         samples = record_inputs(model, layer_list, own)
         steps = prune_layers(
