@@ -122,18 +122,10 @@ def fill(
     device: torch.device,
     look: Callable[[str, torch.Tensor], None] = lambda *_: None,
 ) -> dict[str, nn.Parameter]:
-    """Fill a network, divided or not, with a checkpoint's values, each process with its part.
+    """Fill a network, divided or not, with a checkpoint's values, each process with its part; return the parameters.
 
-    Args:
-        network: The network.
-        meta: The checkpoint's model on the meta device.
-        tensor: Reader of one of the checkpoint's tensors by name.
-        dtype: Type of floating-point parameters.
-        device: Device of this process.
-        look: Called with the name and value of each tensor of the state, whole and on the CPU.
-
-    Returns:
-        The parameters by name.
+    ``tensor`` reads one of the checkpoint's tensors. ``look`` is called with the name and value of each tensor of the
+    state, whole and on the CPU.
     """
     model = network.model
     values: dict[str, torch.Tensor] = {}

@@ -107,16 +107,12 @@ class RecoverOptions:
         if self.tokens is not None and self.tokens < self.step_tokens:
             needed = f"{self.step_tokens} or more, those of a step"
             raise InputError("--tokens", got=self.tokens, needed=needed, remedy="use a smaller --batch")
-        choices: dict[str, tuple[str | None, ...]] = {
-            "train": get_args(Trained),
-            "gradient_checkpointing": get_args(GradientCheckpointing),
-            "rounding": get_args(Rounding),
-            "dtype": (None, *QUANT_NAMES),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                needed = " or ".join(one for one in known if one is not None)
-                raise InputError(_option(name), got=shown(getattr(self, name)), needed=needed)
+        choices = {"train": Trained, "gradient_checkpointing": GradientCheckpointing, "rounding": Rounding}
+        known = {name: get_args(kind) for name, kind in choices.items()} | {"dtype": QUANT_NAMES}
+        for name, words in known.items():
+            value = getattr(self, name)
+            if value not in words and (name, value) != ("dtype", None):
+                raise InputError(_option(name), got=shown(value), needed=" or ".join(words))
         if self.rounding == "6bit" and self.dtype != "int8":
             raise InputError("--rounding 6bit", got=f"--dtype {self.dtype}", needed="--dtype int8")
 

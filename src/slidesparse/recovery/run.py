@@ -82,9 +82,9 @@ def recover(
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
     lr = options.lr or default_lr(text_config(pair.student.model.config).hidden_size)
     # Options that do not change the result may differ when a run is resumed.
-    decisive = replace(options, micro_batch=32, save_minutes=5.0, gradient_checkpointing="auto", lr=lr)
+    decisive = asdict(replace(options, micro_batch=32, save_minutes=5.0, gradient_checkpointing="auto", lr=lr))
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
-    record = {"slidesparse": __version__, "options": asdict(decisive), "weights": weights, "device": where.type}
+    record = {"slidesparse": __version__, "options": decisive, "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
     with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
         work.describe = lambda: describe_saved(work.kept, options.steps)
@@ -102,7 +102,7 @@ def recover(
             if files.not_copied:
                 say("recover", f"not copied, other weights or code: {', '.join(files.not_copied)}")
             # File names without folders: the result may be published, and paths are this machine's.
-            named = {**record["options"], "texts": [*map(without_folder, options.texts)]}
+            named = {**decisive, "texts": [*map(without_folder, options.texts)]}
             write_result(
                 work, pair.pruned, files, tensors, {**record, "options": named, "compiled": compiled, **figures}
             )
