@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 AS_WRITTEN = {
-    "texts": "--text, --chats or --self",
+    "texts": "--text or --self-chats",
     "layers": "--layer",
     "bos": "--no-bos",
     "file": "--calibration",
