@@ -17,7 +17,7 @@ from slidesparse.errors import SlideSparseWarning
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
 
-COMMANDS = ("prune", "recover", "chats")
+COMMANDS = ("prune", "recover")
 """The commands that several processes can run together."""
 
 LONGEST_JOIN_S = 86400.0
