@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.device import usable_device
@@ -27,7 +27,7 @@ from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, po
 from slidesparse.offline.calibrate.chats import Chat, templated
 from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.recovery.prompts import make_prompts
-from slidesparse.recovery.writers import SAMPLING, WriterName, chosen_writer, load_writer
+from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, writer_class
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class ChatOptions:
 
     Attributes:
         count: Number of chats.
-        prompts: File of prompts: a line each of ``.txt``, a document each of other kinds, of a chat all messages up to
-            the user's last; None: :func:`slidesparse.recovery.prompts.make_prompts`.
+        prompts: File of lines or documents; of a chat all messages up to the user's last. None: ``make_prompts``.
         max_tokens: Most tokens of an answer.
         seed: Of the prompts that are made, and of sampling.
         writer: What runs the model.
@@ -50,47 +49,29 @@ class ChatOptions:
     writer: WriterName = "auto"
 
     def __post_init__(self) -> None:
-        for what, value in (("number of chats (--count, --self-chats)", self.count), ("--max-tokens", self.max_tokens)):
-            if value < 1:
-                raise InputError(what, got=value, needed="1 or more")
+        if min(self.count, self.max_tokens) < 1:
+            raise InputError("--count, --self-chats, --max-tokens", got=min(self.count, self.max_tokens), needed="> 0")
 
 
 def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> None:
     """Let a model write chats into a new file, one ``{"messages": [...]}`` a line.
 
-    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options go on after an interruption. An
-    InputError says that the file exists or is being written, that there are no prompts, or that the model has no chat
-    template or does not read so many tokens; other errors are those of loading it.
+    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options go on. An InputError says that the
+    file exists or is being written, that there are no prompts or no chat template, or that the model reads too little.
     """
     if path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
     usable_device(device)
-    tokenizer, longest = load_tokenizer(model), options.max_tokens
-    room = positions(need("transformers").AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20) - longest
-    if room < 1:
-        raise InputError(
-            "--max-tokens", got=longest, needed=f"less than the {room + longest} tokens that {model} reads"
-        )
-    asked = _prompts(options)
-    ids = ids_of(tokenizer, templated(asked, tokenizer, to_answer=True), add_special_tokens=False)
-    if cut := sum(len(one) > room for one in ids):
-        LOG.warning("%d prompts are cut to their last %d tokens: the model has no room for more", cut, room)
-    ids, by = [one[-room:] for one in ids], chosen_writer(options.writer, device)
-    LOG.warning("%d answers of at most %d tokens, by %s on %s", len(ids), longest, by, device)
-    writer = load_writer(by, model, max(map(len, ids)) + longest, device)
+    tokenizer, asked, longest = load_tokenizer(model), _prompts(options), options.max_tokens
+    ids, kind = _ids(model, tokenizer, asked, longest), writer_class(options.writer, device)
+    writer = kind(model, max(map(len, ids)) + longest, device)
     part = path.with_name(f"{path.name}.{_key(model, options)}.part")
     with open(part, "a+b") as file, progress_bar("answers", len(ids), unit="answers") as advance:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{part} is being written by another command") from error
-        whole = part.read_bytes()
-        file.truncate(whole.rfind(b"\n") + 1)  # without the line that a kill cut off
-        if first := whole.count(b"\n"):
-            LOG.warning("%d answers are there from an interrupted run", first)
-        advance(first)
-        for start in range(first, len(ids), writer.at_once):
-            began, some = time.monotonic(), slice(start, start + writer.at_once)
+        advance(first := _answers_in(file, part))
+        words = "%d answers of at most %d tokens, by %s on %s; %d are there from an interrupted run"
+        LOG.warning(words, len(ids), longest, kind.name, device, first)
+        for start in range(first, len(ids), kind.at_once):
+            began, some = time.monotonic(), slice(start, start + kind.at_once)
             answers = writer.answer(ids[some], longest, options.seed + start)
             for chat, text in zip(asked[some], tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
                 messages = [*chat, {"role": "assistant", "content": text}]
@@ -103,13 +84,24 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
         part.replace(path)
 
 
+def _answers_in(file: BinaryIO, part: Path) -> int:
+    """Keep other commands from writing a file, and return how many answers it has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{part} is being written by another command") from error
+    whole = part.read_bytes()
+    file.truncate(whole.rfind(b"\n") + 1)  # without the line that a kill cut off
+    return whole.count(b"\n")
+
+
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
     """Return a file of chats that a model wrote, in the user's cache folder; the first process writes a missing one."""
     path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, options)}.jsonl"
     with ranks.first_alone():
         if ranks.is_first and not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            write = _write_apart if chosen_writer(options.writer, device) == "vllm" else write_chats
+            write = _write_apart if writer_class(options.writer, device) is VllmWriter else write_chats
             write(model, path, options, device)
     if not path.exists():
         raise InputError(f"{path} is on another machine", remedy="write a file for all: slidesparse chats")
@@ -130,8 +122,8 @@ def _key(model: Path, options: ChatOptions) -> str:
     """Return a name of what decides the chats; vLLM and transformers go on from each other."""
     checkpoint, prompts = Checkpoint(model), options.prompts and read_documents(options.prompts)
     decides = [__version__, asdict(replace(options, prompts=None, writer="auto")), SAMPLING, prompts]
-    said = json.dumps([fingerprint(checkpoint, checkpoint.config), *decides])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    weights = fingerprint(checkpoint, checkpoint.config)
+    return hashlib.sha256(json.dumps([weights, *decides]).encode()).hexdigest()[:16]
 
 
 def _prompts(options: ChatOptions) -> list[Chat]:
@@ -148,4 +140,15 @@ def _prompts(options: ChatOptions) -> list[Chat]:
     usable = [chat[:end] for chat, end in ends if end and chat[end - 1]["content"].strip()]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
-    return [*islice(cycle(usable), options.count)]
+    return [usable[i % len(usable)] for i in range(options.count)]
+
+
+def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> list[list[int]]:
+    """Return prompts as token numbers, the last of them where a model does not read more before so long an answer."""
+    room = positions(need("transformers").AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20) - max_tokens
+    if room < 1:
+        raise InputError("--max-tokens", got=max_tokens, needed=f"less than {room + max_tokens}, which {model} reads")
+    ids = ids_of(tokenizer, templated(asked, tokenizer, to_answer=True), add_special_tokens=False)
+    if cut := sum(len(one) > room for one in ids):
+        LOG.warning("%d prompts are cut to their last %d tokens: the model has no room for more", cut, room)
+    return [one[-room:] for one in ids]

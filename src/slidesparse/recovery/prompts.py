@@ -11,7 +11,7 @@ import json
 import random
 import sysconfig
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 FORMS: dict[str, list[str]] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
@@ -33,8 +33,7 @@ def _prompt(turn: int, kind: int, rng: random.Random, functions: list[dict[str, 
     drawn = {"a": a, "b": b, "c": c, "k": k, "total": c * k + a + b, "x": x, "y": y}
     drawn |= {name: rng.choice(FORMS[name]) for name in ("name", "city", "things", "day")}
     if kind == 5 and functions:
-        form = FORMS["code"][(turn + turn // len(functions)) % len(FORMS["code"])]
-        return form.format(**functions[turn % len(functions)])
+        return rng.choice(FORMS["code"]).format(**functions[turn % len(functions)])
     if kind == 4:
         return f"{rng.choice(FORMS['tasks'])}\n\n{rng.choice(FORMS['letters']).format(**drawn)}"
     form = rng.choice(FORMS[("questions", "instructions", "sums")[kind % 3]])
@@ -45,14 +44,11 @@ def _functions(count: int, rng: random.Random) -> list[dict[str, str]]:
     """Return signatures and docstrings of functions, out of one file of each installed package in turn."""
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     packages = [one for folder in folders for one in sorted(folder.glob("[!_]*")) if one.stem not in SKIPPED]
-    files = [sorted(one.rglob("*.py")) if (one / "__init__.py").exists() else [one] for one in packages]
-    for some in files:
-        rng.shuffle(some)
-    found: dict[str, dict[str, str]] = {}
-    for file in filter(None, chain.from_iterable(zip_longest(*files))):
-        if len(found) < count and file.suffix == ".py" and "test" not in file.name:
-            found |= {one["signature"]: one for one in _of_file(file)}
-    return rng.sample([*found.values()], min(count, len(found)))
+    inside = (sorted(one.rglob("*.py")) if (one / "__init__.py").exists() else [one] for one in packages)
+    files = chain.from_iterable(zip_longest(*(rng.sample(some, len(some)) for some in inside)))
+    usable = (one for one in files if one is not None and one.suffix == ".py" and "test" not in one.name)
+    found = [*islice(chain.from_iterable(map(_of_file, usable)), count)]
+    return rng.sample(found, len(found))
 
 
 def _of_file(path: Path) -> Iterator[dict[str, str]]:

@@ -26,26 +26,14 @@ class Writer(Protocol):
         """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
 
 
-def chosen_writer(name: WriterName, device: str) -> WriterName:
-    """Return what runs the model: vLLM or transformers."""
-    found = device.startswith("cuda") and find_spec("vllm") is not None
-    return name if name != "auto" else "vllm" if found else "transformers"
-
-
-def load_writer(name: WriterName, model: Path, length: int, device: str) -> Writer:
-    """Load a model to write with, of which prompt and answer take at most ``length`` tokens."""
-    return VllmWriter(model, length, device) if name == "vllm" else TransformersWriter(model, device)
-
-
 class VllmWriter:
     """A model in an engine of vLLM, on the first GPU. Each answer has a seed of its own."""
 
-    at_once = 4096  # it runs 1024 at a time, and waits for the last ones of a call
+    name, at_once = "vLLM", 4096  # it runs 1024 at a time, and waits for the last ones of a call
 
     def __init__(self, model: Path, length: int, device: str) -> None:
         if index := torch.device(device).index:
-            remedy = f"set CUDA_VISIBLE_DEVICES={index}, and leave out --device"
-            raise InputError("device for vLLM", got=device, needed="the first GPU", remedy=remedy)
+            raise InputError("device for vLLM", got=device, needed=f"cuda, with CUDA_VISIBLE_DEVICES={index}")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
         self.vllm, much = need("vllm", "pip install vllm"), {"max_model_len": length, "max_num_seqs": 1024}
         try:
@@ -65,27 +53,32 @@ class VllmWriter:
 class TransformersWriter:
     """A model of transformers. Each call has one seed."""
 
-    at_once = 32
+    name, at_once = "transformers", 32
 
-    def __init__(self, model: Path, device: str) -> None:
+    def __init__(self, model: Path, length: int, device: str) -> None:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         try:
             with other_library():
-                loaded = need("transformers").AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, **LOCAL)
-                self.model: Any = loaded.to(device).eval()
+                load = need("transformers").AutoModelForCausalLM.from_pretrained
+                self.model: Any = load(str(model), dtype=dtype, **LOCAL).to(device).eval()
         except Exception as error:  # a broken checkpoint can raise anything
             raise CheckpointError(f"transformers cannot load {model}", got=first_line(error)) from error
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
         ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        width, padding = max(map(len, prompts)), ends[0] if ends else 0
+        ends = ends if isinstance(ends, list) else [ends]
+        width, padding = max(map(len, prompts)), ends[0] or 0
         ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=ids.device)
         much = {"max_new_tokens": max_tokens, "pad_token_id": padding, "use_cache": True}
         usual = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # a generation_config.json may have others
         torch.manual_seed(seed)
-        found = self.model.generate(ids, attention_mask=mask, do_sample=True, **SAMPLING, **usual, **much)
-        rows = found[:, width:].tolist()
-        return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+        rows = self.model.generate(ids, attention_mask=mask, do_sample=True, **SAMPLING, **usual, **much).tolist()
+        return [row[width : next((i + 1 for i in range(width, len(row)) if row[i] in ends), len(row))] for row in rows]
+
+
+def writer_class(name: WriterName, device: str) -> type[VllmWriter | TransformersWriter]:
+    """Return the class of the writer; it loads a model, of which prompt and answer take at most ``length`` tokens."""
+    found = device.startswith("cuda") and find_spec("vllm") is not None
+    return VllmWriter if name == "vllm" or (name == "auto" and found) else TransformersWriter
