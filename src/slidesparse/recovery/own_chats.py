@@ -25,7 +25,7 @@ from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
 from slidesparse.offline.calibrate.chats import Chat, templated
-from slidesparse.offline.calibrate.texts import read_documents
+from slidesparse.offline.calibrate.texts import Document, read_documents
 from slidesparse.recovery.prompts import make_prompts
 from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, writer_class
 
@@ -130,7 +130,7 @@ def _prompts(options: ChatOptions) -> list[Chat]:
     """Return as many prompts as there shall be chats, all messages of each; those of a file again where too few."""
     if options.prompts is None:
         LOG.warning("prompts: of everyday topics, and one in six of Python; your users' are better: --prompts FILE")
-        found = [*make_prompts(options.count, options.seed)]
+        found: list[Document] = [*make_prompts(options.count, options.seed)]
     else:
         found = read_documents(options.prompts)
         if len(found) == 1 and isinstance(found[0], str):
