@@ -101,7 +101,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     "words",
     [
-        *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--number", "2"]),
+        *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--count", "2"]),
         ["recover", "m", "r", "--dense", "m", "--tokens", "1M", "--text", "text.txt"],
     ],
     ids=" ".join,

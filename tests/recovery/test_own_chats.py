@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+import shutil
+import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
-from rank_processes import run_ranks
 
-from slidesparse.base import progress
 from slidesparse.base.ranks import Ranks
 from slidesparse.cli import main
-from slidesparse.errors import CheckpointError, InputError
-from slidesparse.recovery import answers, own_chats, vllm_answers
-from slidesparse.recovery.decode_attention import NAME, use_decode_attention
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.recovery import own_chats
 from slidesparse.recovery.own_chats import ChatOptions, kept_chats, write_chats
-from slidesparse.recovery.tasks import EVERY, FORMS, QUESTIONS, Documented, make_tasks
+from slidesparse.recovery.prompts import FORMS, make_prompts
+from slidesparse.recovery.writers import SAMPLING, TransformersWriter, VllmWriter, writer_class
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}(assistant) "
 
@@ -37,237 +37,240 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for writer in (TransformersWriter, VllmWriter):
+        monkeypatch.setattr(writer, "at_once", 2)
+
+
 def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> None:
-    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8)
-    assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
+    wanted = ChatOptions(5, str(model / "prompts.txt"), max_tokens=8)
+    write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
     found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
-    assert [one[0]["content"] for one in found][:3] == [
-        "What is a window?",
-        "Name four weights, and then some more of them.",
-        "Why?",
-    ]
+    asked = ["What is a window?", "Name four weights, and then some more of them.", "Why?"]
+    assert [one[0]["content"] for one in found] == [*asked, *asked[:2]]
     assert all([one["role"] for one in chat] == ["user", "assistant"] for chat in found)
-    assert all(0 < len(chat[1]["content"]) <= 8 for chat in found)
-    assert len({chat[1]["content"] for chat in found}) > 1
+    assert all(len(chat[1]["content"]) <= 8 for chat in found)
+    assert len({chat[1]["content"] for chat in found}) == 5
     with pytest.raises(InputError, match="exists; remove it"):
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    assert [one.name for one in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_a_prompt_is_a_whole_chat_up_to_the_users_last_message(model: Path, tmp_path: Path) -> None:
+    said = [("system", "Be short."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Why?"), ("assistant", "So.")]
+    chat = [{"role": role, "content": content} for role, content in said]
+    no_user = [{"role": "system", "content": "Be short."}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in (chat, no_user)))
+    write_chats(model / "base", tmp_path / "out.jsonl", ChatOptions(2, str(tmp_path / "prompts.jsonl"), 4), "cpu")
+    for one in lines(tmp_path / "out.jsonl"):
+        assert one["messages"][:-1] == chat[:-1]
+        assert one["messages"][-1]["role"] == "assistant"
+    (tmp_path / "none.jsonl").write_text(json.dumps({"messages": no_user}))
+    with pytest.raises(InputError, match="holds no prompts"):
+        write_chats(model / "base", tmp_path / "x.jsonl", ChatOptions(2, str(tmp_path / "none.jsonl"), 4), "cpu")
 
 
 def test_what_a_model_has_no_room_for_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    most = json.loads((model / "base/config.json").read_text())["max_position_embeddings"]
-    with pytest.raises(InputError, match=f"less than the {most} tokens"):
-        write_chats(model / "base", tmp_path / "chats.jsonl", ChatOptions(1, longest=most), "cpu")
-    assert not list(tmp_path.iterdir())
-    wanted = ChatOptions(3, str(model / "prompts.txt"), longest=most - 30)
-    write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
-    assert "of 2 prompts only the last 30 tokens are read" in caplog.text
+    shutil.copytree(model / "base", tmp_path / "base")
+    config = json.loads((model / "base/config.json").read_text()) | {"max_position_embeddings": 40}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="less than 40"):
+        write_chats(tmp_path / "base", tmp_path / "chats.jsonl", ChatOptions(1, max_tokens=40), "cpu")
+    assert [one.name for one in tmp_path.iterdir()] == ["base"]
+    write_chats(tmp_path / "base", tmp_path / "chats.jsonl", ChatOptions(3, str(model / "prompts.txt"), 10), "cpu")
+    assert "2 prompts are cut to their last 30 tokens" in caplog.text
 
 
-def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: Any) -> None:
-    """Greedy answers to prompts of several lengths are those to each alone."""
-    import transformers
+def test_a_model_without_a_chat_template_is_refused(model: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    with pytest.raises(InputError, match="no chat template"):
+        write_chats(tmp_path / "base", tmp_path / "chats.jsonl", ChatOptions(1, str(model / "prompts.txt"), 4), "cpu")
 
-    monkeypatch.setattr(answers, "asdict", lambda _: {"do_sample": False, "temperature": None, "min_p": None})
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model / "base", dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model / "base")
-    monkeypatch.setattr(loaded, "generate", without_sampling(loaded.generate))
+
+def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sampling leaves the likeliest token alone, answers to prompts of several lengths are those to each."""
+    monkeypatch.setitem(SAMPLING, "temperature", 1e-4)
+    writer = TransformersWriter(model / "base", 99, "cpu")
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
-    notes: list[str] = []
-    together = answers._answered(loaded, tokenizer, prompts, 6, lambda _, note: notes.append(note))
-    assert notes == [f"3 at once, token {i} of 6" for i in range(1, 7)]
-    assert together == [answers._answered(loaded, tokenizer, [one], 6, lambda *_: None)[0] for one in prompts]
+    together = writer.answer(prompts, 6, seed=0)
+    assert together == [writer.answer([one], 6, seed=1)[0] for one in prompts]
+    (end,) = {together[0][2]}
+    writer.model.generation_config.eos_token_id = [end]
+    assert writer.answer(prompts, 6, seed=0)[0] == together[0][: together[0].index(end) + 1]
 
 
-def test_grouped_heads_answer_as_pytorchs_attention_does(model: Path) -> None:
-    """Greedy answers to padded prompts, where keys have fewer heads than queries."""
-    import transformers
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, writer: type, number: int) -> list[int]:
+    """Interrupt a call of ``answer``, counted from 0; return the numbers of prompts of all calls, which grows."""
+    calls: list[int] = []
+    run = writer.answer  # type: ignore[attr-defined]
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model / "base", dtype=torch.float32)
-    assert loaded.config.num_key_value_heads < loaded.config.num_attention_heads
-    ids = torch.tensor([[0, 0, 5, 6, 7], [4, 8, 15, 16, 23]])
-    how = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), "max_new_tokens": 6, "pad_token_id": 0}
-    how |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    before = loaded.generate(ids, **how)
-    use_decode_attention(loaded)
-    after = loaded.generate(ids, **how)
-    assert loaded.config._attn_implementation == NAME
-    assert torch.equal(before.sequences, after.sequences)
-    torch.testing.assert_close(torch.stack(after.logits), torch.stack(before.logits))
-
-
-def without_sampling(generate: Any) -> Any:
-    def greedy(*args: Any, **named: Any) -> Any:
-        return generate(*args, **{**named, "do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50})
-
-    return greedy
-
-
-def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = ChatOptions(3, str(model / "prompts.txt"), longest=4)
-    first = kept_chats(model / "base", wanted, "cpu")
-    monkeypatch.setattr("slidesparse.recovery.own_chats.write_answers", None)
-    assert kept_chats(model / "base", wanted, "cpu") == first
-    assert first.is_relative_to(tmp_path)
-    with pytest.raises(TypeError):  # another number is another file
-        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), longest=4), "cpu")
-    monkeypatch.setattr(Ranks, "gather", lambda self, own: [own] * self.world)
-    assert kept_chats(model / "base", wanted, "cpu", Ranks(world=2)) == first  # whoever wrote it
-
-
-def interrupted_at(monkeypatch: Any, module: Any, name: str, number: int) -> list[Any]:
-    """Interrupt a call of a function, counted from 0; return the arguments of all calls, which grows."""
-    calls: list[Any] = []
-    run = getattr(module, name)
-
-    def once(*arguments: Any, **named: Any) -> Any:
-        calls.append(arguments)
+    def once(self: Any, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> Any:
+        calls.append(len(prompts))
         if len(calls) - 1 == number:
             raise KeyboardInterrupt
-        return run(*arguments, **named)
+        return run(self, prompts, max_tokens, seed)
 
-    monkeypatch.setattr(module, name, once)
+    monkeypatch.setattr(writer, "answer", once)
     return calls
 
 
 def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
-    model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None, capsys: Any
 ) -> None:
-    monkeypatch.setattr(answers, "MOST_AT_ONCE", 2)
     words = ["chats", str(model / "base"), "--prompts", str(model / "prompts.txt"), "--device", "cpu"]
-    words += ["--number", "5", "--longest", "8"]
+    words += ["--count", "5", "--max-tokens", "8"]
     assert main([*words, str(tmp_path / "whole.jsonl")]) == 0
+    assert "minutes for the other 3 answers" in capsys.readouterr().err
     out = tmp_path / "chats.jsonl"
-    calls = interrupted_at(monkeypatch, answers, "_answered", 2)
+    calls = interrupted_at(monkeypatch, TransformersWriter, 2)
     assert main([*words, str(out)]) == 130
-    assert "chats.jsonl.partial keeps 4 answers, and the same command goes on" in capsys.readouterr().err
-    assert not out.exists()
-    (tmp_path / "chats.jsonl.partial/kept/answers-0-4.json.5a.tmp").write_text('["half a li')  # as a kill leaves it
-    assert main([*words, "--seed", "1", str(out)]) == 1
-    assert "got another --seed; repeat that run, choose another destination, or remove" in capsys.readouterr().err
-    assert len(calls) == 3
-    assert json.loads((tmp_path / "chats.jsonl.partial/plan.json").read_bytes())["processes"] == 1
+    (part,) = tmp_path.glob("chats.jsonl.*.part")
+    with part.open("a") as file:
+        file.write('{"messages": [{"ro')  # as a kill leaves it
     assert main([*words, str(out)]) == 0
-    assert "4 of 5 answers are there" in capsys.readouterr().err
-    assert len(calls) == 4
+    assert "4 are there from an interrupted run" in capsys.readouterr().err
+    assert calls == [2, 2, 1, 1]
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["chats.jsonl", "whole.jsonl"]
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A vLLM of this process, that answers two prompts at a time with their lengths."""
-
-    class Engine:
-        seeds: ClassVar[list[int]] = []
-
-        def __init__(self, seed: int, **_: Any) -> None:
-            self.seeds.append(seed)
-
-        def generate(self, batch: Any, *_: Any, **__: Any) -> Any:
-            texts = (f"{len(one['prompt_token_ids'])} tokens" for one in batch)
-            return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
-
-    def in_this_process(words: list[str], **_: Any) -> Any:
-        try:
-            vllm_answers.main(Path(words[-1]))
-        except (RuntimeError, SystemExit) as error:
-            return SimpleNamespace(returncode=1, stdout=str(error))
-        return SimpleNamespace(returncode=0, stdout="")
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
-    monkeypatch.setattr(answers.subprocess, "run", in_this_process)
-    monkeypatch.setattr(vllm_answers, "AT_ONCE", 2)
-    return Engine
+def test_other_options_do_not_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
+) -> None:
+    interrupted_at(monkeypatch, TransformersWriter, 1)
+    with pytest.raises(KeyboardInterrupt):
+        write_chats(model / "base", tmp_path / "c.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4), "cpu")
+    write_chats(model / "base", tmp_path / "c.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4, seed=1), "cpu")
+    write_chats(model / "base", tmp_path / "d.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4, seed=1), "cpu")
+    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "d.jsonl").read_bytes()
 
 
-def test_answers_of_vllm_are_kept_batch_by_batch(model: Path, tmp_path: Path, monkeypatch: Any, engine: Any) -> None:
-    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
-    calls = interrupted_at(monkeypatch, engine, "generate", 1)
-    with pytest.raises(KeyboardInterrupt, match="keeps 2 answers"):
+def test_two_commands_do_not_write_one_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
+) -> None:
+    interrupted_at(monkeypatch, TransformersWriter, 1)
+    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4)
+    with pytest.raises(KeyboardInterrupt):
         write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
-    assert write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu") == 5
-    assert [len(batch) for _, batch, *_ in calls] == [2, 2, 2, 1]
-    assert engine.seeds == [0, 2]
-    found = [one["messages"] for one in lines(tmp_path / "chats.jsonl")]
-    asked = [f"(user) {chat[0]['content']}\n(assistant) " for chat in found]
-    assert [chat[1]["content"] for chat in found] == [f"{len(text)} tokens" for text in asked]
+    (part,) = tmp_path.glob("*.part")
+    with part.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="written by another command"):
+            write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    assert len(lines(part)) == 2
 
 
-def test_a_log_says_how_far_a_batch_is(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
-    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--prompts", str(model / "prompts.txt")]
-    assert main([*words, "--number", "3", "--longest", "2", "--device", "cpu"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("answers: ")]
-    assert said == [
-        "answers: 0/3 answers",
-        *(f"answers: 0/3 answers, 3 at once, token {i} of 2" for i in (1, 2)),
-        "answers: 3/3 answers",
-    ]
+class SamplingParams:
+    """The arguments of vLLM's that are used, which are alike from 0.22.1 to 0.33."""
+
+    def __init__(
+        self, *, temperature: float, min_p: float, seed: int | None, max_tokens: int | None, detokenize: bool
+    ) -> None:
+        self.seed = seed
 
 
-def test_answers_of_vllm_are_counted_while_it_runs(
-    model: Path, tmp_path: Path, monkeypatch: Any, engine: Any, capsys: Any
+class LLM:
+    """The arguments of vLLM's that are used, from 0.22.1 to 0.33. Each answer is its prompt's length and its seed."""
+
+    def __init__(self, model: str, *, dtype: str = "auto", **engine_args: Any) -> None:
+        assert Path(model, "config.json").exists()
+        assert engine_args.keys() == {"max_model_len", "max_num_seqs", "use_tqdm_on_load"}
+        self.length = engine_args["max_model_len"]
+
+    def generate(
+        self, prompts: Sequence[dict[str, list[int]]], sampling_params: Sequence[SamplingParams], *, use_tqdm: bool
+    ) -> list[Any]:
+        assert all(len(one["prompt_token_ids"]) < self.length for one in prompts)
+        pairs = zip(prompts, sampling_params, strict=True)
+        answers = ((len(one["prompt_token_ids"]), drawn.seed) for one, drawn in pairs)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer)]) for answer in answers]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams))
+
+
+def test_vllm_answers_with_a_seed_for_each(model: Path, vllm: None) -> None:
+    writer = VllmWriter(model / "base", 12, "cuda")
+    assert writer.answer([[1, 2], [3], [1, 2]], max_tokens=4, seed=7) == [[2, 7], [1, 8], [2, 9]]
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES=1"):
+        VllmWriter(model / "base", 12, "cuda:1")
+    assert writer_class("auto", "cpu") is TransformersWriter
+
+
+def test_transformers_goes_on_where_vllm_ended(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None, vllm: None
 ) -> None:
-    monkeypatch.setattr(answers, "LOOK_S", 0.01)
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
-    generate = engine.generate
-    monkeypatch.setattr(engine, "generate", lambda *given, **named: time.sleep(0.5) or generate(*given, **named))
-    wanted = ChatOptions(5, str(model / "prompts.txt"), longest=8, writer="vllm")
-    capsys.readouterr()
-    write_chats(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
-    said = capsys.readouterr().err
-    assert all(f"answers: {count}/5 answers" in said for count in (0, 2, 4, 5))
+    interrupted_at(monkeypatch, VllmWriter, 1)
+    out, prompts = tmp_path / "chats.jsonl", str(model / "prompts.txt")
+    with pytest.raises(KeyboardInterrupt):
+        write_chats(model / "base", out, ChatOptions(5, prompts, max_tokens=8, writer="vllm"), "cpu")
+    calls = interrupted_at(monkeypatch, TransformersWriter, 9)
+    write_chats(model / "base", out, ChatOptions(5, prompts, max_tokens=8, writer="transformers"), "cpu")
+    assert calls == [2, 1]
+    assert len(lines(out)) == 5
 
 
-def test_transformers_goes_on_where_vllm_failed(
-    model: Path, tmp_path: Path, monkeypatch: Any, engine: Any, capsys: Any
+def test_a_vllm_that_fails_is_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: None
 ) -> None:
-    """As the error tells to; a vLLM whose command was killed writes nothing more."""
-    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--number", "5", "--longest", "8"]
-    words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--writer"]
-    parents = iter([7, 7, 1])
-    monkeypatch.setattr(vllm_answers.os, "getppid", lambda: next(parents))
-    assert main([*words, "vllm"]) == 1
-    assert "the command that asked was killed" in capsys.readouterr().err
-    assert [one.name for one in (tmp_path / "chats.jsonl.partial/kept").iterdir()] == ["answers-0-0.json"]
-    assert main([*words, "transformers"]) == 0
-    assert "2 of 5 answers are there" in capsys.readouterr().err
-    assert sum("tokens" in one["messages"][1]["content"] for one in lines(tmp_path / "chats.jsonl")) == 2
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Engine core initialization failed")
+
+    monkeypatch.setattr(LLM, "__init__", broken)
+    with pytest.raises(UnsupportedError, match=r"initialization failed; .*--writer transformers"):
+        write_chats(model / "base", tmp_path / "chats.jsonl", ChatOptions(1, writer="vllm"), "cpu")
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_was_made_meanwhile_stays(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(own_chats, "_line", lambda *_: (tmp_path / "chats.jsonl").write_text("mine") and "line")
-    with pytest.raises(CheckpointError, match="made by something else meanwhile"):
-        write_chats(model / "base", tmp_path / "chats.jsonl", ChatOptions(1, longest=4), "cpu")
-    assert (tmp_path / "chats.jsonl").read_text() == "mine"
+def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4)
+    first = kept_chats(model / "base", wanted, "cpu")
+    monkeypatch.setattr(own_chats, "write_chats", None)
+    assert kept_chats(model / "base", wanted, "cpu") == first
+    assert first.is_relative_to(tmp_path)
+    with pytest.raises(TypeError):  # another number is another file
+        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), max_tokens=4), "cpu")
+    monkeypatch.setattr(Ranks, "gather", lambda self, own: [own] * self.world)
+    with pytest.raises(InputError, match="another machine"):
+        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt")), "cpu", Ranks(rank=1, world=2))
 
 
-def test_two_processes_write_one_file(model: Path, tmp_path: Path) -> None:
-    words = ["chats", model / "base", tmp_path / "chats.jsonl", "--number", 5, "--prompts", model / "prompts.txt"]
-    ended = run_ranks(tmp_path, 2, [*words, "--longest", 4, "--device", "cpu"])
-    assert [one.status for one in ended] == [0, 0], ended
-    assert len(lines(tmp_path / "chats.jsonl")) == 5
-    assert ended[0].out.strip().endswith("chats.jsonl: 5 chats")
-    assert not list(tmp_path.glob("*.tmp"))
+def test_vllm_writes_kept_chats_in_a_process_of_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: None
+) -> None:
+    """The words that it is given are those of the command, and its environment has nothing of torchrun."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
 
+    def run(words: list[str], env: dict[str, str], **_: Any) -> Any:
+        assert words[1:3] == ["-m", "slidesparse"]
+        assert "LOCAL_RANK" not in env
+        assert "PATH" in env
+        return SimpleNamespace(returncode=main(words[3:]))
 
-def test_a_model_without_a_chat_template_writes_texts(model: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "base")
-    add_tokenizer(tmp_path / "base")
-    write_chats(tmp_path / "base", tmp_path / "texts.jsonl", ChatOptions(1, str(model / "prompts.txt"), 4), "cpu")
-    (found,) = lines(tmp_path / "texts.jsonl")
-    assert found["text"].startswith("What is a window?")
+    monkeypatch.setattr(subprocess, "run", run)
+    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4, seed=5, writer="vllm")
+    path = kept_chats(model / "base", wanted, "cpu")
+    assert len(lines(path)) == 3
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    assert kept_chats(model / "base", wanted, "cpu") == path
+    with pytest.raises(UnsupportedError, match="--writer transformers"):
+        kept_chats(model / "base", ChatOptions(2, writer="vllm"), "cpu")
 
 
 def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text.txt", 600)
-    base, own = str(model / "base"), ["--self", "40", "--prompts", str(model / "prompts.txt")]
+    base, own = str(model / "base"), ["--self-chats", "8", "--prompts", str(model / "prompts.txt")]
     words = ["prune", base, str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16", "--method", "wanda"]
     assert main([*words, *own, "--samples", "8", "--length", "16", "--device", "cpu"]) == 0
     words = ["recover", str(tmp_path / "pruned"), str(tmp_path / "out"), "--dense", base, "--tokens", "512"]
@@ -281,7 +284,7 @@ def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: A
     assert main([*words, "--prompts", "x", "--json"]) == 1
 
 
-def test_tasks_are_made_out_of_documentation(tmp_path: Path, monkeypatch: Any) -> None:
+def test_prompts_are_of_many_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -292,25 +295,20 @@ def test_tasks_are_made_out_of_documentation(tmp_path: Path, monkeypatch: Any) -
     (folder / "folding.py").write_text("\n".join(functions))
     (folder / "broken.py").write_text("def (")
     (folder / "test_folding.py").write_text(functions[0].replace("fold_0", "tested"))
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "none"), "purelib": str(tmp_path)})
-    found = make_tasks(40, seed=1)
-    assert len(found) == 40
-    assert found == make_tasks(40, seed=1)
-    assert len(set(found)) == 40
-    assert {name for task in found for name in re.findall(r"fold_\d+|tested|_private|bare|method", task)} == {
-        f"fold_{i}" for i in range(12) if any(f"fold_{i}" in task for task in found)
-    }
-    assert found != make_tasks(40, seed=2)
-    more = make_tasks(EVERY * 200)
-    short = more[EVERY - 1 :: EVERY]
-    assert all((told in task) == (task not in short) for task in more)
-    assert all(any(task.startswith(form.partition("{")[0]) for task in short) for form in QUESTIONS)
-    assert "{" not in "".join(short)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path if name == "purelib" else tmp_path / "none"))
+    found = make_prompts(600, seed=1)
+    assert len(found) == 600
+    assert found == make_prompts(600, seed=1) != make_prompts(600, seed=2)
+    code = found[5::6]
+    assert all((told in one) == (one in code) for one in found)
+    names = {name for one in code for name in re.findall(r"fold_\d+(?=\()|tested|_private|bare|method", one)}
+    assert names == {f"fold_{i}" for i in range(12)}
+    for kind in ("questions", "instructions", "sums", "tasks"):
+        starts = [form.partition("{")[0] for form in FORMS[kind]]
+        assert all(any(one.startswith(start) for one in found) for start in starts)
+    assert not [one for one in found if "{" in one]
 
 
-def test_every_form_asks_about_the_function() -> None:
-    one = Documented("fold", "fold(x, by)", "Fold x in two.\n\nReturns half of it.")
-    asked = [one.ask(form) for form in FORMS]
-    assert all("Fold x in two." in task for task in asked)
-    assert "{" not in "".join(asked)
-    assert 'def fold(x, by):\n    """Fold x in two.\n\n    Returns half of it.\n    """' in asked[1]
+def test_prompts_are_made_without_any_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert len(set(make_prompts(60))) > 50

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from slidesparse.recovery.decode_attention import use_decode_attention
-
 LOOK_EVERY = 16
 """Tokens between two looks at which answers have ended."""
 
@@ -42,7 +40,6 @@ class Local:
 
     def __init__(self, model: Any, tokenizer: Any, rows: int = 2048) -> None:
         self.model, self.tokenizer, self.rows = model, tokenizer, rows
-        use_decode_attention(model)
         self.device = next(model.parameters()).device
         ends = model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
     from slidesparse.offline.calibrate.calibration import Calibration
 
-PROMPTS = "(default: tasks from documentation of installed packages, and short questions)"
+PROMPTS = "(default: general ones, which are made; some like your users' are better)"
 
 WINDOWS = ("samples", "length", "seed")
 """Options that say which windows of the text are taken. Each is None unless it is given, so that it can be told
@@ -38,9 +38,9 @@ def add_texts(parser: argparse.ArgumentParser, name: str, text: str) -> None:
 
 def add_own_chats(parser: argparse.ArgumentParser, model: str) -> None:
     """Add the options of chats that a model writes itself, which :func:`own_chats_of` reads."""
-    text = f"chats that {model} writes itself, and keeps"
-    parser.add_argument("--self", type=int, metavar="NUMBER", dest="own_chats", help=text)
-    parser.add_argument("--prompts", metavar="FILE", help=f"prompts for --self {PROMPTS}")
+    text = f"generate N chats with {model}, and read them too (kept, and reused)"
+    parser.add_argument("--self-chats", type=int, metavar="N", dest="own_chats", help=text)
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts for --self-chats {PROMPTS}")
 
 
 def planned_chats(options: argparse.Namespace) -> list[str]:
@@ -52,7 +52,7 @@ def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: R
     """Return the file of chats that the options ask a model to write, once it is written; none where there is none."""
     if options.own_chats is None:
         if options.prompts is not None:
-            raise InputError("options without effect", got="--prompts without --self", needed="--self NUMBER")
+            raise InputError("options without effect", got="--prompts without --self-chats", needed="--self-chats N")
         return []
     from slidesparse.recovery.own_chats import ChatOptions, kept_chats
 

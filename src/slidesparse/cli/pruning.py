@@ -1,4 +1,4 @@
-"""Commands that prune and write chats: their arguments, and what they print."""
+"""The command that prunes: its arguments, and what it prints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from slidesparse.cli.arguments import (
     device_of,
     named_path,
     print_outcome,
-    show,
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import (
-    PROMPTS,
     add_calibration,
     calibration_of,
     own_chats_of,
@@ -77,7 +75,9 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.offline.prune_options import PruneOptions, check_options
 
     if options.dry_run and options.own_chats:
-        raise InputError("--self with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats")
+        raise InputError(
+            "--self-chats with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats"
+        )
     calibration = calibration_of(options, planned_chats(options))
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
@@ -100,31 +100,4 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
         summary = dry_run(source, options.destination, wanted, **where)
     if ranks.is_first:
         print_outcome(options, summary)
-    return 0
-
-
-def add_chats(commands: Commands) -> None:
-    """Add chats."""
-    text = "Let a model write chats itself, to calibrate on and to train a pruned form on."
-    chats = add_command(commands, "chats", together(_chats), text)
-    add_source(chats, "MODEL", "the dense model: a folder, or NAMESPACE/NAME on the hub")
-    add = chats.add_argument
-    add("out", type=named_path, metavar="OUT.jsonl", help="file to make")
-    add("--number", type=int, required=True, help="how many chats")
-    add("--prompts", metavar="FILE", help=f"a prompt a line {PROMPTS}")
-    add("--longest", type=int, default=400, help="most tokens of an answer (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the tasks, and of what is drawn (default: %(default)s)")
-    text = "what runs the model (default: vLLM on a GPU where it is installed, else transformers)"
-    add("--writer", choices=("auto", "vllm", "transformers"), default="auto", help=text)
-    add_device(chats)
-
-
-def _chats(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.recovery.own_chats import ChatOptions, write_chats
-
-    wanted = ChatOptions(options.number, options.prompts, options.longest, options.seed, options.writer)
-    device = own_device(ranks, device_of(options))
-    count = write_chats(source_of(options), options.out, wanted, device, ranks)
-    if ranks.is_first:
-        show(options, {"file": str(options.out), "chats": count}, lambda: f"{options.out}: {count} chats")
     return 0

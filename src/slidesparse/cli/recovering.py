@@ -19,7 +19,7 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.calibration import add_own_chats, add_texts, own_chats_of, planned_chats
-from slidesparse.cli.together import add_join_timeout, own_device, together
+from slidesparse.cli.together import own_device, together
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def add_recover(commands: Commands) -> None:
     add("--save-minutes", type=float, default=5.0, help=text)
     add_no_bos(recover)
     add_device(recover)
-    add_join_timeout(recover)
 
 
 def _recover(options: argparse.Namespace, ranks: Ranks) -> int:

@@ -18,7 +18,7 @@ from slidesparse.errors import SlideSparseWarning
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
 
-COMMANDS = ("prune", "recover", "chats")
+COMMANDS = ("prune", "recover")
 """The commands that several processes can run together."""
 
 SPEAK_S = 10.0

@@ -27,8 +27,9 @@ SETTINGS = {
     "HF_HUB_VERBOSITY": "error",
     "LOGURU_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Settings that transformers, huggingface_hub, compressed-tensors' logger and torch's sockets read when they are
+"""Settings that transformers, huggingface_hub, compressed-tensors' logger, torch's sockets and vLLM read when they are
 imported, which no command has done yet."""
 
 

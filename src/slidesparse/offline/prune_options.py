@@ -166,7 +166,7 @@ def _require_text(options: PruneOptions) -> None:
     if calibration is None and pruner.needs_calibration:
         raise InputError(
             f"{pruner.name} needs calibration text",
-            remedy="add --calibration FILE, --calibration default, or --self NUMBER",
+            remedy="add --calibration FILE, --calibration default, or --self-chats N",
         )
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")

@@ -89,7 +89,7 @@ class RecoverOptions:
     def __post_init__(self) -> None:
         if not self.texts:
             needed = "a text or chats"
-            raise InputError("nothing to train on", needed=needed, remedy="add --text FILE, or --self NUMBER")
+            raise InputError("nothing to train on", needed=needed, remedy="add --text FILE, or --self-chats N")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
         for name, least in (("batch", 1), ("window", 2), ("eval_windows", 1), ("micro_batch", 1), ("tokens", 1)):

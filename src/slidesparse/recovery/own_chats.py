@@ -1,172 +1,154 @@
-"""Chats that a model writes itself: text that is like its use, for calibration and for training a pruned form of it.
-
-Each process of a run writes its share. Answers are kept batch by batch, and an interrupted run goes on from them.
-Chats that a command needs itself are kept too, under a name that says what decides them.
-"""
+"""Chats that a model writes itself: text that is like its use, for calibration and for training a pruned form of it."""
 
 from __future__ import annotations
 
-import glob
+import fcntl
 import hashlib
 import json
-import math
+import os
+import subprocess
+import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slidesparse.base.cache_folder import cache_folder
-from slidesparse.base.counted import counted
+from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
-from slidesparse.base.other_libraries import LOCAL
+from slidesparse.base.other_libraries import LOCAL, need
+from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
-from slidesparse.base.whole_file import replace_file
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
-from slidesparse.errors import InputError
-from slidesparse.files.shared_staging import staged_together
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
-from slidesparse.offline.calibrate.chats import templated
+from slidesparse.offline.calibrate.chats import Chat, templated
 from slidesparse.offline.calibrate.texts import Document, read_documents
-from slidesparse.offline.option_names import as_written
-from slidesparse.recovery.answers import SAMPLING, Job, Writer, kept_answers, write_answers
-from slidesparse.recovery.tasks import make_tasks
+from slidesparse.recovery.prompts import make_prompts
+from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, writer_class
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What decides the chats.
+    """Options of the chats that a model writes.
 
     Attributes:
-        number: How many.
-        prompts: A file of prompts: a line each of ``.txt``, a document each of other kinds, of a chat all up to the
-            last message of the user; None: tasks of :func:`slidesparse.recovery.tasks.make_tasks`.
-        longest: Most tokens of an answer.
-        seed: Of the choice of tasks, and of what is drawn.
-        writer: What runs the model: see :data:`slidesparse.recovery.answers.Writer`.
+        count: Number of chats.
+        prompts: File of lines or documents; of a chat all messages up to the user's last. None: ``make_prompts``.
+        max_tokens: Most tokens of an answer.
+        seed: Of the prompts that are made, and of sampling.
+        writer: What runs the model.
     """
 
-    number: int
+    count: int
     prompts: str | None = None
-    longest: int = 400
+    max_tokens: int = 400
     seed: int = 0
-    writer: Writer = "auto"
+    writer: WriterName = "auto"
 
     def __post_init__(self) -> None:
-        for what, value in (("number of chats (--number, --self)", self.number), ("--longest", self.longest)):
-            if value < 1:
-                raise InputError(what, got=value, needed="1 or more")
+        if min(self.count, self.max_tokens) < 1:
+            raise InputError("--count, --self-chats, --max-tokens", got=min(self.count, self.max_tokens), needed="> 0")
+
+
+def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> None:
+    """Let a model write chats into a new file, one ``{"messages": [...]}`` a line.
+
+    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options go on. An InputError says that the
+    file exists or is being written, that there are no prompts or no chat template, or that the model reads too little.
+    """
+    if path.exists():
+        raise InputError(f"{path} exists", remedy="remove it or choose another name")
+    usable_device(device)
+    tokenizer, asked, longest = load_tokenizer(model), _prompts(options), options.max_tokens
+    ids, kind = _ids(model, tokenizer, asked, longest), writer_class(options.writer, device)
+    writer = kind(model, max(map(len, ids)) + longest, device)
+    part = path.with_name(f"{path.name}.{_key(model, options)}.part")
+    with open(part, "a+b") as file, progress_bar("answers", len(ids), unit="answers") as advance:
+        advance(first := _answers_in(file, part))
+        words = "%d answers of at most %d tokens, by %s on %s; %d are there from an interrupted run"
+        LOG.warning(words, len(ids), longest, kind.name, device, first)
+        for start in range(first, len(ids), kind.at_once):
+            began, some = time.monotonic(), slice(start, start + kind.at_once)
+            answers = writer.answer(ids[some], longest, options.seed + start)
+            for chat, text in zip(asked[some], tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
+                messages = [*chat, {"role": "assistant", "content": text}]
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            advance(len(answers))
+            if start == first and (left := len(ids) - start - len(answers)):
+                minutes = (time.monotonic() - began) / 60 / len(answers) * left
+                LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
+        part.replace(path)
+
+
+def _answers_in(file: BinaryIO, part: Path) -> int:
+    """Keep other commands from writing a file, and return how many answers it has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{part} is being written by another command") from error
+    whole = part.read_bytes()
+    file.truncate(whole.rfind(b"\n") + 1)  # without the line that a kill cut off
+    return whole.count(b"\n")
 
 
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
-    """Return a file of chats that a model wrote, out of the user's cache folder; it is written if it is not there."""
-    prompts = None if options.prompts is None else read_documents(options.prompts)
-    said = json.dumps([__version__, asdict(options), SAMPLING, prompts])
-    checkpoint = Checkpoint(model)
-    key = hashlib.sha256(f"{fingerprint(checkpoint, checkpoint.config)} {said}".encode()).hexdigest()[:16]
-    folder, name = cache_folder() / "chats", f"{model.name}-{options.number}-{key}"
-    # As many processes as began a run must end it, but any number may read what it wrote.
-    path = next(iter(sorted(folder.glob(f"{glob.escape(name)}*.jsonl"))), folder / f"{name}-by-{ranks.world}.jsonl")
-    if not all(ranks.gather(path.exists())):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        write_chats(model, path, options, device, ranks)
-    LOG.info("chats that %s wrote: %s", model, path)
+    """Return a file of chats that a model wrote, in the user's cache folder; the first process writes a missing one."""
+    path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, options)}.jsonl"
+    with ranks.first_alone():
+        if ranks.is_first and not path.exists():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write = _write_apart if writer_class(options.writer, device) is VllmWriter else write_chats
+            write(model, path, options, device)
+    if not path.exists():
+        raise InputError(f"{path} is on another machine", remedy="write a file for all: slidesparse chats")
     return path
 
 
-def write_chats(model: Path, path: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> int:
-    """Let a model write chats into a file, ``.jsonl``; return how many there are.
-
-    A model without a chat template goes on with the prompts, as texts. What is answered is kept in ``NAME.partial``, as
-    :mod:`slidesparse.files.staging` says.
-
-    Raises:
-        InputError: There are no prompts, or the file exists.
-        CheckpointError: The model or its tokenizer cannot be loaded; or an unfinished run of other options is there.
-        UnsupportedError: There is no such device.
-    """
-    if ranks.is_first and path.exists():
-        raise InputError(f"{path} exists", remedy="remove it or choose another name")
-    tokenizer, checkpoint = load_tokenizer(model), Checkpoint(model)
-    room, asked = _room_for_prompts(model, options.longest), _prompts(options)
-    template = getattr(tokenizer, "chat_template", None)
-    decides = asdict(replace(options, prompts=None, writer="auto"))  # prompts do by what they say, a writer does not
-    record = {
-        **{"slidesparse": __version__, "options": decides, "sampling": SAMPLING, "processes": ranks.world},
-        "prompts": hashlib.sha256(json.dumps([asked, template]).encode()).hexdigest(),
-        "weights": fingerprint(checkpoint, checkpoint.config),
-    }
-    # Nothing but the config is in the way, so that chats may lie beside the weights.
-    with staged_together(ranks, path, model / "config.json", record, 0, as_written) as work:
-        kept = [str(work.kept / f"answers-{rank}") for rank in range(ranks.world)]
-        work.describe = lambda: counted(sum(len(kept_answers(one)) for one in kept), "answer")
-        share = asked[ranks.rank :: ranks.world]
-        ids = _ids(tokenizer, share, template is not None)
-        if cut := sum(len(one) > room for one in ids):
-            LOG.warning("of %d prompts only the last %d tokens are read: the model has no room for more", cut, room)
-        job = Job(
-            model, tuple(one[-room:] for one in ids), options.longest, options.seed + ranks.rank, kept[ranks.rank]
-        )  # fmt: skip
-        answers = write_answers(job, tokenizer, options.writer, device, ranks)
-        pairs = zip(share, answers, strict=True)
-        lines = [_line(one, answer, template is not None) for one, answer in pairs if answer.strip()]
-        parts = [work.kept / f"chats-{rank}.jsonl" for rank in range(ranks.world)]
-        replace_file(parts[ranks.rank], "".join(lines))
-        ranks.wait()
-        if ranks.is_first:
-            whole = work.kept / "chats.jsonl"
-            replace_file(whole, "".join(one.read_text(encoding="utf-8") for one in parts))
-            work.output = whole  # a file, where others make a folder
-    return int(sum(ranks.gather(len(lines))))
+def _write_apart(model: Path, path: Path, options: ChatOptions, device: str) -> None:
+    """Write chats in a process of its own, which gives all memory of the GPU back when it ends."""
+    words = [sys.executable, "-m", "slidesparse", "chats", str(model.resolve()), str(path), f"--device={device}"]
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in asdict(options).items() if value is not None]
+    of_torchrun = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(of_torchrun)}
+    if subprocess.run(words, env=alone, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise UnsupportedError("vLLM wrote no chats", remedy="see above; or: slidesparse chats --writer transformers")
 
 
-def _room_for_prompts(model: Path, longest: int) -> int:
-    """Return how many tokens of a prompt a model reads before so long an answer; an InputError where there are none."""
-    from transformers import AutoConfig
-
-    most = positions(AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20)
-    if longest >= most:
-        raise InputError("--longest", got=longest, needed=f"less than the {most} tokens that {model} reads")
-    return most - longest
+def _key(model: Path, options: ChatOptions) -> str:
+    """Return a name of what decides the chats; vLLM and transformers go on from each other."""
+    checkpoint, prompts = Checkpoint(model), options.prompts and read_documents(options.prompts)
+    decides = [__version__, asdict(replace(options, prompts=None, writer="auto")), SAMPLING, prompts]
+    weights = fingerprint(checkpoint, checkpoint.config)
+    return hashlib.sha256(json.dumps([weights, *decides]).encode()).hexdigest()[:16]
 
 
-def _prompts(options: ChatOptions) -> list[Document]:
-    """Return what is asked, as many as there shall be chats; the prompts of a file again where they are too few."""
+def _prompts(options: ChatOptions) -> list[Chat]:
+    """Return as many prompts as there shall be chats, all messages of each; those of a file again where too few."""
     if options.prompts is None:
-        tasks: list[Document] = list(make_tasks(options.number, options.seed))
-        return tasks
-    found = read_documents(options.prompts)
-    if len(found) == 1 and isinstance(found[0], str):
-        found = [line for line in found[0].splitlines() if line.strip()]
-    usable = [asked for one in found if (asked := _asked(one))]
+        LOG.warning("prompts: of everyday topics, and one in six of Python; your users' are better: --prompts FILE")
+        found: list[Document] = [*make_prompts(options.count, options.seed)]
+    else:
+        found = read_documents(options.prompts)
+        if len(found) == 1 and isinstance(found[0], str):
+            found = [*found[0].splitlines()]
+    chats = ([{"role": "user", "content": one}] if isinstance(one, str) else one for one in found)
+    ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
+    usable = [chat[:end] for chat, end in ends if end and chat[end - 1]["content"].strip()]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
-    return (usable * math.ceil(options.number / len(usable)))[: options.number]
+    return [usable[i % len(usable)] for i in range(options.count)]
 
 
-def _asked(document: Document) -> Document | None:
-    """Return a text, or a chat up to the last message of its user."""
-    if isinstance(document, str):
-        return document if document.strip() else None
-    last = max((i for i, one in enumerate(document) if one.get("role") == "user"), default=-1)
-    return document[: last + 1] or None
-
-
-def _messages(asked: Document) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-
-
-def _ids(tokenizer: Any, asked: list[Document], is_chat: bool) -> list[list[int]]:
-    if not is_chat:
-        return [ids_of(tokenizer, _text(one)) for one in asked]
-    texts = templated([_messages(one) for one in asked], tokenizer, to_answer=True)
-    return [ids_of(tokenizer, text, add_special_tokens=False) for text in texts]
-
-
-def _text(asked: Document) -> str:
-    return asked if isinstance(asked, str) else "\n\n".join(one["content"] for one in asked)
-
-
-def _line(asked: Document, answer: str, is_chat: bool) -> str:
-    chat = [*_messages(asked), {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": chat} if is_chat else {"text": _text(asked) + answer}, ensure_ascii=False) + "\n"
+def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> list[list[int]]:
+    """Return prompts as token numbers, the last of them where a model does not read more before so long an answer."""
+    room = positions(need("transformers").AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20) - max_tokens
+    if room < 1:
+        raise InputError("--max-tokens", got=max_tokens, needed=f"less than {room + max_tokens}, which {model} reads")
+    ids = ids_of(tokenizer, templated(asked, tokenizer, to_answer=True), add_special_tokens=False)
+    if cut := sum(len(one) > room for one in ids):
+        LOG.warning("%d prompts are cut to their last %d tokens: the model has no room for more", cut, room)
+    return [one[-room:] for one in ids]
