@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from cpu import cpu_name
 
-from slidesparse.base.dealing import deal
+from slidesparse.base.assignment import assign
 from slidesparse.base.ranks import joined
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
@@ -81,7 +81,7 @@ def files_alone(source: Path, destination: Path) -> None:
         }
         destination.mkdir(exist_ok=True)
         sizes = {name: sum(stored.n_bytes for stored in shard.values()) for name, shard in outputs.items()}
-        for name in deal(sizes, ranks.world)[ranks.rank]:
+        for name in assign(sizes, ranks.world)[ranks.rank]:
             with TensorWriter(destination / name, outputs[name]) as writer:
                 for tensor, stored in outputs[name].items():
                     data = checkpoint.tensor(tensor).view(-1).view(torch.uint8)

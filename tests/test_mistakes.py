@@ -109,7 +109,7 @@ def test_a_mistake_is_one_line(
     "words",
     [
         *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--number", "2"]),
-        ["recover", "m", "--dense", "m", "--out", "r", "--tokens", "1M", "--text", "text.txt"],
+        ["recover", "m", "r", "--dense", "m", "--tokens", "1M", "--text", "text.txt"],
     ],
     ids=" ".join,
 )

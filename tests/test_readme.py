@@ -39,7 +39,7 @@ def test_prune_and_load_as_printed(source: None) -> None:
 
 def test_prune_recover_and_round_as_printed(source: None) -> None:
     (commands,) = (text for text in blocks("bash") if "slidesparse recover" in text)
-    small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --held 2")
+    small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --eval-windows 2")
     for line in small.splitlines():
         assert main(line.split()[1:]) == 0
 

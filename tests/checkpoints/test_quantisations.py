@@ -108,7 +108,7 @@ def test_every_command_refuses_it(
         "inspect": [folder],
         "prune": [folder, new, "--pattern", "6:8"],
         "eval": [folder, "--text", text],
-        "recover": [folder, "--dense", str(sources / "m"), "--out", new, "--tokens", "1M", "--text", text],
+        "recover": [folder, new, "--dense", str(sources / "m"), "--tokens", "1M", "--text", text],
     }[command]
     capsys.readouterr()
     assert main([command, *words]) == 1

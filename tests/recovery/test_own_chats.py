@@ -270,10 +270,10 @@ def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: A
     base, own = str(model / "base"), ["--self", "40", "--prompts", str(model / "prompts.txt")]
     words = ["prune", base, str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16", "--method", "wanda"]
     assert main([*words, *own, "--samples", "8", "--length", "16", "--device", "cpu"]) == 0
-    words = ["recover", str(tmp_path / "pruned"), "--dense", base, "--out", str(tmp_path / "out"), "--tokens", "512"]
-    words += ["--text", f"{tmp_path / 'text.txt'}:2", "--batch", "128", "--window", "32", "--held", "4"]
+    words = ["recover", str(tmp_path / "pruned"), str(tmp_path / "out"), "--dense", base, "--tokens", "512"]
+    words += ["--text", f"{tmp_path / 'text.txt'}:2", "--batch", "128", "--window", "32", "--eval-windows", "4"]
     capsys.readouterr()
-    assert main([*words, *own, "--device", "cpu", "--rate", "3e-3", "--json"]) == 0
+    assert main([*words, *own, "--device", "cpu", "--lr", "3e-3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 4
     assert told["after"]["kl"] < told["before"]["kl"]

@@ -40,7 +40,7 @@ WINDOW, WINDOWS = 32, 8
 def options(folder: Path, steps: int = 6, **changes: Any) -> RecoverOptions:
     texts = (str(folder / "text.txt"),)
     batch = WINDOW * WINDOWS
-    usual = {"texts": texts, "tokens": steps * batch, "batch": batch, "window": WINDOW, "held": 8, "rate": 3e-3}
+    usual = {"texts": texts, "tokens": steps * batch, "batch": batch, "window": WINDOW, "eval_windows": 8, "lr": 3e-3}
     return RecoverOptions(**{**usual, **changes})
 
 
@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5), device=device)
     steps = []
     step = Training._step
-    monkeypatch.setattr(Training, "_step", lambda self, number, rate: steps.append(number) or step(self, number, rate))
+    monkeypatch.setattr(Training, "_step", lambda self, number, lr: steps.append(number) or step(self, number, lr))
     recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert steps == [3, 4, 5]
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
@@ -169,10 +169,10 @@ def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatc
     recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
     step = Training._step
 
-    def interrupted(self: Training, number: int, rate: float) -> Any:
+    def interrupted(self: Training, number: int, lr: float) -> Any:
         if number == 4:
             raise KeyboardInterrupt
-        return step(self, number, rate)
+        return step(self, number, lr)
 
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_step", interrupted)
@@ -186,9 +186,22 @@ def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatc
 def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
     """And a run of one that was killed goes on with two."""
     words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
-    words += ["--batch", "256", "--window", "32", "--held", "7", "--rate", "3e-3", "--micro", "2", "--device", "cpu"]
-    assert main([*map(str, words), "--out", str(tmp_path / "one"), "--json"]) == 0
-    ended = run_ranks(tmp_path, 2, [*words, "--out", tmp_path / "two", "--json"])
+    words += [
+        "--batch",
+        "256",
+        "--window",
+        "32",
+        "--eval-windows",
+        "7",
+        "--lr",
+        "3e-3",
+        "--micro-batch",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    assert main([*map(str, words), str(tmp_path / "one"), "--json"]) == 0
+    ended = run_ranks(tmp_path, 2, [*words, tmp_path / "two", "--json"])
     assert [one.status for one in ended] == [0, 0], ended
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("one", "two"))
@@ -203,9 +216,9 @@ def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
 
 def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
     words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
-    words += ["--batch", "256", "--window", "32", "--held", "7", "--rate", "3e-3", "--device", "cpu", "--json"]
+    words += ["--batch", "256", "--window", "32", "--eval-windows", "7", "--lr", "3e-3", "--device", "cpu", "--json"]
     words = [*map(str, words), "--save-minutes", "1e-9"]
-    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    assert main([*words, str(tmp_path / "whole")]) == 0
     save = State.save
 
     def killed(kept: State, progress: Any, ranks: Any) -> None:
@@ -215,9 +228,9 @@ def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(State, "save", killed)
-        assert main([*words, "--out", str(tmp_path / "out")]) == 143
+        assert main([*words, str(tmp_path / "out")]) == 143
     assert (tmp_path / "out.partial/kept/step-00000003").exists()
-    ended = run_ranks(tmp_path, 2, [*words, "--out", tmp_path / "out"])
+    ended = run_ranks(tmp_path, 2, [*words, tmp_path / "out"])
     assert [one.status for one in ended] == [0, 0], ended
     first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("whole", "out"))
     assert second["steps"] == 6
@@ -226,7 +239,7 @@ def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path,
 
 def test_activations_that_are_computed_again_change_nothing(pair: Path, tmp_path: Path) -> None:
     for name in ("on", "off"):
-        recover(pair / "pruned", pair / "base", tmp_path / name, options(pair, steps=2, recompute=name))
+        recover(pair / "pruned", pair / "base", tmp_path / name, options(pair, steps=2, gradient_checkpointing=name))
     assert same_bytes(tmp_path / "on", tmp_path / "off")
 
 
@@ -263,7 +276,7 @@ def test_compiled_layers_and_loss_train_alike(pair: Path, tmp_path: Path, compil
 def test_layers_of_several_kinds_compile_whole(tmp_path: Path, compiled_by: Any) -> None:
     make_pair(tmp_path, "smollm3", num_hidden_layers=6)  # of which some rotate positions: past dynamo's usual limit
     compiled_by("eager")
-    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=3, micro=3))
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=3, micro_batch=3))
     assert found.after["kl"] < found.before["kl"]
 
 
@@ -278,21 +291,21 @@ def test_what_cannot_be_compiled_is_told_in_one_line(pair: Path, tmp_path: Path,
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=1))
 
 
-@pytest.mark.parametrize(("dtype", "recipe"), [("int8", "absmax"), ("int8", "6bit"), ("fp8", "absmax")])
-def test_it_trains_what_is_served(dtype: Any, recipe: Any, tmp_path: Path) -> None:
-    """The held-out loss with rounding in the loop is that of the checkpoint that prune makes of the result."""
+@pytest.mark.parametrize(("dtype", "rounding"), [("int8", "absmax"), ("int8", "6bit"), ("fp8", "absmax")])
+def test_it_trains_what_is_served(dtype: Any, rounding: Any, tmp_path: Path) -> None:
+    """The evaluation loss with rounding in the loop is that of the checkpoint that prune makes of the result."""
     make_pair(tmp_path)
-    wanted = options(tmp_path, steps=8, dtype=dtype, recipe=recipe)
+    wanted = options(tmp_path, steps=8, dtype=dtype, rounding=rounding)
     found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", wanted)
     assert found.after["kl"] < found.before["kl"]
     words = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", dtype]
-    assert main([*words, "--recipe", recipe]) == 0
+    assert main([*words, "--recipe", rounding]) == 0
     import slidesparse
     from slidesparse.recovery.windows import read_windows
 
-    held = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).held.long()
-    logits = slidesparse.load(tmp_path / "served")(held).logits[:, :-1].float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())
+    ids = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).evaluation.long()
+    logits = slidesparse.load(tmp_path / "served")(ids).logits[:, :-1].float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     # The trained weights are BF16 in the file, and float32 in the loop.
     assert float(loss) == pytest.approx(found.after["loss"], rel=5e-3)
 
@@ -329,16 +342,16 @@ def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None
 
 
 def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Path, tmp_path: Path) -> None:
-    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, rate=30.0))
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, lr=30.0))
     assert found.kept == "before"
-    assert "weights of before" in found.describe()
-    few = "only 256 tokens: another text may give quite other figures; use more text, or a larger --held"
+    assert f"Training did not help; {tmp_path / 'out'} holds the untrained weights" in found.describe()
+    few = "only 256 tokens: another text may give quite other figures; use more text, or a larger --eval-windows"
     assert few in found.describe().splitlines()
-    assert few not in replace(found, held_tokens=1000).describe()
+    assert few not in replace(found, eval_tokens=1000).describe()
     usual = replace(found, ended_early=True).describe()
     with quietly():
         quiet = replace(found, ended_early=True).describe()
-    for advice in (f"{few}\n", ": use a lower --rate", "; quantise it with slidesparse prune, calibrated"):
+    for advice in (f"{few}\n", "; use a lower --lr", "; try more text and --tokens, or another --lr"):
         assert usual.count(advice) == 1
         usual = usual.replace(advice, "")
     assert quiet == usual
@@ -452,7 +465,7 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
 
 
 def test_a_dense_model_that_is_pruned_itself(pair: Path) -> None:
-    refused(pair, "is pruned itself; needed the model of before", CheckpointError, dense=pair / "pruned")
+    refused(pair, "is pruned itself; needed the model before pruning", CheckpointError, dense=pair / "pruned")
 
 
 def test_a_window_that_the_model_cannot_read(pair: Path) -> None:
@@ -476,11 +489,12 @@ def test_options_that_cannot_be_used(pair: Path) -> None:
         "nothing to train on": {"texts": ()},
         "the budget; needed tokens or minutes": {"tokens": None},
         "--window; got 1; needed 2": {"window": 1},
-        "--rate; got -1": {"rate": -1.0},
+        "--lr; got -1": {"lr": -1.0},
         "--batch; got 16; needed 32 tokens": {"batch": 16},
         "--tokens; got 100; needed 256 or more, those of a step": {"tokens": 100},
         "--train; got 'some'": {"train": "some"},
-        "--recipe 6bit; got --dtype None": {"recipe": "6bit"},
+        "--rounding 6bit; got --dtype None": {"rounding": "6bit"},
+        "--eval-windows; got 0": {"eval_windows": 0},
     }.items():
         with pytest.raises(InputError, match=said):
             options(pair, **changes)
@@ -515,11 +529,11 @@ def test_a_gpu_that_is_too_small_says_how_much_is_needed(monkeypatch: Any) -> No
         UnsupportedError, match=r"too small to train 8 G parameters .*; needed about 1\d\d GB; use more"
     ):
         fit_memory(size, wanted, 1, torch.device("cuda", 0))
-    assert fit_memory(size, wanted, 8, torch.device("cuda", 0)).recompute
+    assert fit_memory(size, wanted, 8, torch.device("cuda", 0)).gradient_checkpointing
     small = Size(
         500_000_000,
         360_000_000,
         transformers.Qwen2Config(hidden_size=896, intermediate_size=4864, num_hidden_layers=24),
     )
-    assert fit_memory(small, wanted, 1, torch.device("cuda", 0)).micro == 16
-    assert not fit_memory(small, wanted, 1, torch.device("cuda", 0)).recompute
+    assert fit_memory(small, wanted, 1, torch.device("cuda", 0)).micro_batch == 16
+    assert not fit_memory(small, wanted, 1, torch.device("cuda", 0)).gradient_checkpointing

@@ -78,12 +78,12 @@ def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path
     assert not (begun[:, 1:] == 1).any()
     assert int((old == 1).sum()) <= 1
     assert plain.shape == begun.shape == old.shape == (8, 16)
-    wanted = RecoverOptions((text.file,), tokens=1000, batch=64, window=16, held=4)
+    wanted = RecoverOptions((text.file,), tokens=1000, batch=64, window=16, eval_windows=4)
     found = read_windows(tmp_path / "bos", CONFIG, wanted)
-    assert (found.held[:, 0] == 1).all()
+    assert (found.evaluation[:, 0] == 1).all()
     assert all((one[:, 0] == 1).all() for one in found.train)
-    held = {tuple(one.tolist()) for one in found.held}
-    assert held.isdisjoint(tuple(one.tolist()) for one in found.train[0])
+    evaluation = {tuple(one.tolist()) for one in found.evaluation}
+    assert evaluation.isdisjoint(tuple(one.tolist()) for one in found.train[0])
 
 
 def test_stretches_of_a_text_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

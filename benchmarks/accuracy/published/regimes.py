@@ -3,8 +3,8 @@
     python regimes.py DENSE OUT                       # the dense regime
     python regimes.py PRUNED OUT                      # the zeros of a pruned BF16 checkpoint held
 
-All regimes see the same questions in the same order, at the same rate: those of :mod:`reasoning`'s generators, with
-seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py --parts reasoning`` judges.
+All regimes see the same questions in the same order, at the same learning rate: those of :mod:`reasoning`'s generators,
+with seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py --parts reasoning`` judges.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse import HeldZeros, InputError
-from slidesparse.recovery.options import rate_share
+from slidesparse.recovery.options import lr_share
 from slidesparse.recovery.training import BETAS, CLIP
 
 NO_LOSS = -100
@@ -82,7 +82,7 @@ def train(model: Any, found: list[tuple[list[int], int]], options: argparse.Name
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = options.rate * rate_share(step / steps)
+            group["lr"] = options.lr * lr_share(step / steps)
         optimizer.step()
         optimizer.zero_grad()
         if held is not None:
@@ -110,14 +110,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--questions", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=256, help="questions of a step")
-    parser.add_argument("--rate", type=float, default=2e-5)
+    parser.add_argument("--lr", type=float, default=2e-5)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device).train()
     model.gradient_checkpointing_enable()  # activations of a step would nearly fill an H200
     tokens = train(model, examples(tokenizer, options.questions), options)
-    about = {"kind": "regime", "rate": options.rate, "trained_on": tokens}
+    about = {"kind": "regime", "lr": options.lr, "trained_on": tokens}
     save(model.to(torch.bfloat16), tokenizer, options.start, options.out, about)
     print(json.dumps(about))
 

@@ -32,7 +32,7 @@ SPEEDUPS = {"6:8": "1.14", "4:6": "1.18", "2:4": "1.42"}
 KINDS = {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"], "fp8": ["--dtype", "fp8"]}
 """In which types pruned and recovered models are served."""
 
-TOLD = re.compile(r"KL|tokens a second|^\{|: (code|chats|humaneval|reasoning): |rror")
+TOLD = re.compile(r"KL|tokens/s|^\{|: (code|chats|humaneval|reasoning): |rror")
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Jobs:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.found = options, dict[str, Job]()
-        self.texts = [f"--text={options.text}:1", f"--chats={options.chats}:{options.share}"]
+        self.texts = [f"--text={options.text}:1", f"--text={options.chats}:{options.share}"]
         self.text = ["--calibration", options.chats, "--samples", "256", "--length", "512"]
         self.add("dense", [], options.dense)
         for pattern in options.patterns:
@@ -95,8 +95,15 @@ class Jobs:
         best = start
         for tokens in self.options.tokens:
             best = f"{pattern} recover {tokens}"
-            trained = [sys.executable, "-m", "slidesparse", "recover", self.path(start), "--dense", self.options.dense]
-            trained += ["--out", self.path(best), "--tokens", tokens, *self.texts, *shlex.split(self.options.recover)]
+            trained = [sys.executable, "-m", "slidesparse", "recover", self.path(start), self.path(best)]
+            trained += [
+                "--dense",
+                self.options.dense,
+                "--tokens",
+                tokens,
+                *self.texts,
+                *shlex.split(self.options.recover),
+            ]
             self.add(best, [trained], self.path(best), (start,))
         for source in dict.fromkeys((start, best)):
             for kind, how in KINDS.items():
@@ -124,8 +131,7 @@ class Jobs:
             for tokens in self.options.tokens if tag != "int4 gptq" else []:
                 best = f"{tag} recover {tokens}"
                 train = [sys.executable, str(HERE / "train_rival.py"), self.path(tag), self.path(best)]
-                texts = [one.replace("--chats=", "--text=") for one in self.texts]
-                train += ["--dense", self.options.dense, "--tokens", tokens, *texts]
+                train += ["--dense", self.options.dense, "--tokens", tokens, *self.texts]
                 self.add(best, [train], self.path(best), (tag,))
 
     def regimes(self) -> None:

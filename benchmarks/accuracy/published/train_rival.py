@@ -1,4 +1,4 @@
-"""Train a rival toward the dense model with the budget, text, rate and loss that ``slidesparse recover`` takes.
+"""Train a rival toward the dense model with the budget, text, learning rate and loss of ``slidesparse recover``.
 
     python train_rival.py RIVAL OUT --dense DENSE --tokens 20M --text FILE[:WEIGHT] --text CHATS.jsonl[:WEIGHT]
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slidesparse.models.targets import find_targets
 from slidesparse.recovery.loss import Predictions, distillation
 from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, compile_, compiles
-from slidesparse.recovery.options import RecoverOptions, parse_amount, rate_share, usual_rate
+from slidesparse.recovery.options import RecoverOptions, default_lr, lr_share, parse_amount
 from slidesparse.recovery.training import BETAS, CLIP
 from slidesparse.recovery.windows import read_windows
 
@@ -45,7 +45,7 @@ def predictions(model: Any, ids: torch.Tensor) -> Predictions:
     return Predictions(hidden.flatten(0, 1).to(torch.bfloat16), model.lm_head.weight.to(torch.bfloat16))
 
 
-def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro: int) -> float:
+def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro_batch: int) -> float:
     """Train in place; return tokens a second."""
     device = next(student.parameters()).device
     windows = read_windows(folder, student.config, options)
@@ -55,7 +55,7 @@ def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro
     for one in parameters:
         one.requires_grad_(True)
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda")
-    rate, steps = options.rate or usual_rate(student.config.hidden_size), options.steps or 1
+    lr, steps = options.lr or default_lr(student.config.hidden_size), options.steps or 1
     networks = StudentNetwork(student), DenseNetwork(dense)
     if compiles(device):
         for network in networks:
@@ -64,7 +64,7 @@ def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro
     for step in range(steps):
         ids = windows.step(step, options.windows).to(device)
         total = 0.0
-        for part in ids.split(micro):
+        for part in ids.split(micro_batch):
             with torch.no_grad():
                 wanted = predictions(dense, part)
             with torch.autocast(device.type, torch.bfloat16):
@@ -74,7 +74,7 @@ def train(student: Any, dense: Any, options: RecoverOptions, folder: Path, micro
             total += float(loss.detach()) / ids.numel()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = rate * rate_share(step / steps)
+            group["lr"] = lr * lr_share(step / steps)
         optimizer.step()
         optimizer.zero_grad()
         if time.monotonic() - said > 10 or step == steps - 1:
@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--batch", type=int, default=65536)
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--micro", type=int, default=16)
-    parser.add_argument("--rate", type=float, help="(default: that of recover)")
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, help="(default: that of recover)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = json.loads((options.rival / "rival.json").read_text())
@@ -105,8 +105,11 @@ def main() -> None:
         parametrize.register_parametrization(linear, "weight", FourBits(about["symmetric"]))
     tokens = parse_amount(options.tokens)
     size = {"batch": options.batch, "window": options.window}
-    how = RecoverOptions(tuple(options.text), tokens=tokens, rate=options.rate, **size)
-    about |= {"trained_on": tokens, "tokens_a_second": round(train(student, dense, how, options.dense, options.micro))}
+    how = RecoverOptions(tuple(options.text), tokens=tokens, lr=options.lr, **size)
+    about |= {
+        "trained_on": tokens,
+        "tokens_a_second": round(train(student, dense, how, options.dense, options.micro_batch)),
+    }
     for linear in rounded:
         parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
     save(student.to(torch.bfloat16), AutoTokenizer.from_pretrained(options.dense), options.dense, options.out, about)

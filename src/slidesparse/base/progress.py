@@ -63,10 +63,15 @@ def progress_bar(
                 said, now = time.monotonic(), bar.tasks[0]
                 done = count.render(now).plain.strip() + ("" if unit == "bytes" else f" {unit}")
                 rest = f"{left.render(now).plain} left" if now.time_remaining else ""
-                words = ", ".join(filter(None, (done, note, rest)))
-                print(printable(f"{title}: {words}"), file=sys.stderr, flush=True)
+                say(title, ", ".join(filter(None, (done, note, rest))))
 
         yield advance
+
+
+def say(title: str, line: str) -> None:
+    """Print a line about the work of a command on standard error; nothing :func:`quietly`."""
+    if bars_shown(True) and sys.stderr is not None:
+        print(printable(f"{title}: {line}"), file=sys.stderr, flush=True)
 
 
 def bars_shown(show: bool | None = None) -> bool:

@@ -82,8 +82,8 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     """Rebuild ``value`` as ``kind``.
 
     Args:
-        kind: A dataclass, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None``, a Literal or a plain type. A dataclass
-            may check its fields: the InputError of its ``__post_init__`` passes.
+        kind: A dataclass, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, ``X | None``, a Literal or a plain type. A
+            dataclass may check its fields: the InputError of its ``__post_init__`` passes.
         value: The value that :func:`parse_json` returned.
         where: Its name in error messages.
 
@@ -97,9 +97,9 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         _expect(value in get_args(kind), where, value, f"one of {', '.join(map(repr, get_args(kind)))}")
         return value
-    if origin is tuple:
+    if origin in (tuple, list):
         _expect(isinstance(value, list), where, value, "a list")
-        return tuple(decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return origin(decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         _expect(isinstance(value, dict), where, value, "an object")
         return {name: decode(get_args(kind)[1], item, f"{where}[{name!r}]") for name, item in value.items()}

@@ -17,7 +17,8 @@ from slidesparse.cli.arguments import (
     show,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.pruning import add_chats, add_prune, add_recover
+from slidesparse.cli.pruning import add_chats, add_prune
+from slidesparse.cli.recovering import add_recover
 from slidesparse.errors import InputError
 
 PLOT = Path("slidesparse-demo.png")

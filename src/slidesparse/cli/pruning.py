@@ -1,4 +1,4 @@
-"""The commands that prune, train on, and write chats: their arguments, and what they print."""
+"""Commands that prune and write chats: their arguments, and what they print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from slidesparse.cli.arguments import (
     Commands,
     add_command,
     add_device,
-    add_no_bos,
     add_source,
     device_of,
     named_path,
@@ -21,8 +20,6 @@ from slidesparse.cli.arguments import (
 from slidesparse.cli.calibration import (
     PROMPTS,
     add_calibration,
-    add_own_chats,
-    add_texts,
     calibration_of,
     own_chats_of,
     planned_chats,
@@ -104,73 +101,6 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
         summary = dry_run(source, options.destination, wanted, **where)
     if ranks.is_first:
         print_outcome(options, summary)
-    return 0
-
-
-RECOVER_OPTIONS = (
-    *("minutes", "rate", "window", "held", "seed", "train", "dtype", "recipe", "micro", "save_minutes", "recompute"),
-)
-"""Options that :class:`slidesparse.recovery.options.RecoverOptions` takes as they are."""
-
-
-def add_recover(commands: Commands) -> None:
-    """Add recover."""
-    text = "Train a pruned checkpoint toward the dense model, its zeros held."
-    recover = add_command(commands, "recover", together(_recover), text)
-    add_source(recover, "PRUNED", "a checkpoint that prune wrote in a float type, as with --dtype bf16")
-    add = recover.add_argument
-    add("--dense", required=True, metavar="BASE", help="the dense model: a folder, or a hub's name")
-    add("--out", type=named_path, required=True, metavar="OUT", help="folder to make")
-    budget = recover.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--tokens", help="budget: 5M, 20M, 1G")
-    budget.add_argument("--minutes", type=float, help="budget in minutes of training")
-    for name, what in (("text", "a text to train on"), ("chats", "chats to train on, one a line as JSON")):
-        add_texts(recover, name, f"{what}, with its share among several; may be given again")
-    add_own_chats(recover, "the dense model")
-    add("--rate", type=float, help="highest rate (default: 9e-6 x 2048 / the model's width)")
-    add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (default: %(default)s)")
-    add("--window", type=int, default=1024, help="tokens of a window (default: %(default)s)")
-    add("--micro", type=int, default=32, help="most windows that a GPU takes at once (default: %(default)s)")
-    add("--held", type=int, default=64, help="windows kept from training, to judge by (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the order of windows (default: %(default)s)")
-    text = "all but input and output embeddings, the linears of the layers alone, or everything (default: %(default)s)"
-    add("--train", default="body", choices=("body", "linears", "all"), help=text)
-    text = "round weights and activations as they are served, while training"
-    add("--dtype", choices=("int8", "fp8"), help=text)
-    text = "how INT8 weights are rounded (default: %(default)s)"
-    add("--recipe", choices=("absmax", "6bit"), default="absmax", help=text)
-    text = "compute activations again in the backward pass: slower, and less memory (default: where it is needed)"
-    add("--recompute", choices=("auto", "on", "off"), default="auto", help=text)
-    text = "minutes between saved states, to go on from (default: %(default)s)"
-    add("--save-minutes", type=float, default=5.0, help=text)
-    add_no_bos(recover)
-    add_device(recover)
-    add_join_timeout(recover)
-
-
-def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.files.hub import source_folder
-    from slidesparse.recovery.options import RecoverOptions, parse_amount
-    from slidesparse.recovery.run import recover
-
-    with ranks.first_alone(of_machine=True):
-        pruned, dense = source_of(options), source_folder(options.dense, None)
-    device = own_device(ranks, device_of(options))
-
-    def wanted(own: list[str]) -> RecoverOptions:
-        return RecoverOptions(
-            texts=(*options.text, *options.chats, *own),
-            tokens=None if options.tokens is None else parse_amount(options.tokens),
-            batch=parse_amount(options.batch, "--batch"),
-            bos=not options.no_bos,
-            **{name: getattr(options, name) for name in RECOVER_OPTIONS},
-        )
-
-    wanted(planned_chats(options))  # wrong options are refused before chats are written
-    own = own_chats_of(options, dense, device, ranks)
-    result = recover(pruned, dense, options.out, wanted(own), device=device, ranks=ranks)
-    if ranks.is_first:
-        print_outcome(options, result)
     return 0
 
 

@@ -251,7 +251,7 @@ def refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
 
 
 AS_WRITTEN = {
-    "texts": "--text, --chats or --self",
+    "texts": "--text or --self",
     "layers": "--layer",
     "bos": "--no-bos",
     "file": "--calibration",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.dealing import deal
+from slidesparse.base.assignment import assign
 from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
@@ -116,7 +116,7 @@ class SharedLayers:
             columns = linears[names[0]].weight.shape[1]
             # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies rows by the matrix.
             costs[names[0]] = columns**2 * (columns + sum(linears[name].weight.shape[0] for name in names))
-        return {head: rank for rank, heads in enumerate(deal(costs, self.ranks.world)) for head in heads}
+        return {head: rank for rank, heads in enumerate(assign(costs, self.ranks.world)) for head in heads}
 
     def _exchanged(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.dealing import deal
+from slidesparse.base.assignment import assign
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
@@ -183,7 +183,7 @@ def _borrowed(losses: Iterable[SetLoss]) -> dict[str, str]:
 def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: bool | None) -> list[str]:
     """Write this process's shards, and return those of all processes that an interrupted run had finished."""
     sizes = {name: sum(one.n_bytes for one in tensors.values()) for name, tensors in prepared.outputs.items()}
-    own = deal(sizes, ranks.world)[ranks.rank]
+    own = assign(sizes, ranks.world)[ranks.rank]
     resumed = []
     with progress_bar("prune", sum(sizes[shard] for shard in own), show=progress) as advance:
 

@@ -1,8 +1,8 @@
-"""How far predictions are from the dense model's, over the whole vocabulary, some tokens at a time.
+"""Divergence of predictions from the dense model's, over the whole vocabulary and in chunks of tokens.
 
 A vocabulary of 150 thousand makes 600 kB of float32 logits a token. So logits exist for a chunk of tokens alone: the
-hidden states of both models are multiplied by the output embeddings, and where there is something to train, the
-gradients of the student's hidden states and output embedding are computed in the same pass, before the next chunk.
+hidden states of both models are multiplied by the output embeddings, and in training the gradients of the student's
+hidden states and output embedding are computed in the same pass, before the next chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 1 << 28
-"""Logits of a chunk: 1 GiB of float32, of which about five are in memory at a time."""
+"""Logits of a chunk: 1 GiB of float32. About five such tensors are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts, before it is multiplied out.
+    """Predictions of a model as the factors of its logits.
 
-    ``hidden`` has the last hidden states, after the last norm [tokens, width], ``head`` the weight of the output
-    embedding [vocabulary, width], of the same type; ``cap`` is Gemma 2's, ``cap * tanh(logits / cap)``.
+    ``hidden`` are the hidden states after the last norm [tokens, width]; ``head`` is the weight of the output
+    embedding [vocabulary, width], of the same type; ``cap`` is Gemma 2's in ``cap * tanh(logits / cap)``.
     """
 
     hidden: torch.Tensor
@@ -41,7 +41,7 @@ class Predictions:
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ b`` in float32: a GPU adds up 16-bit products so anyway, and rounds only what is stored."""
+    """Return ``a @ b`` in float32: a GPU accumulates 16-bit products in float32 anyway, and rounds only to store."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
@@ -54,7 +54,7 @@ def chunks(tokens: int, vocabulary: int, chunk: int = CHUNK) -> Iterator[slice]:
 
 
 def divergence(logits: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(dense || student) of logits [rows, vocabulary], summed, and its slope by the student's logits."""
+    """Return KL(dense || student) of logits [rows, vocabulary], summed, and its gradient by the student's logits."""
     log_q, log_p = F.log_softmax(logits, -1), F.log_softmax(dense, -1)
     p = log_p.exp()
     total = log_p.sub_(log_q).mul_(p).sum(-1).sum()
@@ -64,9 +64,9 @@ def divergence(logits: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor,
 def distillation(
     student: Predictions, dense: Predictions, chunk: int = CHUNK, by: Callable[..., Any] = divergence
 ) -> torch.Tensor:
-    """Return KL(dense || student), summed over tokens: a float32 scalar with gradients; ``by`` may be compiled."""
-    found: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk, by)
-    return found
+    """Return KL(dense || student) summed over tokens, a float32 scalar with gradients; ``by`` may be compiled."""
+    total: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk, by)
+    return total
 
 
 class _Distillation(torch.autograd.Function):
@@ -106,11 +106,11 @@ class _Distillation(torch.autograd.Function):
 
 @torch.no_grad()
 def compare(student: Predictions, dense: Predictions, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Judge predictions on the tokens of a text, int64 [windows, window], in the order of ``hidden``.
+    """Compare predictions on the tokens of text windows, int64 [windows, window], in the order of ``hidden``.
 
     Returns:
-        float64 [4], sums over tokens: KL(dense || student), the student's and the dense model's loss of the next token
-        (nats; a window's last token has none), and how often both rank the same token first.
+        Sums over tokens, float64 [4]: KL(dense || student); the student's and the dense model's loss of the next token
+        in nats (a window's last token has none); the tokens at which both rank the same next token first.
     """
     following = F.pad(ids[:, 1:], (0, 1), value=-100).flatten()
     sums = torch.zeros(4, dtype=torch.float64, device=ids.device)

@@ -1,8 +1,8 @@
-"""The two networks of a run: the pruned one, which is trained, and the dense one, which it is trained toward.
+"""Networks of a run: the pruned student, which is trained, and the dense model, which it is trained toward.
 
-Both are divided among the processes by FSDP2, layer by layer, and the embeddings and the last norm with the root. The
-student keeps float32 weights, and multiplies in BF16 on a GPU. The dense one has BF16 weights alone, and stays whole
-in a single process, where nothing is gained by dividing it.
+FSDP2 divides both among the processes, layer by layer, and the embeddings and the last norm with the root. The student
+keeps float32 weights, and multiplies in BF16 on a GPU. The dense model has BF16 weights alone; a single process does
+not divide it, since nothing would be gained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint as computed_again
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from slidesparse.base.torch_private import compile_forms
 from slidesparse.checkpoints.check_tensors import check_finite
@@ -27,11 +27,11 @@ from slidesparse.models.parts import text_config
 from slidesparse.recovery.loss import Predictions, compare, distillation, divergence
 
 SAME = 0.05
-"""Largest difference of logits, as a share of their range, that counts as rounding: BF16 has 8 bits."""
+"""Largest difference of logits that counts as rounding, as a share of their range: BF16 has 8 bits."""
 
 
 class Network(nn.Module):
-    """A causal language model of transformers that gives what its predictions are multiplied out of."""
+    """Causal language model of transformers that returns hidden states and output embedding in place of logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -39,66 +39,66 @@ class Network(nn.Module):
         self.cap = getattr(text_config(model.config), "final_logit_softcapping", None)
 
     def predictions(self, ids: torch.Tensor) -> Predictions:
-        """Return the predictions for tokens int64 [windows, window], a row for each."""
+        """Return the predictions for tokens int64 [windows, window]: a row for each token."""
         decoder = getattr(self.model, "get_decoder", lambda: self.model.base_model)()
         hidden = decoder(input_ids=ids, use_cache=False)[0]
         return Predictions(hidden.flatten(0, 1), self.model.get_output_embeddings().weight, self.cap)
 
 
 class DenseNetwork(Network):
-    """The dense model."""
+    """Dense model: no gradients."""
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> Predictions:
-        """Return its predictions."""
+        """Return the predictions for tokens int64 [windows, window]."""
         return self.predictions(ids)
 
     @torch.no_grad()
     def require_plain_head(self, ids: torch.Tensor) -> None:
-        """Raise an InputError for a model that scales its logits, or adds a bias to them."""
+        """Refuse a model that scales its logits, or adds a bias to them, with an InputError."""
         plain = self(ids).logits(slice(None))
         logits = self.model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
         if float((logits - plain).abs().max()) > SAME * float(logits.max() - logits.min()):
-            got = "logits that are more than the product of a hidden state and the output embedding"
+            got = "logits that are not the product of hidden state and output embedding"
             needed = "a model without a scale or a bias of logits"
             raise InputError(f"{type(self.model).__name__} cannot be trained here", got=got, needed=needed)
 
 
 class StudentNetwork(Network):
-    """The pruned model. Its loss is computed inside its forward, where FSDP2 has put the output embedding together."""
+    """Pruned model. Its forward computes the loss, since there FSDP2 has gathered the output embedding."""
 
     divergence = staticmethod(divergence)
 
     def forward(self, ids: torch.Tensor, dense: Predictions, counted: int | None = None) -> torch.Tensor:
-        """Return the sum over tokens of KL(dense || student), for ids int64 [windows, window].
+        """Return KL(dense || student) summed over tokens, for ids int64 [windows, window]: a float32 scalar.
 
-        To judge, ``counted`` says how many of the windows count: the sums of :func:`compare` over these.
+        With ``counted``, return the sums of :func:`compare` over the first ``counted`` windows instead.
         """
-        found = self.predictions(ids)
+        student = self.predictions(ids)
         if counted is None:
-            return distillation(found, dense, by=self.divergence)
+            return distillation(student, dense, by=self.divergence)
         tokens = counted * ids.shape[1]
-        return compare(found.first(tokens), dense.first(tokens), ids[:counted])
+        return compare(student.first(tokens), dense.first(tokens), ids[:counted])
 
 
-def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, recompute: bool = False) -> None:
-    """Divide a network on the meta device, with what is shared tied, among processes; it multiplies in ``compute``."""
+def divide(network: Network, mesh: DeviceMesh, compute: torch.dtype, gradient_checkpointing: bool = False) -> None:
+    """Divide a network on the meta device, its shared weights tied, among processes; it multiplies in ``compute``."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy)
     for layer in repeated_layers(network.model):
-        if recompute:
-            layer.forward = partial(computed_again, layer.forward, use_reentrant=False)
+        if gradient_checkpointing:
+            layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
         shard(layer, reshard_after_forward=mesh.size() > 1)
     shard(network, reshard_after_forward=False)
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether networks are compiled: on an H100 a step of a 0.5 B model takes 1.6 times as long without."""
+    """Return whether to compile networks: on an H100 a step of a 0.5 B model takes 1.6 times as long without."""
     return device.type == "cuda" and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
 
 def compile_(network: Network) -> None:
-    """Fuse what a network computes between products, in place: its layers, by one code for all, and the loss."""
+    """Compile a network in place: its layers, which share their code, and the loss."""
     compile_forms(64)  # of both networks, whose layers may be of several kinds
     # Forward alone, so that what FSDP2 does around a layer stays out. Each size has code of its own, in whatever order
     # they come: a run that was killed and goes on has the bytes of another.
@@ -109,7 +109,7 @@ def compile_(network: Network) -> None:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: the list of modules that holds most of it."""
+    """Return the layers of a model: the module list with most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=[]))
 
@@ -124,8 +124,16 @@ def fill(
 ) -> dict[str, nn.Parameter]:
     """Fill a network, divided or not, with a checkpoint's values, each process with its part.
 
-    ``tensor`` reads one of the checkpoint's tensors. ``look`` is called with each value of the state, whole and on the
-    CPU. Returns the parameters by name.
+    Args:
+        network: The network.
+        meta: The checkpoint's model on the meta device.
+        tensor: Reader of one of the checkpoint's tensors by name.
+        dtype: Type of floating-point parameters.
+        device: Device of this process.
+        look: Called with the name and value of each tensor of the state, whole and on the CPU.
+
+    Returns:
+        The parameters by name.
     """
     model = network.model
     values: dict[str, torch.Tensor] = {}
@@ -148,8 +156,8 @@ def fill(
     return dict(model.named_parameters())
 
 
-def put_away(network: Network) -> None:
-    """Divide again what a forward pass has put together, so that parameters are the float32 ones."""
+def reshard(network: Network) -> None:
+    """Divide a network again after a forward pass, so that its parameters are the float32 ones."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

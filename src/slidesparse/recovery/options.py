@@ -1,4 +1,4 @@
-"""The options of ``slidesparse recover``, and the rate at each moment of a run."""
+"""Options of ``slidesparse recover``, and the learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from slidesparse.offline.calibrate.calibration import MAX_SEED
 from slidesparse.weights.quant import QUANT_NAMES, QuantName, Rounding
 
 Trained = Literal["body", "linears", "all"]
-"""What is trained: everything but the input and output embeddings; the linears (and experts) of the layers alone; or
-everything. The embeddings of a small model are a third of it, no pattern prunes them, and rows of tokens that the text
-does not have can only get worse."""
+"""Parameters to train: all but the input and output embeddings; the linears (and experts) of the layers; or all of
+them. Embeddings are a third of a small model, no pattern prunes them, and the rows of tokens that the text lacks can
+only get worse."""
 
-Recompute = Literal["auto", "on", "off"]
-"""Whether activations are computed again in the backward pass instead of being kept; ``auto``: where memory needs it.
-"""
+GradientCheckpointing = Literal["auto", "on", "off"]
+"""Gradient checkpointing, which recomputes activations in the backward pass; ``auto``: where memory needs it."""
 
-RATE, WIDTH = 9e-6, 2048
-"""The usual rate of a model that is as wide as this, 2.1e-5 for 896 channels: of a published model of that width 4:6
-came nearer to the dense one at 2e-5, hardly at 4.6e-5, and less near at 1.2e-4 (docs/accuracy.md). Adam's best rate
-falls as one over the width (maximal update parametrisation, arXiv 2203.03466)."""
+LR, WIDTH = 9e-6, 2048
+"""Default learning rate at this width, 2.1e-5 at 896 channels. A published model of that width came nearest to its
+dense one at 2e-5 to 4.6e-5 for 4:6, and less near at 1.2e-4 (docs/accuracy.md). Adam's best learning rate falls as one
+over the width (maximal update parametrisation, arXiv 2203.03466)."""
 
 WARM_UP, START, LEAST = 0.1, 0.05, 0.1
-"""The share of a run in which the rate rises, and the shares of the highest rate that it has first and last."""
+"""Warm-up as a share of the run; the first and the last learning rate as shares of the peak."""
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)", re.ASCII)
 
 
 def parse_amount(text: str, name: str = "--tokens") -> int:
-    """Return a number with a suffix: ``20M`` is 20 million; ``name`` is that of the option.
+    """Return a number with a suffix, such as ``20M``; ``name`` is the option in errors.
 
     >>> parse_amount("20M"), parse_amount("1.5k"), parse_amount("100K"), parse_amount("300")
     (20000000, 1500, 100000, 300)
     """
-    found = AMOUNT.fullmatch(text)
+    parts = AMOUNT.fullmatch(text)
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-    amount = 0 if found is None else round(float(found[1]) * units[found[2].upper()])
+    amount = 0 if parts is None else round(float(parts[1]) * units[parts[2].upper()])
     if amount < 1:
         raise InputError(name, got=shown(text), needed="a number above 0, such as 300k, 20M or 1G")
     return amount
@@ -48,59 +47,59 @@ def parse_amount(text: str, name: str = "--tokens") -> int:
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """The options of a run; all but ``micro``, ``save_minutes`` and ``recompute`` decide the result.
+    """Options of a run. ``micro_batch``, ``save_minutes`` and ``gradient_checkpointing`` do not change the result.
 
     Attributes:
-        texts: Texts and chats: ``FILE`` or ``FILE:WEIGHT``, as :func:`slidesparse.files.mixed_texts.weighted` reads.
+        texts: Texts and chats as ``FILE`` or ``FILE:WEIGHT`` (:func:`slidesparse.files.mixed_texts.weighted`).
         tokens: Budget in tokens; None where it is in minutes.
         minutes: Budget in minutes of training; None where it is in tokens.
-        rate: Highest rate of AdamW; None: :func:`usual_rate`.
-        batch: Tokens of a step, of all processes together.
-        window: Tokens of a window.
-        held: Windows that are kept from training, to judge by.
-        seed: Of the order of windows, and of which of them are held.
+        lr: Peak learning rate of AdamW; None: :func:`default_lr`.
+        batch: Tokens of a step, over all processes.
+        window: Tokens of a text window.
+        eval_windows: Text windows kept out of training, to evaluate the model on.
+        seed: Seed of the training order and of the choice of evaluation windows.
         train: See :data:`Trained`.
-        dtype: Round weights and activations as this type is served while training; None: do not.
-        recipe: How INT8 weights are rounded.
+        dtype: Type of the served weights and activations, to which training rounds them; None: no rounding.
+        rounding: Rounding of INT8 weights.
         bos: Begin each window with what the tokenizer puts before a text.
-        micro: Most windows that a GPU takes at once.
+        micro_batch: Most windows in one forward pass of a GPU.
         save_minutes: Minutes between two saved states.
-        recompute: See :data:`Recompute`.
+        gradient_checkpointing: See :data:`GradientCheckpointing`.
 
     Raises:
-        InputError: A number or a word cannot be used.
+        InputError: A value is out of range or unknown.
     """
 
     texts: tuple[str, ...]
     tokens: int | None = None
     minutes: float | None = None
-    rate: float | None = None
+    lr: float | None = None
     batch: int = 65536
     window: int = 1024
-    held: int = 64
+    eval_windows: int = 64
     seed: int = 0
     train: Trained = "body"
     dtype: QuantName | None = None
-    recipe: Rounding = "absmax"
+    rounding: Rounding = "absmax"
     bos: bool = True
-    micro: int = 32
+    micro_batch: int = 32
     save_minutes: float = 5.0
-    recompute: Recompute = "auto"
+    gradient_checkpointing: GradientCheckpointing = "auto"
 
     def __post_init__(self) -> None:
         if not self.texts:
             needed = "a text or chats"
-            raise InputError("nothing to train on", needed=needed, remedy="add --chats, --text FILE or --self NUMBER")
+            raise InputError("nothing to train on", needed=needed, remedy="add --text FILE, or --self NUMBER")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
-        for name, least in (("batch", 1), ("window", 2), ("held", 1), ("micro", 1), ("tokens", 1)):
+        for name, least in (("batch", 1), ("window", 2), ("eval_windows", 1), ("micro_batch", 1), ("tokens", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InputError(f"--{name}", got=value, needed=f"{least} or more")
-        for name in ("minutes", "rate", "save_minutes"):
+                raise InputError(_option(name), got=value, needed=f"{least} or more")
+        for name in ("minutes", "lr", "save_minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise InputError(f"--{name.replace('_', '-')}", got=value, needed="a number above 0")
+                raise InputError(_option(name), got=value, needed="a number above 0")
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError("--seed", got=self.seed, needed=f"0 to {MAX_SEED}")
         if self.batch < self.window:
@@ -108,17 +107,22 @@ class RecoverOptions:
         if self.tokens is not None and self.tokens < self.step_tokens:
             needed = f"{self.step_tokens} or more, those of a step"
             raise InputError("--tokens", got=self.tokens, needed=needed, remedy="use a smaller --batch")
-        choices = {"train": get_args(Trained), "recompute": get_args(Recompute), "recipe": get_args(Rounding)}
-        for name, known in {**choices, "dtype": (None, *QUANT_NAMES)}.items():
+        choices: dict[str, tuple[str | None, ...]] = {
+            "train": get_args(Trained),
+            "gradient_checkpointing": get_args(GradientCheckpointing),
+            "rounding": get_args(Rounding),
+            "dtype": (None, *QUANT_NAMES),
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
-                words = " or ".join(str(one) for one in known if one is not None)
-                raise InputError(f"--{name}", got=shown(getattr(self, name)), needed=words)
-        if self.recipe == "6bit" and self.dtype != "int8":
-            raise InputError("--recipe 6bit", got=f"--dtype {self.dtype}", needed="--dtype int8")
+                needed = " or ".join(one for one in known if one is not None)
+                raise InputError(_option(name), got=shown(getattr(self, name)), needed=needed)
+        if self.rounding == "6bit" and self.dtype != "int8":
+            raise InputError("--rounding 6bit", got=f"--dtype {self.dtype}", needed="--dtype int8")
 
     @property
     def windows(self) -> int:
-        """Windows of a step."""
+        """Text windows of a step."""
         return self.batch // self.window
 
     @property
@@ -131,24 +135,28 @@ class RecoverOptions:
         """Steps of a budget in tokens."""
         return None if self.tokens is None else round(self.tokens / self.step_tokens)
 
-    def done(self, step: int, seconds: float) -> float:
+    def spent(self, step: int, seconds: float) -> float:
         """Return the share of the budget that is spent after some steps and seconds of training: 1 at the end."""
         if self.minutes is not None:
             return min(1.0, seconds / (60 * self.minutes))
         return min(1.0, step / (self.steps or 1))
 
 
-def usual_rate(width: int) -> float:
-    """Return the usual rate for a model whose hidden state has ``width`` channels."""
-    return RATE * WIDTH / width
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def rate_share(done: float) -> float:
-    """Return the share of the highest rate when a share of the budget is spent: up in a line, then down in a cosine.
+def default_lr(width: int) -> float:
+    """Return the default peak learning rate for a model whose hidden state has ``width`` channels."""
+    return LR * WIDTH / width
 
-    >>> [round(rate_share(done), 3) for done in (0.0, 0.05, 0.1, 0.55, 1.0)]
+
+def lr_share(spent: float) -> float:
+    """Return the learning rate as a share of its peak: linear warm-up, then cosine decay over the budget.
+
+    >>> [round(lr_share(spent), 3) for spent in (0.0, 0.05, 0.1, 0.55, 1.0)]
     [0.05, 0.5, 1.0, 0.55, 0.1]
     """
-    if done < WARM_UP:
-        return max(done / WARM_UP, START)
-    return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+    if spent < WARM_UP:
+        return max(spent / WARM_UP, START)
+    return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * (spent - WARM_UP) / (1 - WARM_UP)))

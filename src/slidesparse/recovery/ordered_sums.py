@@ -1,6 +1,6 @@
-"""Kernels that add up in one order, so that a run which was killed and went on has the bytes of another.
+"""Deterministic kernels, so that a run that was killed and resumed has the bytes of an uninterrupted one.
 
-``warn_only`` is no middle way: PyTorch then takes the gradients of attention from kernels that add up in any order
+``warn_only`` is no middle way: PyTorch then computes the gradients of attention with kernels that are not deterministic
 (``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, and ``sdp_utils.cpp`` for cuDNN's).
 """
 
@@ -20,11 +20,11 @@ from slidesparse.recovery.networks import DenseNetwork
 
 @contextmanager
 def ordered_sums(device: torch.device) -> Iterator[None]:
-    """Ask for such kernels on a GPU; a CPU's are so anyway."""
+    """Use deterministic kernels on a GPU for a block; those of a CPU always are."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
+    fill = memory.fill_uninitialized_memory
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         memory.fill_uninitialized_memory = False  # all of it is written before it is read
@@ -32,14 +32,14 @@ def ordered_sums(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = fill
 
 
 def choose_kernels(dense: DenseNetwork, ids: torch.Tensor, alone: bool) -> None:
-    """Do with other kernels where an operator of the model has none that adds up in one order.
+    """Allow other kernels, with a warning, where an operator of the model has no deterministic one.
 
-    One pass over a few tokens, int64 [windows, window], shows that. Several processes promise no bytes, so that a
-    process which is not ``alone`` need not look.
+    One pass over a few tokens, int64 [windows, window], shows that. Several processes promise no equal bytes, so a
+    process that is not ``alone`` allows them at once.
     """
     lenient, embedding = not alone, dense.model.get_input_embeddings().weight
     if alone:
@@ -49,7 +49,7 @@ def choose_kernels(dense: DenseNetwork, ids: torch.Tensor, alone: bool) -> None:
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
-            LOG.warning("if it is killed and goes on, it may end with other bytes: %s", first_line(error))
+            LOG.warning("a killed and resumed run may end with other bytes: %s", first_line(error))
             lenient = True
         embedding.requires_grad_(False)
         embedding.grad = None

@@ -1,4 +1,4 @@
-"""Write a trained model as a checkpoint with the tensors, the types and the other files of the one it began from."""
+"""Result of a run: a checkpoint with the tensors, types and other files of the pruned one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.model_card import FILE_NAME, SERVE
 
 RECORD = "recover.json"
-"""What the run was, and what it gained."""
+"""Record of a run in its result: options and figures (docs/formats.md)."""
 
 TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 
@@ -29,53 +29,53 @@ TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 def gathered(
     parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the checkpoint's tensors that training has changed, on the CPU and in the checkpoint's types.
+    """Return the trained tensors of the pruned checkpoint, on the CPU and in its types.
 
-    All processes take part; those that do not ``keep`` the result get nothing. ``meta`` says where parameters are in
-    the checkpoint, which the run began from.
+    All processes take part; those that do not ``keep`` the result get nothing. ``meta`` has the places of parameters in
+    the checkpoint.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         value = parameter.detach()
         whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
         if keep:
-            found |= _as_stored(whole, meta.names.origins[name], checkpoint)
+            tensors |= _as_stored(whole, meta.names.origins[name], checkpoint)
     for name, other in meta.names.tied.items():  # a checkpoint may hold both all the same
         own, shared = (meta.names.origins.get(one, one) for one in (name, other))
-        if isinstance(own, str) and isinstance(shared, str) and own in checkpoint.files and shared in found:
-            found[own] = found[shared]
-    return found
+        if isinstance(own, str) and isinstance(shared, str) and own in checkpoint.files and shared in tensors:
+            tensors[own] = tensors[shared]
+    return tensors
 
 
 def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint that a parameter was made of, with its values: the inverse of ``replay``.
+    """Return the checkpoint's tensors from which a parameter was made, with its new values: the inverse of ``replay``.
 
-    transformers stacks, cuts and joins tensors of experts. Done with the numbers of the elements in the place of the
-    elements, that says where each one goes.
+    transformers stacks, cuts and joins tensors of experts. Replayed on the indices of elements, that gives the place of
+    each element.
     """
     stored = {name: checkpoint.stored(name) for name in sources(origin)}
     if isinstance(origin, str):
         return {origin: value.to(TYPES[stored[origin].dtype])}
-    numbers: dict[str, torch.Tensor] = {}
+    indices: dict[str, torch.Tensor] = {}
     start = 0
     for name, one in stored.items():
         end = start + one.n_bytes // TYPES[one.dtype].itemsize
-        numbers[name], start = torch.arange(start, end).view(one.shape), end
-    places = replay(origin, numbers.__getitem__)
+        indices[name], start = torch.arange(start, end).view(one.shape), end
+    places = replay(origin, indices.__getitem__)
     flat = torch.full((start,), torch.nan)
     flat[places.flatten()] = value.float().flatten()
     if bool(flat.isnan().any()) or places.shape != value.shape:
         got = f"only a part of {', '.join(stored)} in the model"
         raise UnsupportedError("cannot store a trained parameter as it was", got=got)
-    return {name: flat[numbers[name]].to(TYPES[one.dtype]) for name, one in stored.items()}
+    return {name: flat[indices[name]].to(TYPES[one.dtype]) for name, one in stored.items()}
 
 
 def write_result(
     work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
 ) -> None:
-    """Write a result into the place of work: what the run began from, with new values of the ``trained`` tensors.
+    """Write a result into the place of work: the pruned checkpoint with new values of the ``trained`` tensors.
 
-    ``record`` is what ``recover.json`` says of the run.
+    ``record`` is the content of ``recover.json``.
     """
     for shard, tensors in checkpoint.shards.items():
         with TensorWriter(work.output / shard, tensors) as writer:
@@ -88,6 +88,6 @@ def write_result(
     write_json(work.output / RECORD, record)
     if trained and (card := work.output / FILE_NAME).is_file():
         kl = "{:.4f} -> {:.4f}".format(*(record[when]["kl"] for when in ("before", "after")))
-        said = f"`slidesparse recover` trained it on {record['tokens']} tokens: divergence from dense {kl} nats.\n\n"
+        line = f"`slidesparse recover` trained it on {record['tokens']} tokens: KL from dense {kl} nats.\n\n"
         before, heading, after = card.read_bytes().partition(SERVE.encode())
-        replace_file(card, before + said.encode() + heading + after)
+        replace_file(card, before + line.encode() + heading + after)

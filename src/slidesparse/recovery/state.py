@@ -1,15 +1,14 @@
-"""Save the state of a run with torch.distributed.checkpoint, and go on from it with any number of processes.
+"""Saved states of a run, by torch.distributed.checkpoint; any number of processes may resume from one.
 
-What a run does next depends on its weights, on AdamW's moments and on how many steps are done: the order of windows is
-a function of the step, and nothing is drawn at random. A state gets its name when it is complete; then the one before
-goes.
+A state is the weights, AdamW's moments and the number of steps: the order of windows is a function of the step, and
+nothing is drawn at random. A state gets its name once it is complete, and then replaces the one before.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,22 @@ NAME, PROGRESS = "step-", "progress.json"
 
 @dataclass
 class Progress:
-    """How far a run is: the steps and seconds of training that are done, and the mean loss of each step.
+    """Progress of a run: steps, seconds of training, and the mean loss of each step.
 
-    ``left_out`` of the steps had a loss of NaN or Inf, ``in_a_row`` of them the last ones.
+    ``left_out`` steps had a loss of NaN or Inf; the last ``in_a_row`` steps are among them.
     """
 
     step: int = 0
     seconds: float = 0.0
     left_out: int = 0
     in_a_row: int = 0
-    losses: tuple[float, ...] = ()
+    losses: list[float] = field(default_factory=list)
 
 
 class State:
-    """The state of a run, in a folder that all processes see.
+    """State of a run, in a folder that all processes see.
 
-    ``parameters`` are those that are trained, by name; ``optimizer`` is AdamW, which has made no step.
+    ``parameters`` are the trained ones by name; ``optimizer`` is an AdamW that has made no step.
     """
 
     def __init__(self, folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -62,7 +61,7 @@ class State:
         return {name: {"weight": one.detach(), **states[one]} for name, one in self.parameters.items()}
 
     def save(self, progress: Progress, ranks: Ranks) -> None:
-        """Save the state, all processes together; after an OSError the state of before is still there."""
+        """Save the state, all processes together; after an OSError the previous state is still there."""
         final = self.folder / f"{NAME}{progress.step:08}"
         new = final.with_suffix(".tmp")
         if ranks.is_first:
@@ -82,28 +81,32 @@ class State:
         ranks.wait()
 
     def load(self, ranks: Ranks) -> Progress:
-        """Go on from the last state, anew where there is none; a CheckpointError says that it cannot be read."""
-        found = last_saved(self.folder)
+        """Load the last state and return its progress, zero where there is none.
+
+        Raises:
+            CheckpointError: The state cannot be read.
+        """
+        saved = last_saved(self.folder)
         ranks.wait()
-        if found is None:
+        if saved is None:
             return Progress()
-        progress: Progress = decode(Progress, read_json(found / PROGRESS), "progress")
+        progress: Progress = decode(Progress, read_json(saved / PROGRESS), "progress")
         try:
-            load(self._tensors(), checkpoint_id=found)
+            load(self._tensors(), checkpoint_id=saved)
         except (CheckpointException, OSError, RuntimeError) as error:
             remedy = f"remove {self.folder.parent} and run again"
-            raise CheckpointError(f"{found} cannot be read", got=first_line(error), remedy=remedy) from error
+            raise CheckpointError(f"{saved} cannot be read", got=first_line(error), remedy=remedy) from error
         return progress
 
 
 def last_saved(folder: Path) -> Path | None:
-    """Return the last complete state in a folder; None where there is none."""
+    """Return the folder of the last complete state; None where there is none."""
     return max((one for one in folder.glob(f"{NAME}*") if one.suffix != ".tmp"), default=None)
 
 
 def describe_saved(folder: Path, steps: int | None) -> str:
-    """Return what is kept of a run that ended early: the last state, of so many ``steps``, or what came before it."""
-    found = last_saved(folder)
-    if found is None:
+    """Describe the work that is left of a run that ended early: the last state, or the windows where there is none."""
+    saved = last_saved(folder)
+    if saved is None:
         return "the text cut into windows"
-    return f"the state after step {int(found.name.removeprefix(NAME))}" + ("" if steps is None else f" of {steps}")
+    return f"the state after step {int(saved.name.removeprefix(NAME))}" + ("" if steps is None else f" of {steps}")

@@ -1,4 +1,4 @@
-"""Which parameters of a pruned model are trained, and which of them have zeros that stay."""
+"""Trained parameters of a pruned model, and the zeros that stay in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slidesparse.weights.support import check_pattern, tightest_pattern
 
 
 def choose_trained(model: Any, train: Trained) -> list[str]:
-    """Let parameters of a model require gradients or not; return the names of those that pruning may have treated.
+    """Set which parameters of a model require gradients; return the names of those that pruning may have treated.
 
     Routers of mixtures are never trained: experts that get fewer tokens learn less, and would get fewer still.
     """
@@ -32,9 +32,9 @@ def choose_trained(model: Any, train: Trained) -> list[str]:
 
 
 def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Raise an InputError for a checkpoint whose linears have no zeros, or zeros in no pattern, before work begins.
+    """Raise an InputError for a checkpoint whose linears have no zeros, or zeros in no pattern.
 
-    Of a pruned one, a parameter or two are read.
+    Of a pruned checkpoint this reads a parameter or two.
     """
     any_zero = False
     for name in prunable:
@@ -51,9 +51,10 @@ def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str],
 
 
 def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> bool:
-    """Return whether a parameter that pruning may have treated has zeros that stay.
+    """Return whether a parameter that pruning may have treated has zeros to hold.
 
-    One that does not follow the pattern which the marker of ``prune`` names is a PatternViolation.
+    Raises:
+        PatternViolation: It does not follow the pattern that the marker of ``prune`` names.
     """
     linear, zero = name.removesuffix(".weight"), value == 0
     if marker is None or value.dim() != 2 or linear in marker.ignore:
@@ -64,10 +65,10 @@ def has_held_zeros(name: str, value: torch.Tensor, marker: Marker | None) -> boo
 
 @torch.no_grad()
 def hold_zeros(parameters: Mapping[str, nn.Parameter], held: set[str]) -> None:
-    """Take the gradient of zeros away, after the backward pass and before norms and steps.
+    """Clear the gradients of zeros in the ``held`` parameters, after the backward pass and before clipping and steps.
 
-    A weight whose gradients are all zero has moments of zero, and Adam without decay of weights moves it by nothing:
-    it stays at zero to the bit, without a mask that would take memory.
+    A weight whose gradients are all zero has moments of zero, and Adam without weight decay does not move it: it stays
+    zero to the bit, without a mask that would take memory.
     """
     for name in held:
         parameter = parameters[name]

@@ -1,11 +1,11 @@
-"""The loop: windows in, a step of AdamW out, until the budget is spent."""
+"""Training loop: AdamW steps on text windows until the budget is spent."""
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,50 +14,62 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slidesparse.base.log import LOG
-from slidesparse.base.progress import bars_shown, progress_bar
+from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
 from slidesparse.recovery.memory import Fit
-from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, put_away
-from slidesparse.recovery.options import RecoverOptions, rate_share
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, reshard
+from slidesparse.recovery.options import RecoverOptions, lr_share
 from slidesparse.recovery.state import Progress, State
 from slidesparse.recovery.trained import hold_zeros
 from slidesparse.recovery.windows import Windows
 
 BETAS = (0.9, 0.95)
 CLIP = 1.0
-"""AdamW's betas and the largest norm of a gradient, as large models are trained with; no decay of weights."""
+"""AdamW's betas and the largest norm of a gradient, as is usual for large models; there is no weight decay."""
 
 MOST_LEFT_OUT = 10
-"""Steps without a finite loss in a row that end a run."""
+"""Consecutive steps without a finite loss that end a run."""
 
 
+@dataclass
 class Training:
-    """A run: both networks divided and filled, and the student's parameters that are trained.
+    """A run on two networks that are divided and filled.
 
-    Zeros of those ``held`` stay; ``rate`` is the highest rate.
+    Attributes:
+        student: The pruned network.
+        dense: The network that it is trained toward.
+        windows: Text windows.
+        parameters: The student's trained parameters, by name.
+        held: Names of those whose zeros stay.
+        lr: Peak learning rate.
     """
 
-    def __init__(
-        self,
-        student: StudentNetwork, dense: DenseNetwork, windows: Windows, parameters: Mapping[str, nn.Parameter],
-        held: set[str], options: RecoverOptions, rate: float, fit: Fit, ranks: Ranks, device: torch.device,
-    ) -> None:  # fmt: skip
-        self.student, self.dense, self.windows, self.parameters, self.held = student, dense, windows, parameters, held
-        self.options, self.rate, self.fit, self.ranks, self.device = options, rate, fit, ranks, device
+    student: StudentNetwork
+    dense: DenseNetwork
+    windows: Windows
+    parameters: Mapping[str, nn.Parameter]
+    held: set[str]
+    options: RecoverOptions
+    lr: float
+    fit: Fit
+    ranks: Ranks
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(
-            list(parameters.values()), lr=rate, betas=BETAS, weight_decay=0.0, fused=device.type == "cuda"
+            list(self.parameters.values()), lr=self.lr, betas=BETAS, weight_decay=0.0, fused=self.device.type == "cuda"
         )
 
     def run(self, state: State, progress: Progress) -> None:
-        """Train until the budget is spent, or no step has a finite loss any more; save the state now and then."""
+        """Train until the budget is spent, or no step has a finite loss any more; save the state at intervals."""
         options, report = self.options, _Report(self.options, progress)
-        done, saved = options.done(progress.step, progress.seconds), time.monotonic()
+        spent, saved = options.spent(progress.step, progress.seconds), time.monotonic()
         unit = "seconds" if options.tokens is None else "tokens"
         with progress_bar("recover", report.total, unit=unit) as advance:
-            while done < 1 and progress.in_a_row < MOST_LEFT_OUT:
+            while spent < 1 and progress.in_a_row < MOST_LEFT_OUT:
                 begun = time.monotonic()
                 try:
-                    loss, finite = self._step(progress.step, rate_share(done) * self.rate)
+                    loss, finite = self._step(progress.step, lr_share(spent) * self.lr)
                 except KeyboardInterrupt:
                     counts = {int(one["step"]) for one in self.optimizer.state.values()}
                     if self.ranks.world == 1 and counts == {progress.step - progress.left_out}:  # not within AdamW's
@@ -68,25 +80,24 @@ class Training:
                 progress.in_a_row = 0 if finite else progress.in_a_row + 1
                 progress.left_out += not finite
                 if finite:
-                    progress.losses = (*progress.losses, round(loss, 6))
+                    progress.losses.append(round(loss, 6))
                 progress.seconds = self._same(progress.seconds + time.monotonic() - begun)
-                done = options.done(progress.step, progress.seconds)
-                report.step(advance, loss, done)
+                spent = options.spent(progress.step, progress.seconds)
+                report.step(advance, loss, spent)
                 if self._same(time.monotonic() - saved) > 60 * options.save_minutes:
                     state.save(progress, self.ranks)
                     saved = time.monotonic()
         if progress.left_out and self.ranks.is_first:
-            words = "%d of %d steps were left out, since their loss was NaN or Inf"
-            LOG.warning(words, progress.left_out, progress.step)
+            LOG.warning("%d of %d steps were skipped: their loss was NaN or Inf", progress.left_out, progress.step)
 
-    def _step(self, step: int, rate: float) -> tuple[float, bool]:
+    def _step(self, step: int, lr: float) -> tuple[float, bool]:
         ranks, options = self.ranks, self.options
         own = self.windows.step(step, options.windows)[ranks.rank :: ranks.world].to(self.device)
-        parts = own.split(self.fit.micro)
+        micro_batches = own.split(self.fit.micro_batch)
         student = cast("Any", self.student)
         total = torch.zeros((), device=self.device)
-        for index, ids in enumerate(parts):
-            last = index + 1 == len(parts)
+        for index, ids in enumerate(micro_batches):
+            last = index + 1 == len(micro_batches)
             student.set_requires_gradient_sync(last or self.fit.sync_each)
             student.set_reshard_after_backward(last or ranks.world > 1)
             loss = self.student(ids, self.dense(ids))
@@ -99,7 +110,7 @@ class Training:
             dist.all_reduce(total)
         mean, finite = float(total) / (own.numel() * ranks.world), math.isfinite(float(norm) + float(total))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = lr
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -113,33 +124,33 @@ class Training:
         dist.broadcast(shared, 0)
         return float(shared)
 
-    def judge(self) -> dict[str, float]:
-        """Judge the student by the held windows.
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the student on the evaluation windows.
 
         Returns:
             Means over their tokens: ``kl`` (dense || student), ``loss`` and ``dense_loss`` of the next token, all in
-            nats, and ``same``, the share of tokens for which both foresee the same.
+            nats, and ``same``, the share of tokens at which both models rank the same next token first.
         """
-        held, ranks = self.windows.held, self.ranks
+        windows, ranks = self.windows.evaluation, self.ranks
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        rounds = math.ceil(len(held) / ranks.world)
+        rounds = math.ceil(len(windows) / ranks.world)
         with torch.no_grad():
-            for start in range(0, rounds, self.fit.micro):
+            for start in range(0, rounds, self.fit.micro_batch):
                 # Every process takes part in every pass, as FSDP2 needs; a window that is there twice counts once.
-                places = [i * ranks.world + ranks.rank for i in range(start, min(start + self.fit.micro, rounds))]
-                ids = held[[place % len(held) for place in places]].long().to(self.device)
-                real = sum(place < len(held) for place in places)
+                places = [i * ranks.world + ranks.rank for i in range(start, min(start + self.fit.micro_batch, rounds))]
+                ids = windows[[place % len(windows) for place in places]].long().to(self.device)
+                real = sum(place < len(windows) for place in places)
                 sums += self.student(ids, self.dense(ids), counted=real)
-        put_away(self.student)
+        reshard(self.student)
         if ranks.world > 1:
             dist.all_reduce(sums)
         kl, loss, dense_loss, same = sums.tolist()
-        tokens, next_ = held.numel(), held.numel() - len(held)
+        tokens, next_ = windows.numel(), windows.numel() - len(windows)
         return {"kl": kl / tokens, "loss": loss / next_, "dense_loss": dense_loss / next_, "same": same / tokens}
 
 
 class _Report:
-    """Shows how a run goes."""
+    """Progress of a run as its bar shows it."""
 
     def __init__(self, options: RecoverOptions, progress: Progress) -> None:
         self.options, self.progress = options, progress
@@ -147,15 +158,9 @@ class _Report:
         self.shown = 0
         self.total = (options.steps or 0) * options.step_tokens or round(60 * (options.minutes or 0))
 
-    def step(self, advance: Callable[..., None], loss: float, done: float) -> None:
+    def step(self, advance: Callable[..., None], loss: float, spent: float) -> None:
         """Show one more step."""
         steps, seconds = self.progress.step - self.first, time.monotonic() - self.begun
-        words = f"loss {loss:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
-        advance(round(done * self.total) - self.shown, words)
-        self.shown = round(done * self.total)
-
-
-def say(words: str) -> None:
-    """Print a line of progress on standard error, unless the command is quiet."""
-    if bars_shown(True):
-        print(f"recover: {words}", file=sys.stderr, flush=True)
+        note = f"loss {loss:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
+        advance(round(spent * self.total) - self.shown, note)
+        self.shown = round(spent * self.total)

@@ -1,4 +1,4 @@
-"""The windows of text that a run trains on and is measured by, and their order: a function of the seed alone."""
+"""Text windows of a run, to train on and to evaluate on, in an order that depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Windows:
-    """Windows of several texts, int32 [n, window]: of each, those to train on; of all in their shares, those held.
+    """Text windows, int32 [n, window]: those of each text to train on, and the evaluation windows of all texts.
 
-    ``weights`` are those of the texts, and ``seed`` decides the order.
+    ``weights`` are the shares of the texts in training, and ``seed`` decides the order.
     """
 
-    def __init__(self, train: Sequence[torch.Tensor], held: torch.Tensor, weights: Sequence[float], seed: int) -> None:
-        self.train, self.held, self.seed = list(train), held, seed
+    def __init__(
+        self, train: Sequence[torch.Tensor], evaluation: torch.Tensor, weights: Sequence[float], seed: int
+    ) -> None:
+        self.train, self.evaluation, self.seed = list(train), evaluation, seed
         self.bounds = torch.tensor(weights, dtype=torch.float64).cumsum(0) / sum(weights)
         self.orders: dict[tuple[int, int], torch.Tensor] = {}
+        self.counted: tuple[int, Any] = (0, 0)  # a place of the order, and the windows of each text before it
 
     @property
     def count(self) -> int:
@@ -40,16 +43,22 @@ class Windows:
     def step(self, step: int, windows: int) -> torch.Tensor:
         """Return the windows of a step: int64 [windows, window].
 
-        Each text is gone through in an order of its own, and then again in another one.
+        Each text is read in an order of its own, and then again in another one. Steps in sequence take time in
+        proportion to their windows; any other step also counts the windows before it.
         """
-        places = torch.arange((step + 1) * windows, dtype=torch.float64)
-        texts = torch.searchsorted(self.bounds, (places * GOLDEN).frac(), right=True).clamp_(max=len(self.train) - 1)
-        taken = [int(count) for count in torch.bincount(texts[: step * windows], minlength=len(self.train))]
-        rows = []
-        for text in texts[step * windows :].tolist():
-            rows.append(self._window(text, taken[text]))
-            taken[text] += 1
+        start = step * windows
+        place, taken = self.counted if self.counted[0] <= start else (0, 0)
+        taken = taken + torch.bincount(self.texts(place, start), minlength=len(self.train))
+        self.counted, rows, counts = (start, taken), [], taken.tolist()
+        for text in self.texts(start, start + windows).tolist():
+            rows.append(self._window(text, counts[text]))
+            counts[text] += 1
         return torch.stack(rows).long()
+
+    def texts(self, start: int, end: int) -> torch.Tensor:
+        """Return the text at each place of the training order, from ``start`` to ``end``: int64 [end - start]."""
+        places = torch.arange(start, end, dtype=torch.float64)
+        return torch.searchsorted(self.bounds, (places * GOLDEN).frac(), right=True).clamp_(max=len(self.train) - 1)
 
     def _window(self, text: int, place: int) -> torch.Tensor:
         windows = self.train[text]
@@ -62,20 +71,20 @@ class Windows:
         return windows[self.orders[key][index]]
 
     def save(self, path: Path) -> None:
-        """Write them, so that a run that goes on need not tokenise again."""
-        tensors = {f"train.{i}": one for i, one in enumerate(self.train)} | {"held": self.held}
+        """Write the windows, so that a resumed run need not tokenise again."""
+        tensors = {f"train.{i}": one for i, one in enumerate(self.train)} | {"evaluation": self.evaluation}
         write_tensors(path, tensors)
 
     @classmethod
     def load(cls, path: Path, options: RecoverOptions) -> Windows:
-        """Read what :meth:`save` wrote."""
+        """Read the windows that :meth:`save` wrote."""
         reader, weights = TensorReader(path), [weighted(text).weight for text in options.texts]
         train = [reader.tensor(f"train.{i}") for i in range(len(weights))]
-        return cls(train, reader.tensor("held"), weights, options.seed)
+        return cls(train, reader.tensor("evaluation"), weights, options.seed)
 
 
 def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
-    """Read, tokenise and cut the texts of a run with the tokenizer of a checkpoint.
+    """Read the texts of a run, tokenise them with a checkpoint's tokenizer, and cut them into windows.
 
     Raises:
         InputError: A text cannot be read, or is too short.
@@ -85,18 +94,18 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
     documents = [read_documents(text.file) for text in texts]
     tokenizer = load_tokenizer(folder)
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
-    train, held = [], []
-    for text, inside, count in zip(texts, documents, shares(texts, options.held), strict=True):
+    train, evaluation = [], []
+    for text, inside, count in zip(texts, documents, shares(texts, options.eval_windows), strict=True):
         tokens = encode(tokenizer, as_text(inside, tokenizer), show=None)
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:
             got = f"{len(tokens)} tokens, {len(windows)} windows of {options.window}"
-            needed = "two windows, one to train on and one to judge by"
+            needed = "two windows, one to train on and one to evaluate on"
             remedy = "use a longer text, or a shorter --window"
             raise InputError(f"{text.file} is too short", got=got, needed=needed, remedy=remedy)
-        kept = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
+        kept_out = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
-        held.append(windows[order[:kept]])
-        train.append(windows[order[kept:]])
-    return Windows(train, torch.cat(held), [text.weight for text in texts], options.seed)
+        evaluation.append(windows[order[:kept_out]])
+        train.append(windows[order[kept_out:]])
+    return Windows(train, torch.cat(evaluation), [text.weight for text in texts], options.seed)
