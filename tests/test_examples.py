@@ -24,7 +24,7 @@ TRAINING = ("own_loop.py", "trainer.py")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model ``dense`` and a text, in the folder where the scripts run."""
     monkeypatch.chdir(tmp_path)
-    make_checkpoint(tmp_path / "dense", "llama", max_position_embeddings=512, num_hidden_layers=1)
+    make_checkpoint(tmp_path / "dense", "llama", max_position_embeddings=1024, num_hidden_layers=1)
     add_tokenizer(tmp_path / "dense")
     write_text(tmp_path / "text.txt", 400)
     return tmp_path
@@ -60,7 +60,9 @@ def test_prune_then_evaluate(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert words.splitlines()[-1].startswith("6of8: ")
 
 
+@pytest.mark.slow
 def test_recover(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(folder / "text.txt", 2500)
     run("recover.py", "dense", "--text", "text.txt", "--tokens", "8192", monkeypatch=monkeypatch)
     for name in ("pruned", "recovered", "served"):
         require_pattern(folder / "recovery" / name)

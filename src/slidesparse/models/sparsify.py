@@ -234,7 +234,8 @@ def sparsify_(
         method: Pruning method, or None when the weights satisfy their patterns already. ``auto``: SparseGPT with
             calibration, and magnitude without, which costs a language model many times as much.
         calibration: Token numbers for the methods that need them, int64 [windows, length]: 128 windows of 2048 tokens
-            of text like the model's use are usual. The model is a causal language model of transformers.
+            of text like the model's use are usual. The model is a causal language model of transformers. Outliers of
+            activations are not folded into weights first, as ``slidesparse prune`` does for INT8 with a text.
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.

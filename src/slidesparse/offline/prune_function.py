@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -114,8 +113,10 @@ def prune(
     if links not in get_args(Links):
         raise InputError("links", got=shown(links), needed=" or ".join(get_args(Links)))
     check_options(options)  # before a model of the hub is fetched
-    run: Any = estimate if dry_run else prune_checkpoint
-    return run(source_folder(source, revision), destination, options, device=usable_device(device), links=links)
+    folder, where = source_folder(source, revision), usable_device(device)
+    if dry_run:
+        return estimate(folder, destination, options, device=where, links=links)
+    return prune_checkpoint(folder, destination, options, device=where, links=links)
 
 
 def _calibration(texts: Texts | None, method: str, windows: dict[str, Any]) -> Calibration | None:
@@ -129,7 +130,7 @@ def _calibration(texts: Texts | None, method: str, windows: dict[str, Any]) -> C
         if not windows and not get_pruner(method).needs_calibration:
             return None
         texts = DEFAULT
-    files = [texts] if isinstance(texts, str | os.PathLike) else list_of_names(texts, "calibration")
+    files = [str(texts)] if isinstance(texts, str | Path) else [*map(str, list_of_names(texts, "calibration"))]
     if not files:
         raise InputError("calibration", got="an empty list", needed="a text, or None for the usual one")
-    return Calibration(files[0], more=tuple(map(str, files[1:])), **windows)
+    return Calibration(files[0], more=tuple(files[1:]), **windows)

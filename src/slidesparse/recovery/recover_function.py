@@ -85,9 +85,9 @@ def recover(
         done = ss.recover("./pruned", "./Qwen2.5-7B", "./recovered", tokens="20M", texts=["text.txt"])
         print(done.describe())
     """
-    files = [texts] if isinstance(texts, str | os.PathLike) else list_of_names(texts, "texts")
+    files = [texts] if isinstance(texts, str | Path) else list_of_names(texts, "texts")
     options = RecoverOptions(
-        texts=tuple(map(os.fspath, files)),
+        texts=tuple(map(str, files)),
         tokens=parse_amount(tokens) if isinstance(tokens, str) else tokens,
         minutes=minutes,
         lr=lr,
