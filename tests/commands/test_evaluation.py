@@ -100,8 +100,13 @@ def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixtur
     found = {}
     for name in ("m", "s"):
         words = ["--text", str(text), "--window", "32", "--device", "cpu", "--json"]
+        capsys.readouterr()
         assert main(["eval", str(source.parent / name), *words]) == 0
-        found[name] = json.loads(capsys.readouterr().out)["perplexity"]
+        told = capsys.readouterr()
+        found[name] = json.loads(told.out)["perplexity"]
+        count = len([*windows(found[name]["tokens"] + 1, 32, 16)])
+        assert f"eval: {count} windows of 32 tokens on the CPU, {found[name]['tokens'] + 1} tokens to score" in told.err
+        assert ("slower than dense there, as expected" in told.err) == (name == "s")
     assert found["m"]["tokens"] == found["s"]["tokens"] == len(text.read_text()) - 1  # one token a letter
     assert found["m"]["perplexity"] != found["s"]["perplexity"]
     assert (found["m"]["window"], found["m"]["stride"]) == (32, 16)

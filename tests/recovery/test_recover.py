@@ -388,6 +388,20 @@ def test_ten_of_them_end_the_run_with_the_last_good_weights(pair: Path, tmp_path
     assert "ended early" in found.describe()
 
 
+def test_losses_are_not_copied_at_each_step(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    step, lists = Training._step, []
+    run = Training.run
+
+    def watched(self: Training, kept: State, progress: Any) -> None:
+        monkeypatch.setattr(Training, "_step", lambda *one: lists.append(progress.losses) or step(*one))
+        run(self, kept, progress)
+
+    monkeypatch.setattr(Training, "run", watched)
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert len(lists) == len(found.losses) == 6
+    assert all(one is lists[0] for one in lists)
+
+
 def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=None, minutes=0.02))
     assert found.steps >= 1

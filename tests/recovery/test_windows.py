@@ -62,6 +62,26 @@ def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
     assert order(make(0), 6, 8) != order(make(1), 6, 8)
 
 
+class Counting(Windows):
+    """Counts the places of the training order that are looked up."""
+
+    places = 0
+
+    def texts(self, start: int, end: int) -> torch.Tensor:
+        self.places += end - start
+        return super().texts(start, end)
+
+
+def test_work_is_linear_in_the_steps() -> None:
+    windows = Counting([numbered(0, 50), numbered(1, 7)], numbered(9, 1), [1.0, 1.0], 0)
+    seen = order(windows, 100, 8)
+    assert windows.places <= 2 * 100 * 8
+    resumed = Counting(windows.train, windows.evaluation, [1.0, 1.0], 0)
+    assert [int(one) for step in range(60, 100) for one in resumed.step(step, 8)[:, 0]] == seen[60 * 8 :]
+    assert resumed.places <= 2 * 100 * 8
+    assert resumed.step(3, 8)[:, 0].tolist() == seen[24:32]  # and back
+
+
 def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", 200)
     for name in ("bos", "plain"):

@@ -28,8 +28,8 @@ BETWEEN = "   "
 WIDEST = 10_000
 """Columns of a table that goes into a file: enough for every row."""
 
-LINE_S = 30.0
-"""Seconds from one line to the next where no bar can be drawn, as in a log."""
+LINE_S, FIRST_LINE_S = 30.0, 5.0
+"""Seconds between two lines where no bar can be drawn, as in a log; the first line, with an estimate, comes earlier."""
 
 SPEED_S = 600.0
 """Seconds from which a speed is estimated: a layer may take minutes."""
@@ -49,7 +49,7 @@ def progress_bar(
     """
     shown = bars_shown(show) and total > 0
     lines = show is None and not shown and sys.stderr is not None and bars_shown(True)
-    said = time.monotonic()
+    said = time.monotonic() - LINE_S + min(FIRST_LINE_S, LINE_S)
     count, left = DownloadColumn() if unit == "bytes" else MofNCompleteColumn(), TimeRemainingColumn()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, left)
     console = Console(stderr=True)

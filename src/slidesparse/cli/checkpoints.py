@@ -82,13 +82,13 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_eval(commands: Commands) -> None:
-    text = "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness."
+    text = "Measure the perplexity of a checkpoint on a text, or run tasks of lm-evaluation-harness."
     evaluate = add_command(commands, "eval", _eval, text)
     add_source(evaluate, "PATH", "any checkpoint, pruned or not: a folder, or NAMESPACE/NAME on the hub")
     add = evaluate.add_argument
-    add("--text", metavar="FILE", help="text: .txt, .jsonl, .parquet, a folder, or a data set")
-    add("--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)")
-    add("--stride", type=int, help="tokens between windows (default: half a window)")
+    add("--text", metavar="FILE", help="text or chats to measure on: .txt, .jsonl, .parquet, a folder, or a data set")
+    add("--window", type=int, help="tokens of a text window (default: 2048, or what the model can read)")
+    add("--stride", type=int, help="tokens between the starts of windows (default: half a window)")
     add("--tasks", nargs="+", default=[], metavar="TASK", help="names, or files, whose code is run; needs [eval]")
     add("--limit", type=int, help="examples of each task (default: all)")
     add("--batch", type=int, default=1, help="windows or examples at a time (default: %(default)s)")

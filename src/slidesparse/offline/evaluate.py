@@ -1,4 +1,4 @@
-"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its scores in tasks of lm-evaluation-harness."""
+"""``slidesparse eval``: perplexity of a checkpoint on a text, and its scores in tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
-from slidesparse.base.progress import advice, progress_bar
+from slidesparse.base.progress import advice, progress_bar, say
 from slidesparse.checkpoints.check_config import unread_quantisation
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -24,23 +24,24 @@ from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype
 from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.hub import source_folder
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
+from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity, windows
 from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions, tokens_before
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.weights.pattern import DENSE
 
 FEW_TOKENS = 1000
-"""Below it a warning follows the figures. The losses of single tokens scatter by nats: if by 3, then the mean of
+"""Tokens below which a warning follows the figures. Losses of single tokens scatter by nats: if by 3, then the mean of
 1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
 def warn_of_few(tokens: int, remedy: str = f"take {FEW_TOKENS} or more") -> list[str]:
-    """Return a line where so few tokens judge a model that others may judge otherwise."""
-    said = f"only {counted(tokens, 'token')}: another text may give quite other figures; {remedy}"
-    return advice([said]) if tokens < FEW_TOKENS else []
+    """Return a warning line where tokens are too few for reliable figures, else none."""
+    line = f"only {counted(tokens, 'token')}: another text may give quite other figures; {remedy}"
+    return advice([line]) if tokens < FEW_TOKENS else []
 
 
 def _json_number(value: float) -> float | None:
@@ -49,14 +50,14 @@ def _json_number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The quality of a checkpoint.
+    """Quality of a checkpoint.
 
     Attributes:
-        model: The folder.
-        text: The text on which perplexity was measured, or None.
-        perplexity: The perplexity on that text, or None.
+        model: Folder of the checkpoint.
+        text: Text on which perplexity was measured, or None.
+        perplexity: Perplexity on that text, or None.
         tasks: Task -> metric -> value, of lm-evaluation-harness.
-        experts: How pruned experts ran, in words; None for models without.
+        experts: Sentence that says how pruned experts ran; None for models without.
     """
 
     model: str
@@ -67,12 +68,12 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
-        found, measured = asdict(self), self.perplexity
+        fields, measured = asdict(self), self.perplexity
         if measured is not None:
             derived = {"loss": measured.loss, "perplexity": _json_number(measured.perplexity)}
-            found["perplexity"] |= {**derived, "bits_per_byte": measured.bits_per_byte}
-        found["tasks"] = {task: {k: _json_number(v) for k, v in one.items()} for task, one in self.tasks.items()}
-        return found
+            fields["perplexity"] |= {**derived, "bits_per_byte": measured.bits_per_byte}
+        fields["tasks"] = {task: {k: _json_number(v) for k, v in one.items()} for task, one in self.tasks.items()}
+        return fields
 
     def describe(self) -> str:
         """Return the evaluation as text."""
@@ -85,7 +86,7 @@ class Evaluation:
                 f" ({counted(p.tokens, 'token')} of {self.text}, {read})"
             )
             lines += warn_of_few(p.tokens)
-        lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
+        lines += [f"{task}: {name} {value:.4f}" for task, one in self.tasks.items() for name, value in one.items()]
         return "\n".join(lines if self.experts is None else [*lines, self.experts])
 
 
@@ -108,10 +109,10 @@ def evaluate(
     Args:
         checkpoint: One that ``prune`` wrote, which runs with its sparse layers, or any other that transformers loads:
             a folder, or ``NAMESPACE/NAME`` of the hub.
-        text: A ``.txt``, ``.jsonl`` or ``.parquet`` file, a folder of these, or a data set.
-        window: Tokens read at a time; None: 2048, or as many as the model can read.
-        stride: Tokens from one window to the next; None: half a window.
-        tasks: Tasks of lm-evaluation-harness.
+        text: A ``.txt``, ``.jsonl`` or ``.parquet`` file, a folder of these, or a data set; None: no perplexity.
+        window: Tokens of a text window; None: 2048, or as many as the model can read.
+        stride: Tokens between the starts of windows; None: half a window.
+        tasks: Names or files of tasks of lm-evaluation-harness.
         limit: Examples of each task; None: all.
         batch: Windows or examples at a time.
         bos: Begin each window with what the tokenizer puts before a text.
@@ -156,15 +157,15 @@ def evaluate(
         content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content, progress)
         check_tokens(tokens, model.config, source.path)
-        before = tokens_before(tokenizer).to(where) if bos else None
+        before = (tokens_before(tokenizer) if bos else tokens[:0]).to(where)
         measured = _perplexity(model, tokens.to(where), before, content, window, stride, batch, progress)
-    found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
+    scores = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = how_experts_ran(source, model)
-    return Evaluation(str(source.path), None if text is None else str(text), measured, found, experts)
+    return Evaluation(str(source.path), None if text is None else str(text), measured, scores, experts)
 
 
 def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:
-    """Refuse options that are given and change nothing, since the option that they belong to is not."""
+    """Refuse options without effect, because the option they modify is missing."""
     given = ", ".join(name for name, value in options.items() if value is not None)
     if given:
         got, remedy = f"{given} without {of}", f"add {of}, or leave out {given}"
@@ -172,24 +173,33 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
 
 
 def _perplexity(
-    model: Any, tokens: torch.Tensor, before: torch.Tensor | None, content: str,
+    model: Any, tokens: torch.Tensor, before: torch.Tensor, content: str,
     window: int | None, stride: int | None, batch: int, progress: bool | None,
 ) -> Perplexity:  # fmt: skip
-    if before is not None and len(before) and torch.equal(tokens[: len(before)], before):
+    if len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]
-    whole = len(tokens) + (0 if before is None else len(before))
-    window = min(positions(model.config), whole) if window is None else window
+    window = min(positions(model.config), len(tokens) + len(before)) if window is None else window
     most = positions(model.config, at_most=window)
     if window > most:
         raise InputError("--window", got=window, needed=f"at most {most}, the model's positions")
     stride = max(window // 2, 1) if stride is None else stride
+    if tokens.device.type == "cpu" and progress is not False:
+        say("eval", _cost(model, tokens, before, window, stride))
     with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
         how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance, "before": before}
         return measure_perplexity(logits_of(model), tokens, window, stride, **how)
 
 
+def _cost(model: Any, tokens: torch.Tensor, before: torch.Tensor, window: int, stride: int) -> str:
+    """Return the line that says what an evaluation costs on a CPU."""
+    number = sum(1 for _ in windows(len(tokens), max(window - len(before), 1), stride, 0 if len(before) else 1))
+    line = f"{counted(number, 'window')} of {window} tokens on the CPU, {counted(len(tokens), 'token')} to score"
+    sparse = any(isinstance(module, SlideLinear | PackedMixture) for module in model.modules())
+    return line + ("; a pruned checkpoint is slower than dense there, as expected" if sparse else "")
+
+
 def how_experts_ran(checkpoint: Checkpoint, model: Any) -> str | None:
-    """Return how the pruned experts of a loaded checkpoint ran, in words; None where it has none."""
+    """Return a sentence that says how the pruned experts of a loaded checkpoint ran; None where it has none."""
     marker = Marker.from_config(checkpoint.config)
     names = [] if marker is None else [name for name, pattern in marker.experts.items() if pattern != DENSE]
     if not names:
@@ -207,7 +217,8 @@ def how_experts_ran(checkpoint: Checkpoint, model: Any) -> str | None:
 def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
 
-    One that lacks weights, which transformers would make up, is a CheckpointError.
+    Raises:
+        CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
     """
     path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:
@@ -219,13 +230,13 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     renamed = {"key_mapping": dict.fromkeys(checkpoint.wrappers, "")} if checkpoint.wrappers else {}
     try:
         with other_library():
-            model, found = known.from_pretrained(
+            model, loading = known.from_pretrained(
                 str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL, **renamed
             )
             model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"the checkpoint lacks {counted(len(missing), 'tensor')} of {known.__name__}",
             got=f"no {', '.join(missing[:3])}",
@@ -252,15 +263,15 @@ def _harness() -> Any:
 def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task, without what is no metric (names, counts) or no number ("N/A" errors)."""
-    # Its bars are the only progress of hours; they are for somebody who looks at them.
+    """Return the metrics of each task, without names and counts, and without values that are no number ("N/A")."""
+    # Its bars are the only progress during hours; they are for a terminal.
     bars = nullcontext() if sys.stderr is not None and sys.stderr.isatty() else other_library()
     with bars:
         wrapped = harness.models.huggingface.HFLM(
             pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
         )
         try:
-            found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)
+            results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)
         except (SlideSparseError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a task has templates and Python of its own, which can raise anything
@@ -271,5 +282,5 @@ def _run_tasks(
             ) from error
     return {
         task: {name: float(value) for name, value in values.items() if "," in name and isinstance(value, int | float)}
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
     }
