@@ -12,6 +12,7 @@ from tolerances import assert_product
 from torch import nn
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, ops, pack, prune_mask
+from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
@@ -79,7 +80,7 @@ def test_activations_follow_the_quantiser_that_a_layer_is_given(backend: str) ->
     x[:, 0] = 127
     expected = _vllm(x, linear, sglang_int8)
     assert not torch.equal(expected, _vllm(x, linear))
-    layer = SlideLinear(pack(values, "6:8", scale=scale), linear.bias, backend=backend, quantiser="sglang")
+    layer = SlideLinear(pack(values, "6:8", scale=scale), linear.bias, backend=backend, activation_rounding="sglang")
     assert torch.equal(layer(x), expected)
     pairs = torch.cat([torch.full_like(x, 100.0), x / 100], 1)  # where the SiLU of 100 is 100
     fused = ops.silu_mul_linear(pairs, layer._tensors(), layer.weight_scale, layer.bias, layer.spec)
@@ -373,14 +374,10 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, torch.Tensor | N
     assert torch.equal(layer(x), y)
 
 
-def test_a_weight_that_cannot_be_read_back_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
-
-    def refuse(*_: object) -> torch.Tensor:
-        raise InputError("activations of the hopper backend", got="cpu")
-
-    monkeypatch.setattr(ops, "linear", refuse)
-    with pytest.raises(UnsupportedError, match="read a SlideLinear's weight back"):
+def test_a_weight_that_cannot_be_read_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", backend="reference")
+    monkeypatch.setattr(Reference, "columns", CuSparseLt().columns)
+    with pytest.raises(UnsupportedError, match=r"cuSPARSELt's layout.*got it on cpu"):
         layer.state_dict()
 
 
@@ -392,21 +389,6 @@ def test_a_copy_and_an_empty_layer_have_a_state() -> None:
     assert {name: (t.shape, t.dtype, t.is_meta) for name, t in empty.items()} == {
         name: (t.shape, t.dtype, True) for name, t in layer.state_dict().items()
     }
-
-
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older way alone")
-def test_tf32_by_torchs_newer_interface_is_put_aside_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it ``torch.get_float32_matmul_precision`` raises."""
-    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "int8")
-    weight, matmul, linear, seen = layer.unpack(), torch.backends.cuda.matmul, ops.linear, []
-    monkeypatch.setattr(ops, "linear", lambda *given: seen.append(matmul.fp32_precision) or linear(*given))
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "tf32"
-        assert torch.equal(layer.state_dict()["weight"], weight)
-        assert (seen, matmul.fp32_precision) == (["ieee"], "tf32")
-    finally:
-        matmul.fp32_precision = before
 
 
 def test_from_linear_prunes_only_when_asked() -> None:

@@ -13,7 +13,7 @@ from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, Unsu
 from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
-from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, packed_problem, settle
+from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, settle
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
@@ -128,7 +128,7 @@ def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, bi
     settled = settle(weight, torch.ones(16), parsed, replace(REFERENCE, tuner=tuner), start=5)
     assert isinstance(settled, RunsSparse)
     ((problem, packed),) = tuner.measured
-    assert problem == packed_problem(packed)
+    assert problem == Problem.of(packed)
     assert problem.bits == bits
     assert settled.packed is packed  # packed once
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slidesparse.models.sparsify import sparsify_
     from slidesparse.offline.evaluate import evaluate
     from slidesparse.offline.prune_function import prune
+    from slidesparse.ops.matmul import matmul
     from slidesparse.pruning import prune_mask
     from slidesparse.recovery.recover_function import recover
     from slidesparse.weights.packed import PackedWeight
@@ -40,6 +41,7 @@ __all__ = [
     "evaluate",
     "lift",
     "load",
+    "matmul",
     "pack",
     "prune",
     "prune_mask",
@@ -56,6 +58,7 @@ _MODULES = {
     "evaluate": "offline.evaluate",
     "lift": "weights.slide",
     "load": "checkpoints.load",
+    "matmul": "ops.matmul",
     "pack": "weights.packing",
     "prune": "offline.prune_function",
     "prune_mask": "pruning",

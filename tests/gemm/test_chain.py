@@ -131,6 +131,9 @@ def test_a_backend_needs_no_runner_of_its_own(monkeypatch: pytest.MonkeyPatch) -
             width = len(self.layout.column_map(packed))
             return (torch.nn.functional.pad(packed.columns(), (0, width - packed.columns().shape[1])),)
 
+        def columns(self, operand: tuple[torch.Tensor, ...], *_: Any) -> torch.Tensor:
+            return operand[0]
+
         def matmul(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
             products.append(tuple(x.shape))
             return get_backend("reference").matmul(x, *rest)
@@ -144,6 +147,7 @@ def test_a_backend_needs_no_runner_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(TOKENS, WIDE).bfloat16()
     assert torch.equal(layers[0](x), layers[1](x))
     assert products == [(TOKENS, len(layers[0].forms[0].column_map))]
+    assert torch.equal(layers[0].unpack(), layers[1].unpack())
 
 
 def test_a_linear_is_resolved_once_for_a_number_of_tokens(caplog: pytest.LogCaptureFixture) -> None:

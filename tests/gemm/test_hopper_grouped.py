@@ -19,6 +19,8 @@ from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.gemm.hopper.weights import unpack_steps
+from slidesparse.layer.weight_form import unlifted
 from slidesparse.lifting.expert_order import arrange, rows_needed
 from slidesparse.lifting.layout import Lifted
 from slidesparse.weights.pattern import COUNTED, Pattern
@@ -52,6 +54,17 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
         lifted = gather(x, HopperExperts.layout.column_map(packed))
         assert torch.equal(lifted.int() @ matrix[:300].int().T, x.int() @ packed.unpack().int().T)
         assert not matrix[300:].any()
+
+
+@pytest.mark.parametrize("recipe", ["absmax", "6bit"])
+@pytest.mark.parametrize("columns", [200, 300])  # with counts, and with metadata
+def test_weights_of_experts_come_back(columns: int, recipe: Rounding) -> None:
+    experts = packed_experts(3, 300, columns, INT8, recipe=recipe)
+    weights, form = HopperExperts().prepare(experts)
+    column_map = HopperExperts.layout.column_map(experts[0])
+    for packed, steps in zip(experts, weights, strict=True):
+        matrix = unpack_steps(steps, form, 300, INT8)
+        assert torch.equal(unlifted(matrix, column_map, columns), packed.unpack())
 
 
 @pytest.mark.parametrize(("recipe", "bits"), [("absmax", 8), ("6bit", 6)])

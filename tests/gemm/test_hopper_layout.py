@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import hopper_emulator as emulator
@@ -14,6 +15,8 @@ from slab_views import slab_view
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of
+from slidesparse.gemm.select import BACKENDS
+from slidesparse.layer.weight_form import WeightForm
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.ops import quantize_lift
 from slidesparse.pruning import prune_mask
@@ -156,6 +159,55 @@ def test_the_emulator_notices_a_wrong_index() -> None:
     nibble = steps[0, 0, 0, 4096] & 15  # window 0 of row 0
     steps[0, 0, 0, 4096] ^= nibble ^ min(emulator.LEGAL - {int(nibble)})
     assert not np.array_equal(before, emulator.weights(steps, 1))
+
+
+# -- the inverse -----------------------------------------------------------------------------------------------------
+
+FORMS = [
+    *((Hopper, pattern, dtype) for pattern in (*PATTERNS, "6:8", "16:18") for dtype in DTYPES),
+    *((Bundles, pattern, dtype) for pattern in BUNDLED for dtype in DTYPES[:2]),
+    *((HopperSixBits, pattern, torch.int8) for pattern in PATTERNS),
+    *((SixBitBundles, pattern, torch.int8) for pattern in BUNDLED),
+]
+
+
+@pytest.mark.parametrize(("out", "columns", "k_offset"), [(1, 1, 0), (70, 333, 3), (257, 256, 0)])
+@pytest.mark.parametrize(("backend", "pattern", "dtype"), FORMS)
+def test_a_weight_comes_back_from_every_form(
+    backend: type[Hopper], pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(BACKENDS, backend.name, backend)
+    packed = _packed(pattern, dtype, out, columns, k_offset, backend.value_bits == 6)
+    weight = WeightForm(packed, backend.name).unpack(packed.shape, dtype)
+    assert (weight.dtype, weight.shape) == (dtype, (out, columns))
+    assert torch.equal(as_bits(weight), as_bits(packed.unpack()))
+
+
+def _only_first_left_out(pattern: str, dtype: torch.dtype, six_bits: bool) -> PackedWeight:
+    """A weight of one row tile, every bit of whose operand counts: nothing is padded, and no kept value is 0.
+
+    Every group leaves out its first two positions, before which no entry is kept: a larger count moves entries.
+    """
+    group = Pattern.parse(pattern).group
+    weight = (torch.randint(1, 32, (256, BUNDLE * group)) * 4).to(dtype)
+    weight.view(256, BUNDLE, group)[:, :, :2] = 0
+    packed = pack_by(weight, pattern, scale=torch.ones(256) if dtype.itemsize == 1 else None)
+    return packed if six_bits or dtype != torch.int8 else replace(packed, values=packed.values | 1)
+
+
+@pytest.mark.parametrize(("backend", "pattern", "dtype"), FORMS)
+def test_a_damaged_operand_does_not_come_back(backend: type[Hopper], pattern: str, dtype: torch.dtype) -> None:
+    packed = _only_first_left_out(pattern, dtype, backend.value_bits == 6)
+    (steps,) = backend().prepare(packed)
+    shape = 256, len(backend.layout.column_map(packed))
+    matrix = as_bits(backend().columns((steps,), shape, dtype)).clone()
+    for byte in torch.randperm(steps.numel())[:8].tolist():
+        for bit in (0, 3, 7):
+            steps.view(-1)[byte] ^= 1 << bit
+            assert not torch.equal(as_bits(backend().columns((steps,), shape, dtype)), matrix), (byte, bit)
+            steps.view(-1)[byte] ^= 1 << bit
+    assert torch.equal(as_bits(backend().columns((steps,), shape, dtype)), matrix)
 
 
 # -- bundles ---------------------------------------------------------------------------------------------------------

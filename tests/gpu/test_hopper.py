@@ -30,10 +30,12 @@ from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
+from slidesparse.ops.matmul import matmul
 from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 
 pytestmark = pytest.mark.gpu
@@ -235,6 +237,24 @@ def test_a_shard_that_starts_inside_a_group() -> None:
     x = _tokens(INT8, 100, shard.shape[1])
     y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, None, OUT, FP32)
     assert torch.equal(y, product(x, shard).float())
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "6:8"])
+@pytest.mark.parametrize("dtype", [INT8, FP8, BF16, FP16], ids=str)
+def test_a_product_without_a_layer(dtype: torch.dtype, pattern: str) -> None:
+    packed, bias = _packed(dtype, pattern), torch.randn(OUT, device="cuda") * 1e-2
+    weight, source = packed.unpack().double(), BF16 if dtype.itemsize == 1 else dtype
+    for m in TOKENS:
+        x = torch.randn(m, COLUMNS, device="cuda").to(source)
+        y = matmul(x, packed, bias, out_dtype=FP32)
+        assert torch.equal(y, matmul(x, packed, bias, out_dtype=FP32, backend="hopper"))
+        values, scale = x.double(), torch.ones(1, dtype=torch.float64, device="cuda")
+        if packed.scale is not None:
+            rows = quantize_rows(x, dtype)
+            values, scale = rows.values.double(), rows.scale.double() * packed.scale.double()
+        exact = scale * (values @ weight.T) + bias.double()
+        magnitude = scale * (values.abs() @ weight.abs().T) + bias.double().abs()
+        assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
 
 
 def test_more_than_2_31_outputs() -> None:

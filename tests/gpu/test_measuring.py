@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from expert_weights import packed_experts
 
 import slidesparse
-from slidesparse.gemm import choose
+from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.expert_times import ExpertKind, find_expert_times
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import backends_to_compare, installation
@@ -20,7 +20,6 @@ from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import packed_problem
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
@@ -50,7 +49,7 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     weight = (weight * prune_mask(weight, "6:8")).to(dtype)
     scale = torch.full((OUT,), 1e-3, device="cuda") if dtype != torch.bfloat16 else None
     packed = pack(weight, "6:8", scale=scale)
-    problem = packed_problem(packed)
+    problem = Problem.of(packed)
     if not (backends := backends_to_compare(problem)):
         pytest.skip("no accelerated backend runs here")
     before, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()

@@ -65,7 +65,7 @@ def test_experts_follow_the_quantiser_that_they_are_given() -> None:
     given, weights = (x, torch.rand(2, 3), routed(2, EXPERTS, 3)), experts()
     expected = one_by_one(*given, *weights, "sglang")
     assert not torch.equal(expected, one_by_one(*given, *weights))
-    assert torch.equal(SlideExperts(*weights, quantiser="sglang")(*given), expected)
+    assert torch.equal(SlideExperts(*weights, activation_rounding="sglang")(*given), expected)
 
 
 class Counting(GroupedProduct):

@@ -85,7 +85,7 @@ class Plain(nn.Module):
     def __init__(self, linear: SlideLinear, rounded: bool) -> None:
         super().__init__()
         weight = linear.unpack()
-        wide = weight.float() if linear.weight_scale is None else dequantize(weight, linear.weight_scale.cpu())
+        wide = weight.float() if linear.weight_scale is None else dequantize(weight, linear.weight_scale)
         bias = None if linear.bias is None else linear.bias.detach().float()
         device, self.dtype = linear.device, linear.weight_dtype
         self.register_buffer("weight", wide.to(device))

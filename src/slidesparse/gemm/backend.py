@@ -59,6 +59,11 @@ class Problem:
     slid: bool = True
     bits: int = 8
 
+    @classmethod
+    def of(cls, packed: PackedWeight) -> Problem:
+        """Return the problem of a packed weight, by which its backends are chosen."""
+        return cls(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
+
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
     """Return the index of the GPU on which activations are.
@@ -201,6 +206,22 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, packed: PackedWeight) -> Operand:
         """Reorder a packed weight, once, into the tensors that the kernel reads."""
+
+    @abstractmethod
+    def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix that multiplies activations, zeros in place: the inverse of :meth:`prepare`, bit for bit.
+
+        Args:
+            operand: From :meth:`prepare`, on any device.
+            shape: (out, K') of the matrix, without padded rows; K' is the length of the layout's column map.
+            dtype: Type of the weight.
+
+        Returns:
+            [out, K'] on the operand's device.
+
+        Raises:
+            UnsupportedError: Only a kernel can read the operand, and it cannot run where the operand is.
+        """
 
     @abstractmethod
     def matmul(

@@ -74,6 +74,10 @@ class Reference(Backend):
         """Return the slid matrix, zeros in place: [out, K']."""
         return (packed.columns(),)
 
+    def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.backend.Backend`; a subclass may have padded the rows."""
+        return operand[0][: shape[0]]
+
     def matmul(
         self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
         bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,

@@ -24,7 +24,7 @@ from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
-from slidesparse.weights.packing import check, pack
+from slidesparse.weights.packing import check, pack_checked
 from slidesparse.weights.quant import Quantiser
 from slidesparse.weights.support import find_pattern, satisfies, value_bits
 
@@ -133,7 +133,7 @@ def pack_experts(
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
-        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, checked=True, name=name)
+        whole = pack_checked(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere, quantiser)
     if warmup is not None:

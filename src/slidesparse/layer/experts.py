@@ -31,19 +31,21 @@ class ExpertLinear(nn.Module):
     Args:
         experts: Their packed weights, of one size, type and pattern.
         product: What multiplies.
-        quantiser: Whose expressions quantise activations.
+        activation_rounding: As of :class:`SlideExperts`.
     """
 
     operand: torch.Tensor
     scale: torch.Tensor
     column_map: torch.Tensor
 
-    def __init__(self, experts: Sequence[PackedWeight], product: GroupedProduct, quantiser: Quantiser = "vllm") -> None:
+    def __init__(
+        self, experts: Sequence[PackedWeight], product: GroupedProduct, activation_rounding: Quantiser = "vllm"
+    ) -> None:
         super().__init__()
         first = experts[0]
         order = product.layout.order(first)
         self.out_features, self.in_features = first.shape
-        self.dtype, self.product, self.quantiser = first.dtype, product, quantiser
+        self.dtype, self.product, self.activation_rounding = first.dtype, product, activation_rounding
         self._order = () if order is None else tuple(order.numbers)
         scales = [packed.scale for packed in experts if packed.scale is not None]
         operand, self._form = product.prepare(experts)
@@ -58,7 +60,7 @@ class ExpertLinear(nn.Module):
 
     def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`lifting.expert_lift.lift_routed`."""
-        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout, self.quantiser)
+        spec = LiftSpec(prologue, x.dtype, self.dtype, self._order, self.product.layout, self.activation_rounding)
         return lift_routed(x, arrangement, self.column_map, spec, gather=gather)
 
     def multiply(self, x: Lifted, arrangement: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
@@ -74,7 +76,8 @@ class SlideExperts(nn.Module):
         down: Of every expert the packed weight [H, I].
         product: What multiplies; None: the definition in torch.
         everywhere: The number of experts on all GPUs, where some are elsewhere.
-        quantiser: Whose expressions quantise activations (:mod:`weights.quant`).
+        activation_rounding: The server whose rounding of activations is reproduced, as of
+            :class:`slidesparse.layer.linear.SlideLinear`.
 
     Raises:
         InputError: No expert, sizes that do not fit each other, or weights that are not quantised.
@@ -87,7 +90,7 @@ class SlideExperts(nn.Module):
         down: Sequence[PackedWeight],
         product: GroupedProduct | None = None,
         everywhere: int | None = None,
-        quantiser: Quantiser = "vllm",
+        activation_rounding: Quantiser = "vllm",
     ) -> None:
         super().__init__()
         self.product = GroupedProduct() if product is None else product
@@ -102,7 +105,7 @@ class SlideExperts(nn.Module):
             )
         self.count, self.hidden = len(gate_up), hidden
         self.everywhere = self.count if everywhere is None else everywhere
-        self.gate_up, self.down = (ExpertLinear(each, self.product, quantiser) for each in (gate_up, down))
+        self.gate_up, self.down = (ExpertLinear(each, self.product, activation_rounding) for each in (gate_up, down))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return ``sum over k of weights[t, k] * expert[chosen[t, k]](x[t])``.

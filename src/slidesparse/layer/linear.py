@@ -12,19 +12,19 @@ from slidesparse import ops
 from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError
-from slidesparse.gemm import Choice, choose, get_backend
+from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.layer.dense_weight import DenseWeight
-from slidesparse.layer.read_back import read_back
-from slidesparse.layer.settle import packed_problem
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.pruning import Linears, get_pruner
-from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packed import PackedWeight, check_scale
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
-from slidesparse.weights.support import require_dense
+from slidesparse.weights.support import checked_bias, require_dense
+
+BIAS = "bias of SlideLinear"
 
 
 class SlideLinear(nn.Module):
@@ -42,10 +42,13 @@ class SlideLinear(nn.Module):
         packed: The weight; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
-        fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-        choice: The backends of this weight, where :func:`layer.settle.settle` has chosen them by the two above.
-        dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's, or torch's default.
-        quantiser: Whose expressions quantise activations (:mod:`weights.quant`).
+        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        choice: Backends that :func:`layer.settle.settle` has chosen for this weight already; None: ``backend`` and
+            ``fallback`` choose them now.
+        dense_dtype: Type of the dense weight that :attr:`weight` computes, where the packed one is in 8 bits; None: the
+            bias's type, or torch's default. Products do not depend on it.
+        activation_rounding: The server whose rounding of activations to 8 bits is reproduced, ``vllm`` or ``sglang``:
+            they round ties and the smallest rows differently (:func:`weights.quant.quantize_rows`).
 
     Attributes:
         choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
@@ -65,28 +68,24 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
-        quantiser: Quantiser = "vllm",
+        activation_rounding: Quantiser = "vllm",
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
         require_kind(choice, (Choice, type(None)), "choice of SlideLinear", "what slidesparse.gemm.choose gives")
         require_kind(dense_dtype, (torch.dtype, type(None)), "dense_dtype of SlideLinear", "a type of torch")
-        if (packed.scale is not None) != (packed.dtype in QUANTISED):
-            raise InputError(
-                f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
-                needed="a scale for int8 and fp8, none for other types",
-            )
+        check_scale(packed)
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
-        self.weight_dtype, self.quantiser = packed.dtype, quantiser
+        self.weight_dtype, self.activation_rounding = packed.dtype, activation_rounding
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self._asked: tuple[str, Fallback] = backend, fallback
-        self.choice = choose(packed_problem(packed), backend, fallback) if choice is None else choice
+        self.choice = choose(Problem.of(packed), backend, fallback) if choice is None else choice
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
-        self.register_buffer("bias", None if bias is None else checked_bias(bias, self.out_features))
+        self.register_buffer("bias", None if bias is None else checked_bias(bias, self.out_features, BIAS))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
@@ -96,7 +95,7 @@ class SlideLinear(nn.Module):
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         specs = tuple(form.spec() for form in self.forms)
         kind = self.out_features, dtype_name(packed.dtype)
-        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.quantiser).text
+        self.spec = WeightSpec(*kind, specs, self.choice.routes, self.activation_rounding).text
 
     @classmethod
     def from_linear(
@@ -172,7 +171,7 @@ class SlideLinear(nn.Module):
     def operands(self, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return what ``ops.linear`` and its fused forms take after activations and norm; ``bias`` as in forward."""
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features)
+        own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features, BIAS)
         return self._tensors(), self._buffers["weight_scale"], own, self.spec
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:
@@ -193,21 +192,14 @@ class SlideLinear(nn.Module):
 
     @torch.no_grad()
     def unpack(self) -> torch.Tensor:
-        """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
+        """Return the weight [out, in] in its own type, zeros in place, on the layer's device: the inverse of packing.
 
-        Only the backends' forms of the weight are kept, and each has a layout of its own: see
-        :func:`layer.read_back.read_back`. The result is the weight bit for bit, except for the sign of zeros.
+        It is the weight bit for bit, except for the sign of zeros.
 
         Raises:
-            UnsupportedError: The layer cannot multiply where it is now.
+            UnsupportedError: A layer on cuSPARSELt has left its GPU; other layouts are read on any device.
         """
-        ones = None if self.weight_scale is None else torch.ones_like(self.weight_scale)
-        return read_back(
-            lambda rows: ops.linear(rows, self._tensors(), ones, None, self.spec),
-            (self.out_features, self.in_features),
-            self.weight_dtype,
-            self.device,
-        )
+        return self._forms[0].unpack((self.out_features, self.in_features), self.weight_dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -220,13 +212,14 @@ class SlideLinear(nn.Module):
         return DenseWeight.of(self._dense, shape, self.dense_dtype, self.device)
 
     def _dense(self) -> torch.Tensor:
-        values = self.unpack().to(self.device)
+        values = self.unpack()
         dense = values if self.weight_scale is None else dequantize(values, self.weight_scale)
         return dense.to(self.dense_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
-        destination[f"{prefix}weight"] = self.unpack()
+        weight = self.unpack()
+        destination[f"{prefix}weight"] = weight if weight.is_meta else weight.cpu()
         if self.weight_scale is not None:
             destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -253,7 +246,7 @@ class SlideLinear(nn.Module):
         packed = self.pack(weight.detach(), None if scale is None else scale.detach(), name=name)
         if not self.refill(packed):
             if not self.holds_bits(packed):
-                self.choice = choose(packed_problem(packed), *self._asked)
+                self.choice = choose(Problem.of(packed), *self._asked)
             self._set_forms(packed)
             if self.weight_scale is not None and packed.scale is not None:
                 self.weight_scale.copy_(packed.scale)
@@ -313,17 +306,3 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
-
-
-def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Return a bias as kernels read it.
-
-    Raises:
-        InputError: It has another shape, or no floats.
-    """
-    require_dense(bias, "bias of SlideLinear")
-    if bias.shape != (out_features,) or not bias.is_floating_point():
-        raise InputError(
-            "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
-        )
-    return bias.detach().contiguous()  # kernels read it by address

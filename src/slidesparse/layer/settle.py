@@ -16,7 +16,7 @@ import torch
 from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.gemm.select import Fallback, get_backend
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.packing import check, pack
+from slidesparse.weights.packing import check, pack, pack_checked
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import find_pattern, value_bits
 
@@ -85,7 +85,7 @@ class Chooser:
         Raises:
             UnsupportedError: The backend that was named cannot run it.
         """
-        return self.choose_first(packed_problem(packed), lambda: packed)[0]
+        return self.choose_first(Problem.of(packed), lambda: packed)[0]
 
     def choose_first(self, problem: Problem, pack_it: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
         """Choose the backends of a weight that is not packed yet; return it, too, if it was packed to be measured."""
@@ -131,7 +131,7 @@ def settle(
         return RunsDense("as the checkpoint says", pattern)
     k_offset = start % pattern.group
     check(weight, pattern, k_offset=k_offset, name=name)
-    pack_it = partial(pack, weight, pattern, scale=scale, k_offset=k_offset, checked=True, name=name)
+    pack_it = partial(pack_checked, weight, pattern, scale=scale, k_offset=k_offset, name=name)
     out, columns = weight.shape
     problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
     choice, packed = chooser.choose_first(problem, pack_it)
@@ -140,14 +140,9 @@ def settle(
     return RunsSparse(pack_it() if packed is None else packed, choice)
 
 
-def packed_problem(packed: PackedWeight) -> Problem:
-    """Return a packed weight as the problem by which its backends are chosen."""
-    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
-
-
 def pack_dense(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern = DENSE, *, name: str = "weight"
 ) -> PackedWeight:
     """Return a weight that runs dense as SlideLinear takes it: nothing is slid, and the layer keeps the pattern."""
-    checked = pattern != DENSE  # settle has read the weight
-    return replace(pack(weight, DENSE, scale=scale, checked=checked, name=name), pattern=pattern)
+    packed_by = pack if pattern == DENSE else pack_checked  # of any other pattern settle has read the weight
+    return replace(packed_by(weight, DENSE, scale=scale, name=name), pattern=pattern)

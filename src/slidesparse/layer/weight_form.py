@@ -10,6 +10,7 @@ from torch import nn
 from slidesparse.gemm import get_backend
 from slidesparse.gemm.spec import FormSpec
 from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.support import INT_VIEW, as_bits
 
 
 class WeightForm(nn.Module):
@@ -44,6 +45,28 @@ class WeightForm(nn.Module):
         """All buffers in the order in which they were registered, as the operator ``linear`` takes them."""
         return cast("list[torch.Tensor]", list(self._buffers.values()))
 
+    def unpack(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [out, in] of this shape and type, zeros in place, on its device: the inverse of packing.
+
+        Raises:
+            UnsupportedError: See :meth:`slidesparse.gemm.backend.Backend.columns`.
+        """
+        if self.column_map.is_meta:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        lifted = shape[0], len(self.column_map)
+        matrix = get_backend(self.backend).columns(tuple(self.operand), lifted, dtype)
+        return unlifted(matrix, self.column_map, shape[1])
+
     def spec(self) -> FormSpec:
         """Return the description of these tensors that the operator takes."""
         return FormSpec(self.backend, self._order, len(self.tensors))
+
+
+def unlifted(matrix: torch.Tensor, column_map: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the weight [out, in] of a matrix [out, K'] that multiplies lifted activations, bit for bit.
+
+    Of the columns that one input column feeds, one holds its value and the others hold 0, so their bits are summed.
+    """
+    weight = torch.zeros(len(matrix), columns + 1, dtype=INT_VIEW[matrix.dtype], device=matrix.device)
+    weight.index_add_(1, column_map % (columns + 1), as_bits(matrix))  # padding, -1, goes to the column at the end
+    return weight[:, :columns].contiguous().view(matrix.dtype)

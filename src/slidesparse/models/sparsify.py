@@ -13,7 +13,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem
 from slidesparse.gemm.select import Fallback
-from slidesparse.layer.linear import SlideLinear, checked_bias
+from slidesparse.layer.linear import BIAS, SlideLinear
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
@@ -39,7 +39,7 @@ from slidesparse.pruning.round_outputs import rounder_after
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
-from slidesparse.weights.support import check_pattern, check_weight
+from slidesparse.weights.support import check_pattern, check_weight, checked_bias
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
 """Why linears that a sentence encoder has after its transformers model stay dense in 8 bits: it could not load them."""
@@ -271,7 +271,7 @@ def sparsify_(
         if storage in FLOATS and storage != weight.dtype:
             check_weight(weight.to(storage), f"{name} as {dtype_name(storage)}")
         if linear.bias is not None:
-            checked_bias(linear.bias, linear.out_features)
+            checked_bias(linear.bias, linear.out_features, BIAS)
         if method is None:
             check_pattern(weight, patterns[name], name=name)
         size = linear.out_features, linear.in_features

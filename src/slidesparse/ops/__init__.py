@@ -2,7 +2,7 @@
 
 Each is functional, has a fake implementation (shapes only, the number of tokens symbolic) and never waits for a device.
 :mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds the
-runner for a number of tokens.
+runner for a number of tokens. :mod:`slidesparse.ops.matmul` has a product by two of them, for use without a layer.
 """
 
 from __future__ import annotations

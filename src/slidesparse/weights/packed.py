@@ -15,6 +15,7 @@ import torch
 from slidesparse.base.arguments import require_integer, require_kind, shown
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, STRIDE, WINDOW, Pattern
+from slidesparse.weights.quant import QUANTISED
 from slidesparse.weights.slide import compress, decompress, expand, gather, metadata
 from slidesparse.weights.support import (
     INT_VIEW,
@@ -151,6 +152,19 @@ class PackedWeight:
 def common_bits(weights: Iterable[PackedWeight]) -> int:
     """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 if any weight needs them."""
     return 6 if all(packed.bits == 6 for packed in weights) else 8
+
+
+def check_scale(packed: PackedWeight) -> None:
+    """Make sure that an INT8 or FP8 weight has a scale, and that another has none.
+
+    Raises:
+        InputError: It is not so.
+    """
+    if (packed.scale is not None) != (packed.dtype in QUANTISED):
+        raise InputError(
+            f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
+            needed="a scale for int8 and fp8, none for other types",
+        )
 
 
 class Shard(NamedTuple):

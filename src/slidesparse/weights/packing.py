@@ -20,7 +20,6 @@ def pack(
     *,
     scale: torch.Tensor | None = None,
     k_offset: int = 0,
-    checked: bool = False,
     name: str = "weight",
 ) -> PackedWeight:
     """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_by`, which explains the arguments.
@@ -28,15 +27,21 @@ def pack(
     The kernels give the same bits and raise the same errors as the definition.
     """
     require_dense(weight, name)
-    return packed.pack_by(
-        weight,
-        pattern,
-        scale=scale,
-        k_offset=k_offset,
-        checked=checked,
-        name=name,
-        packer=_packer(weight.device),
-    )
+    packer = _packer(weight.device)
+    return packed.pack_by(weight, pattern, scale=scale, k_offset=k_offset, name=name, packer=packer)
+
+
+def pack_checked(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    *,
+    scale: torch.Tensor | None = None,
+    k_offset: int = 0,
+    name: str = "weight",
+) -> PackedWeight:
+    """:func:`pack` for a weight that :func:`check` has accepted, whose values are not checked again."""
+    packer = _packer(weight.device)
+    return packed.pack_by(weight, pattern, scale=scale, k_offset=k_offset, checked=True, name=name, packer=packer)
 
 
 def check(weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight") -> None:

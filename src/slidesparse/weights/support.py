@@ -149,6 +149,18 @@ def check_vector(
         )
 
 
+def checked_bias(bias: torch.Tensor, out_features: int, name: str) -> torch.Tensor:
+    """Return a bias [out] as kernels read it: contiguous, and without a gradient.
+
+    Raises:
+        InputError: Naming ``name``: it has another shape, or no floats.
+    """
+    require_dense(bias, name)
+    if bias.shape != (out_features,) or not bias.is_floating_point():
+        raise InputError(name, got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]")
+    return bias.detach().contiguous()
+
+
 def check_k_offset(pattern: Pattern, k_offset: int) -> None:
     """Refuse a ``k_offset`` that is not a position inside a group."""
     require_integer(k_offset, f"k_offset of {pattern}")

@@ -44,6 +44,9 @@ MULTIPLE = 32
 """Rows and columns of a sparse 8-bit matrix must be multiples of 32, those of a 16-bit one of 16: 32 serves all, and
 every row starts at a multiple of 16 bytes, as the library asks of pointers."""
 
+AT_ONCE = 1024
+"""Columns of a matrix that are read back by one product."""
+
 SMALLEST_BUCKET = 32
 """No kernel has a tile of fewer than 64 rows."""
 
@@ -139,6 +142,28 @@ class CuSparseLt(Backend):
         slid = as_bits(packed.columns())
         padded = F.pad(slid, (0, -slid.shape[1] % MULTIPLE, 0, -len(slid) % MULTIPLE))
         return (compress_matrix(padded.view(packed.dtype)),)
+
+    def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.backend.Backend`.
+
+        The library neither documents its layout nor reverses its compression, so an identity matrix multiplies the
+        weight: each sum has one non-zero term, times 1, and every accumulator and 16-bit output holds it exactly.
+        """
+        (compressed,), (out, k_packed) = operand, shape
+        if not compressed.is_cuda:
+            raise UnsupportedError(
+                "a weight in cuSPARSELt's layout, which only the library can read",
+                got=f"it on {compressed.device}",
+                needed="a CUDA device",
+                remedy="move the layer back",
+            )
+        parts = []
+        for start in range(0, k_packed, AT_ONCE):
+            rows = torch.zeros(min(AT_ONCE, k_packed - start), k_packed, dtype=torch.bfloat16, device=compressed.device)
+            rows.diagonal(start).fill_(1)
+            products = self.bare(rows.to(dtype), operand, out)[: len(rows), :out]
+            parts.append((products + 0).to(dtype).T)  # a sum of zeros may be -0
+        return torch.cat(parts, 1)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""

@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import METADATA, SparseForm, sparse_steps
+from slidesparse.gemm.hopper.weights import METADATA, SparseForm, sparse_steps, unpack_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift
 from slidesparse.lifting.layout import check_slabs
@@ -86,6 +86,10 @@ class Hopper(Backend):
         if steps.is_cuda:
             torch.cuda.current_stream(steps.device).synchronize()
         return (steps,)
+
+    def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.backend.Backend`; in torch, with or without a GPU."""
+        return unpack_steps(operand[0], self.form_of(operand[0]), shape[0], dtype)
 
     def form_of(self, steps: torch.Tensor) -> SparseForm:
         """Return the form of a weight of this backend: metadata with every step."""

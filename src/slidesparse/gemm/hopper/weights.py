@@ -13,6 +13,8 @@ share 32 groups, whose counts are stored once, before its steps: 0.84 bytes a we
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
+
+:func:`sparse_steps` packs; :func:`unpack_steps` is its inverse.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ import torch.nn.functional as F
 from slidesparse.errors import UnsupportedError
 from slidesparse.lifting.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.pattern import COUNTED, WINDOW_KEEP, Pattern
+from slidesparse.weights.pattern import COUNTED, WINDOW, WINDOW_KEEP, Pattern
 from slidesparse.weights.slide import decode_group, metadata
-from slidesparse.weights.support import as_bits
+from slidesparse.weights.support import INT_VIEW, as_bits
 
 SLABS = Slabs(swizzle=True)
 """Layout of the activations."""
@@ -244,3 +246,96 @@ def _metadata_words_16(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
     # block, warp, +8, row, slab, instruction, half, byte
     by_lane = pairs.view(-1, 4, 2, 8, pairs.shape[1] * 2 // windows, 2, 2, 2)
     return by_lane.permute(0, 4, 1, 3, 5, 6, 2, 7).reshape(by_lane.shape[0], by_lane.shape[4], -1)
+
+
+# -- the inverse: every function below undoes the one of a like name above --------------------------------------------
+
+
+def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix that multiplies lifted activations, zeros in place: the inverse of :func:`sparse_steps`.
+
+    Args:
+        steps: uint8, the 2:4 steps of one weight; of the weights of experts, one at a time.
+        form: How it lies there.
+        out_features: Its rows, without the padding to row tiles.
+        dtype: Its type.
+
+    Returns:
+        [out, K'] in ``dtype``, bit for bit, its columns in the order of the activations in slabs.
+    """
+    if form.windows:
+        values, nibbles = _from_bundles(steps, form)
+    else:
+        values, nibbles = _from_steps(_row_blocks(steps), form, dtype.itemsize)
+    kept = values.view(INT_VIEW[dtype])[:out_features].unflatten(1, (-1, WINDOW_KEEP))
+    first, second = kept.unbind(-1)
+    index0, index1 = nibbles[:out_features] & 3, nibbles[:out_features] >> 2
+    columns = [torch.where(index0 == at, first, torch.where(index1 == at, second, 0)) for at in range(WINDOW)]
+    return torch.stack(columns, -1).flatten(1).view(dtype)
+
+
+def _from_steps(blocks: torch.Tensor, form: SparseForm, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row blocks, slabs, bytes]."""
+    if form.value_bits == 6:
+        words = blocks.unflatten(2, (-1, 16))
+        return _from_six_bits(words[..., :12]), _from_metadata_words(words[..., 12:].flatten(2), itemsize)
+    return _from_row_steps(blocks[..., :VALUE_BYTES]), _from_metadata_words(blocks[..., VALUE_BYTES:], itemsize)
+
+
+def _from_bundles(steps: torch.Tensor, form: SparseForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row tiles, bundles, bytes]."""
+    count_bytes = BLOCKS * form.count_bits * PLANE_BYTES
+    words = _row_blocks(steps[..., :count_bytes].unflatten(2, (BLOCKS, -1)))
+    blocks = _row_blocks(steps[..., count_bytes:].unflatten(2, (form.windows, BLOCKS, -1)).flatten(1, 2))
+    a, c = _from_count_words(words, form.count_bits).unsqueeze(2).split(1, -1)  # entries before each left-out position
+    entry = torch.arange(form.windows * WINDOW_KEEP, dtype=torch.uint8, device=steps.device).view(form.windows, 1, -1)
+    index = entry % WINDOW_KEEP + (entry >= a) + (entry >= c)
+    nibbles = (index[..., 0] | index[..., 1] << 2).flatten(1)
+    if form.value_bits == 8:
+        return _from_row_steps(blocks), nibbles
+    of_two, third = blocks.unflatten(2, (2, -1)).split([1024, 512], -1)
+    threads = torch.cat([of_two.unflatten(-1, (-1, 8)), third.unflatten(-1, (-1, 4))], -1)
+    return _from_six_bits(threads.flatten(2, 3)), nibbles
+
+
+def _from_count_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the counts of uint8 [row blocks, bundles, 512 * bits]: uint8 [rows, bundles, 32, 2]."""
+    places = torch.arange(4, dtype=torch.uint8, device=words.device)
+    planes = _nibbles(words.unflatten(2, (bits, 4, 8, 2, 2, 4))).unsqueeze(-1) >> places & 1
+    # block, bundle, warp, row, half, +8, window, instruction, count
+    by_lane: torch.Tensor = (planes << places[:bits].view(-1, *[1] * 6)).sum(2, dtype=torch.uint8).unflatten(-1, (2, 2))
+    return by_lane.permute(0, 2, 5, 3, 1, 7, 4, 6, 8).reshape(-1, words.shape[1], BUNDLE, 2)
+
+
+def _row_blocks(tiles: torch.Tensor) -> torch.Tensor:
+    """Part row tiles: [row tiles, steps, 4, bytes] -> [row blocks, steps, bytes]."""
+    return tiles.transpose(1, 2).flatten(0, 1)
+
+
+def _from_row_steps(steps: torch.Tensor) -> torch.Tensor:
+    """Return the rows of uint8 [row blocks, steps, 4096]: uint8 [rows, bytes]."""
+    chunks = steps.unflatten(2, (ROWS, -1, CHUNK_BYTES))
+    return swizzled(chunks, torch.arange(ROWS, device=steps.device) // 2 % 4).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _from_six_bits(threads: torch.Tensor) -> torch.Tensor:
+    """Return the rows of uint8 [row blocks, steps, 2 instructions * 128, 12]: uint8 [rows, bytes]."""
+    w0, w1, w2 = threads.unflatten(2, (2, 4, 8, 4)).split(4, -1)
+    registers = w0 & 0xF0 | w2 & 12, w0 << 4 | w2 << 2 & 12, w1 & 0xF0 | w2 >> 2 & 12, w1 << 4 | w2 >> 4 & 12
+    # second half, +8, block, step, instruction, warp, row, lane % 4, byte
+    by_lane: torch.Tensor = torch.stack(registers).unflatten(0, (2, 2))
+    return by_lane.permute(2, 5, 1, 6, 3, 4, 0, 7, 8).reshape(-1, threads.shape[1] * STEP_BYTES)
+
+
+def _from_metadata_words(words: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Return the metadata of uint8 [row blocks, slabs, 1024, or 512 of 16-bit types]: uint8 [rows, windows]."""
+    if itemsize == 1:  # block, slab, instruction, warp, row, half, +8, byte
+        by_lane = words.unflatten(2, (2, 4, 8, 2, 2, 4)).permute(0, 3, 6, 4, 1, 2, 5, 7)
+    else:  # block, slab, warp, row, instruction, half, +8, byte
+        by_lane = words.unflatten(2, (4, 8, 2, 2, 2, 2)).permute(0, 2, 6, 3, 1, 4, 5, 7)
+    return _nibbles(by_lane.flatten(4)).flatten(0, 3)
+
+
+def _nibbles(pairs: torch.Tensor) -> torch.Tensor:
+    """Part bytes into nibbles, the lower one first: [..., n] -> [..., 2n]."""
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)

@@ -85,7 +85,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
         slide = None
         if isinstance(settled, RunsSparse):
-            slide = SlideLinear(settled.packed, choice=settled.choice, quantiser="sglang")
+            slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
         how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
