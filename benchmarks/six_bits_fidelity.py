@@ -39,7 +39,7 @@ def main() -> None:
         row = {"pattern": str(pattern), "float": spearman(exact, pair_similarities(embed(pruned, batches)))}
         for recipe in RECIPES:
             given = copy.deepcopy(pruned)
-            treated = sparsify_(given, pattern, ignore=IGNORE, method=None, backend="dense", recipe=recipe)
+            treated = sparsify_(given, pattern, ignore=IGNORE, method=None, backend="dense", rounding=recipe)
             row[recipe] = spearman(exact, pair_similarities(embed(treated, batches)))
         rows.append({name: value if isinstance(value, str) else round(value, 4) for name, value in row.items()})
         print(rows[-1], flush=True)

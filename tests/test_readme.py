@@ -44,11 +44,20 @@ def test_prune_recover_and_round_as_printed(source: None) -> None:
         assert main(line.split()[1:]) == 0
 
 
-def test_python_block_of_the_quickstart_runs() -> None:
+def block_of_the_quickstart(name: str) -> str:
     page = (ROOT / "docs/quickstart.md").read_text()
-    (text,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ss.pack" in text)
+    (text,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in text)
+    return text
+
+
+def test_python_block_of_the_quickstart_runs() -> None:
     torch.manual_seed(0)
-    exec(text, {})
+    exec(block_of_the_quickstart("ss.pack"), {})
+
+
+def test_functions_of_the_quickstart_run(source: None) -> None:
+    exec(block_of_the_quickstart("ss.evaluate").replace('"cuda"', '"cpu"'), {})
+    exec(block_of_the_quickstart("calibration=tokens").replace("2048", "24"), {})
 
 
 def test_commands_exist() -> None:

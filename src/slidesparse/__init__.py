@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from slidesparse.layer.linear import SlideLinear
     from slidesparse.models.held_zeros import HeldZeros
     from slidesparse.models.sparsify import sparsify_
+    from slidesparse.offline.evaluate import evaluate
+    from slidesparse.offline.prune_function import prune
     from slidesparse.ops.matmul import matmul
     from slidesparse.pruning import prune_mask
+    from slidesparse.recovery.recover_function import recover
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
     from slidesparse.weights.pattern import Pattern
@@ -34,11 +37,14 @@ __all__ = [
     "SlideLinear",
     "SlideSparseError",
     "UnsupportedError",
+    "evaluate",
     "lift",
     "load",
     "matmul",
     "pack",
+    "prune",
     "prune_mask",
+    "recover",
     "sparsify_",
     "tightest_pattern",
 ]
@@ -48,11 +54,14 @@ _MODULES = {
     "PackedWeight": "weights.packed",
     "Pattern": "weights.pattern",
     "SlideLinear": "layer.linear",
+    "evaluate": "offline.evaluate",
     "lift": "weights.slide",
     "load": "checkpoints.load",
     "matmul": "ops.matmul",
     "pack": "weights.packing",
+    "prune": "offline.prune_function",
     "prune_mask": "pruning",
+    "recover": "recovery.recover_function",
     "sparsify_": "models.sparsify",
     "tightest_pattern": "weights.support",
 }

@@ -484,7 +484,7 @@ def test_backward_is_refused() -> None:
 def test_six_bits_on_a_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     model = nn.Sequential(nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64))
-    sparsify_(model, "6:8", recipe="6bit", backend="hopper-6bit")
+    sparsify_(model, "6:8", rounding="6bit", backend="hopper-6bit")
     assert [layer.choice.backends for layer in (model[0], model[2])] == [("hopper-6bit",)] * 2
     with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
         sparsify_(nn.Sequential(nn.Linear(128, 96)), "6:8", backend="hopper-6bit")

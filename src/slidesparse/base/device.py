@@ -41,8 +41,10 @@ def runs_triton(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def usable_device(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device | None) -> torch.device:
     """Return a device on which tensors can be made; a CUDA device without a number is the current one.
+
+    None: a GPU when there is one, else the CPU.
 
     Not every library takes ``cuda`` for the current device: safetensors reads onto the first. Nor does it know
     ``cpu:0``, which torch takes for ``cpu``.
@@ -51,6 +53,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     named = str(device) if isinstance(device, torch.device) else device
     unknown = InputError("unknown device", got=shown(named), needed="cpu or cuda")
     if not isinstance(device, str | torch.device):

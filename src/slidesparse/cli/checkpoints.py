@@ -98,8 +98,9 @@ def _add_eval(commands: Commands) -> None:
 def _eval(options: argparse.Namespace) -> int:
     from slidesparse.offline.evaluate import evaluate
 
-    same = {name: getattr(options, name) for name in ("text", "window", "stride", "batch", "tasks", "limit")}
-    print_outcome(options, evaluate(source_of(options), **same, device=device_of(options), bos=not options.no_bos))
+    names = ("text", "window", "stride", "batch", "tasks", "limit", "device", "revision")
+    same = {name: getattr(options, name) for name in names}
+    print_outcome(options, evaluate(options.source, **same, bos=not options.no_bos))
     return 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import (
@@ -20,7 +18,6 @@ from slidesparse.cli.arguments import (
 )  # fmt: skip
 from slidesparse.cli.calibration import add_own_chats, add_texts, own_chats_of, planned_chats
 from slidesparse.cli.together import own_device, together
-from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -70,10 +67,11 @@ def add_recover(commands: Commands) -> None:
 
 def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.recovery.options import RecoverOptions, parse_amount
+    from slidesparse.recovery.recover_function import dense_folder
     from slidesparse.recovery.run import recover
 
     with ranks.first_alone(of_machine=True):
-        dense = _dense_folder(options)
+        dense = dense_folder(options.dense, options.dense_revision, options.revision)
         pruned = source_of(options)
     device = own_device(ranks, device_of(options))
 
@@ -92,17 +90,3 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.is_first:
         print_outcome(options, result)
     return 0
-
-
-def _dense_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of BASE.
-
-    ``--revision`` is PRUNED's. With it a BASE of the hub must name its own, since its main branch may have moved on.
-    """
-    from slidesparse.files.hub import source_folder
-
-    if options.revision is not None and options.dense_revision is None and not os.path.lexists(options.dense):
-        got, needed = f"--revision {options.revision}, which is PRUNED's", "the revision of --dense as well"
-        remedy = "add --dense-revision: main, or the one from which PRUNED was made"
-        raise InputError(f"revision of {options.dense}", got=got, needed=needed, remedy=remedy)
-    return source_folder(options.dense, options.dense_revision)

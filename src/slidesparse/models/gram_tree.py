@@ -19,6 +19,18 @@ SHARES = 8
 """Shares of a text, a power of two. More would let more processes run batches, and cost one process more memory: it
 holds one matrix more for each doubling."""
 
+BATCH_TOKENS = 8192
+"""Tokens that go through a layer at a time."""
+
+LEAST_TOKENS = 1024
+"""Fewest tokens that are worth a batch of their own, so that another process can take it."""
+
+
+def windows_of_a_batch(windows: torch.Tensor) -> int:
+    """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
+    samples, length = windows.shape
+    return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
+
 
 @dataclass(frozen=True)
 class Shares:

@@ -19,7 +19,7 @@ from slidesparse.models.experts import find_experts
 
 
 class HeldZeros:
-    """The zeros of a pruned model, which training must not fill.
+    """The zeros of a pruned model; they are held by :meth:`apply_` or :meth:`callback` alone, not by making this.
 
     A weight that is zero everywhere is passed over: no pattern made it so. Adapters begin like this, and would never
     learn.

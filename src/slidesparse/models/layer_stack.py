@@ -260,13 +260,16 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
 
 @contextmanager
 def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[..., object]]) -> Iterator[None]:
+    own = [vars(layer).get("forward") for layer in layers]  # as accelerate's hooks have; others have the class's
     for index, layer in enumerate(layers):
         layer.forward = forward(index)
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward  # the class's own shows again
+        for layer, one in zip(layers, own, strict=True):
+            del layer.forward
+            if one is not None:
+                layer.forward = one
 
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.arguments import require_kind
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem
@@ -19,7 +19,9 @@ from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.parts import Part, language_model, output_embedding
+from slidesparse.models.prune_in_memory import check_windows_of_tokens, prune_in_memory
 from slidesparse.models.targets import (
     ADAPTER,
     COMPRESSED,
@@ -33,6 +35,7 @@ from slidesparse.models.targets import (
 )
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pruning import Linears, Pruner, get_pruner
+from slidesparse.pruning.round_outputs import rounder_after
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
@@ -176,6 +179,24 @@ def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[s
     return keep
 
 
+def _pruner(model: nn.Module, method: str | None, calibration: torch.Tensor | None, match: int) -> Pruner | None:
+    """Return the method, after a check that it goes with the calibration; None where nothing is pruned."""
+    if method == "auto":
+        method = "magnitude" if calibration is None else "sparsegpt"
+    pruner = None if method is None else get_pruner(method)
+    if not isinstance(match, int) or match < 0:
+        raise InputError("steps of matching", got=shown(match), needed="0 or more")
+    needs = pruner is not None and pruner.needs_calibration
+    if needs and calibration is None:
+        raise InputError(f"{method} needs calibration", needed="calibration=, windows of token numbers")
+    if not needs and (calibration is not None or match):
+        given = "calibration" if calibration is not None else "match"
+        raise InputError(f"{given} without effect", got=f"method={method!r}", remedy="use wanda or sparsegpt")
+    if calibration is not None:
+        check_windows_of_tokens(calibration, model)
+    return pruner
+
+
 def sparsify_(
     model: nn.Module,
     pattern: Pattern | str,
@@ -185,10 +206,12 @@ def sparsify_(
     layers: Mapping[str, Pattern | str] | None = None,
     lm_head: bool = False,
     part: Part = "language",
-    method: str | None = "magnitude",
+    method: str | None = "auto",
+    calibration: torch.Tensor | None = None,
+    match: int = 0,
     backend: str = "auto",
     fallback: Fallback = "dense",
-    recipe: Rounding = "absmax",
+    rounding: Rounding = "absmax",
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
@@ -208,10 +231,15 @@ def sparsify_(
         layers: Exceptions: see :func:`layer_patterns`.
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
-        method: Pruning method, or None when the weights satisfy their patterns already.
+        method: Pruning method, or None when the weights satisfy their patterns already. ``auto``: SparseGPT with
+            calibration, and magnitude without, which costs a language model many times as much.
+        calibration: Token numbers for the methods that need them, int64 [windows, length]: 128 windows of 2048 tokens
+            of text like the model's use are usual. The model is a causal language model of transformers. Outliers of
+            activations are not folded into weights first, as ``slidesparse prune`` does for INT8 with a text.
+        match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
-        recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
+        rounding: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
             ``dense`` keep eight.
 
     Returns:
@@ -220,11 +248,17 @@ def sparsify_(
     Raises:
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
         PatternViolation: A weight violates its pattern and ``method`` is None.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+        >>> str(sparsify_(model, "6:8")[0].pattern)
+        '6:8'
     """
     require_kind(model, nn.Module, "model", "a torch.nn.Module")
     storage = parse_dtype(dtype)
-    check_rounding(recipe, storage)
-    bits = rounded_bits(recipe, storage)
+    check_rounding(rounding, storage)
+    bits = rounded_bits(rounding, storage)
+    pruner = _pruner(model, method, calibration, match)
     chooser = Chooser(backend, fallback)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
@@ -243,19 +277,23 @@ def sparsify_(
         size = linear.out_features, linear.in_features
         slid = patterns[name] != DENSE
         chooser.choose_unmeasured(Problem(patterns[name], storage, *size, weight.device, slid, bits))
-    pruner = None if method is None else get_pruner(method)
-    if pruner is not None and pruner.needs_calibration:
-        raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
+    pruned: dict[str, torch.Tensor] = {}
+    if calibration is not None and pruner is not None:
+        sparse = {name: linear for name, linear in targets.linears.items() if patterns[name] != DENSE}
+        run = run_once(model)
+        how: Any = {"matching": Matching(match) if match else None, "rounder": rounder_after(pruner, storage, rounding)}
+        sets = sets_to_prune(model, sparse, patterns, pruner, run)
+        pruned = prune_in_memory(model, sparse, sets, patterns, pruner, calibration, run=run, **how)
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
     for name, linear in targets.linears.items():
-        weight = linear.weight.detach()
-        if pruner is not None and patterns[name] != DENSE:
+        weight = pruned.pop(name) if name in pruned else linear.weight.detach()
+        if calibration is None and pruner is not None and patterns[name] != DENSE:
             weight = pruner.prune(Linears({name: weight}, patterns[name]))[name]
-        packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
-        how: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
-        layer = SlideLinear(packed, linear.bias, dense_dtype=linear.weight.dtype, **how).train(linear.training)
+        packed = pack_weight(weight, patterns[name], storage, rounding, name=name)
+        run_by: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
+        layer = SlideLinear(packed, linear.bias, dense_dtype=linear.weight.dtype, **run_by).train(linear.training)
         move_hooks(linear, layer)
         for alias in aliases[id(linear)]:  # one module may have several names
             model.set_submodule(alias, layer)

@@ -23,6 +23,7 @@ from slidesparse.checkpoints.load import load
 from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype
 from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.hub import source_folder
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
@@ -90,36 +91,47 @@ class Evaluation:
 
 
 def evaluate(
-    path: str | Path,
-    *,
+    checkpoint: str | Path,
     text: str | Path | None = None,
+    *,
     window: int | None = None,
     stride: int | None = None,
-    batch: int = 1,
     tasks: Sequence[str] = (),
     limit: int | None = None,
-    device: str | torch.device = "cpu",
-    progress: bool | None = None,
+    batch: int = 1,
     bos: bool = True,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    progress: bool | None = None,
 ) -> Evaluation:
-    """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
+    """Evaluate a checkpoint as ``slidesparse eval`` does: perplexity on a text, scores in tasks, or both.
 
     Args:
-        path: Folder of the checkpoint.
-        text: Text or chats, as :func:`slidesparse.offline.calibrate.texts.read_documents` reads; None: no perplexity.
+        checkpoint: One that ``prune`` wrote, which runs with its sparse layers, or any other that transformers loads:
+            a folder, or ``NAMESPACE/NAME`` of the hub.
+        text: A ``.txt``, ``.jsonl`` or ``.parquet`` file, a folder of these, or a data set; None: no perplexity.
         window: Tokens of a text window; None: 2048, or as many as the model can read.
         stride: Tokens between the starts of windows; None: half a window.
-        batch: Windows or examples at a time.
         tasks: Names or files of tasks of lm-evaluation-harness.
         limit: Examples of each task; None: all.
-        device: Device of the model.
-        progress: Whether to show progress; None: bars on a terminal, lines elsewhere.
+        batch: Windows or examples at a time.
         bos: Begin each window with what the tokenizer puts before a text.
+        device: ``cpu`` or ``cuda``; None: a GPU when there is one.
+        revision: Branch, tag or commit of a model of the hub; None: its main branch.
+        progress: Whether to show bars; None: on a terminal.
+
+    Returns:
+        The evaluation; ``describe()`` is what the command prints, and ``to_json()`` what it prints with ``--json``.
 
     Raises:
         InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
         CheckpointError: The checkpoint or its tokenizer cannot be loaded.
         UnsupportedError: lm-evaluation-harness is not installed, or too old for this transformers.
+
+    Example::
+
+        dense, pruned = (ss.evaluate(model, "text.txt").perplexity for model in ("./Qwen2.5-7B", "./Qwen2.5-7B-6of8"))
+        print(f"perplexity rises by {100 * (pruned.perplexity / dense.perplexity - 1):.1f} %")
     """
     if text is None and not tasks:
         raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
@@ -132,24 +144,24 @@ def evaluate(
     if not tasks:
         _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
     check_windows(window, stride)
-    device = usable_device(device)
+    where = usable_device(device)
     documents = None if text is None else read_documents(text)
     harness = _harness() if tasks else None
-    checkpoint = Checkpoint(path)
-    refuse_masked(model_class(checkpoint)[0])
-    tokenizer = load_tokenizer(Path(path))
-    model = load_any(checkpoint, device)
+    source = Checkpoint(source_folder(checkpoint, revision))
+    refuse_masked(model_class(source)[0])
+    tokenizer = load_tokenizer(source.path)
+    model = load_any(source, where)
     require_causal(model)
     measured = None
     if documents is not None:
         content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content, progress)
-        check_tokens(tokens, model.config, path)
-        before = tokens_before(tokenizer).to(device) if bos else tokens[:0]
-        measured = _perplexity(model, tokens.to(device), before, content, window, stride, batch, progress)
+        check_tokens(tokens, model.config, source.path)
+        before = (tokens_before(tokenizer) if bos else tokens[:0]).to(where)
+        measured = _perplexity(model, tokens.to(where), before, content, window, stride, batch, progress)
     scores = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    experts = how_experts_ran(checkpoint, model)
-    return Evaluation(str(path), None if text is None else str(text), measured, scores, experts)
+    experts = how_experts_ran(source, model)
+    return Evaluation(str(source.path), None if text is None else str(text), measured, scores, experts)
 
 
 def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:

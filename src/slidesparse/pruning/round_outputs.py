@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.pruning.base import Linears
+from slidesparse.pruning.base import Linears, Pruner
 from slidesparse.pruning.gram import checked_gram
-from slidesparse.pruning.sparsegpt import BLOCK, inverse_factor
-from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX
+from slidesparse.pruning.sparsegpt import BLOCK, SparseGPT, inverse_factor
+from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX, Rounding
 
 
 class Grid(NamedTuple):
@@ -52,6 +52,15 @@ class RoundForOutputs:
         factor, _ = inverse_factor(gram[order[:, None], order], ", ".join(weights))
         back = order.argsort()
         return {name: round_for_outputs(one[:, order], factor, self.grid)[:, back] for name, one in weights.items()}
+
+
+def rounder_after(pruner: Pruner, dtype: torch.dtype, rounding: Rounding) -> RoundForOutputs | None:
+    """Return the step that rounds what a method pruned; None for floats, for plain INT8 and after other methods.
+
+    INT8 gains nothing (docs/log/rounding.md).
+    """
+    grid = FP8 if dtype == torch.float8_e4m3fn else SIX_BITS if rounding == "6bit" else None
+    return RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None
 
 
 def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = SIX_BITS) -> torch.Tensor:

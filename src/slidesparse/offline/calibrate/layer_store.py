@@ -27,7 +27,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.expert_weights import ExpertWeight, calibrated_experts
-from slidesparse.models.gram_tree import SHARES
+from slidesparse.models.gram_tree import windows_of_a_batch
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, stack_around
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_layers
 from slidesparse.models.match_layer import Matching
@@ -35,12 +35,6 @@ from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.pruning import Pruner
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dequantize
-
-BATCH_TOKENS = 8192
-"""Tokens that go through a layer at a time."""
-
-LEAST_TOKENS = 1024
-"""Fewest tokens that are worth a batch of their own, so that another process can take it."""
 
 LOSSES = "losses"
 
@@ -145,12 +139,6 @@ def open_layers(
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
     _prepare_stack(model, layer_list, store, device)
     return layer_list, store
-
-
-def windows_of_a_batch(windows: torch.Tensor) -> int:
-    """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
-    samples, length = windows.shape
-    return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
 
 
 def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:

@@ -17,10 +17,11 @@ from slidesparse.errors import InputError
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
+from slidesparse.models.gram_tree import windows_of_a_batch
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
-from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_batch
+from slidesparse.offline.calibrate.layer_store import open_layers
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
