@@ -99,9 +99,9 @@ def dry_run(
     size = prepared.n_bytes + files.n_bytes
     missing = bytes_to_write(prepared.destination, prepared.record, size)
     jobs = {tensor: job for shard in made.shards.values() for tensor, job in shard.items()}
-    linears = {name: str(pattern) for name, pattern in made.patterns.items()}
+    linears = {name: str(made.patterns[name]) for name in made.treated.linears.linears}
     experts = {tensor: str(job.pattern) for tensor, job in jobs.items() if job.expert is not None}
-    left = {**made.dense, **made.other}
+    left = {**made.treated.dense, **made.treated.linears.other}
     tensors_of = {name: made.source.tensors(name) for name in (*linears, *left)} | {name: [name] for name in experts}
     known = {tensor for names in tensors_of.values() for tensor in names}
 

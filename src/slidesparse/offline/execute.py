@@ -23,7 +23,7 @@ from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers
 from slidesparse.offline.plan import Plan, TensorJob
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE
-from slidesparse.weights.quant import dequantize
+from slidesparse.weights.quant import dequantize, requantize
 from slidesparse.weights.support import check_weight
 
 
@@ -35,13 +35,13 @@ class Weights:
         plan: What becomes of each tensor.
         checkpoint: The source, or its smoothed form.
         device: Where weights are pruned and quantised.
-        calibrated: The weights that a calibration text has pruned; None: there was none.
+        layers: What a calibration text has pruned; None: there was none.
     """
 
     plan: Plan
     checkpoint: Checkpoint
     device: torch.device
-    calibrated: PrunedLayers | None
+    layers: PrunedLayers | None
 
     def copied(self, tensor: str) -> torch.Tensor:
         """Return a tensor as it is; a CheckpointError for one that is used and holds NaN or Inf."""
@@ -52,21 +52,20 @@ class Weights:
 
     def stored(self, tensor: str, job: TensorJob, index: int) -> dict[str, torch.Tensor]:
         """Return what a weight of a treated tensor becomes: ``index`` is its place there, 0 for a linear."""
-        storage, names = self.plan.storage, job.becomes[index]
+        storage, names, dense = self.plan.storage, job.becomes[index], None
         scale = None if storage.source is None else self.checkpoint.tensor(f"{tensor}_scale", self.device)
-        dense = None
-        if job.pattern != DENSE and self.calibrated is not None:
-            weight = self._calibrated(self.calibrated, tensor, job, index)
+        if job.pattern != DENSE and self.layers is not None:
+            weight = self._calibrated(self.layers, tensor, job, index)
         else:
             weight = dense = self._read(tensor, job, index)
-            if job.pattern == DENSE and scale is not None:
-                return {tensor: weight}
             if job.pattern != DENSE:
                 dense = weight if scale is None else dequantize(weight, scale)
                 weight = get_pruner(self.plan.options.method).prune(Linears({tensor: dense}, job.pattern))[tensor]
-        found = storage.tensors(names, weight, job.pattern, scale=scale, dense=dense)
-        is_as_before = job.expert is not None and not storage.quantised  # transposed, perhaps
-        return {name: job.expert.matrix(one) for name, one in found.items()} if job.expert and is_as_before else found
+        if scale is not None:
+            return {tensor: weight if job.pattern == DENSE else requantize(weight, scale, storage.dtype)}
+        if job.expert is not None and not storage.quantised:
+            weight = job.expert.matrix(weight)  # as it was, perhaps transposed
+        return storage.tensors(names, weight, job.pattern, dense)
 
     def _calibrated(self, layers: PrunedLayers, tensor: str, job: TensorJob, index: int) -> torch.Tensor:
         if self.plan.layers is None or job.expert is None:
@@ -96,15 +95,7 @@ def require_finite(plan: Plan, progress: bool | None) -> None:
 def execute(
     plan: Plan, checkpoint: Checkpoint, work: Workplace, device: torch.device, ranks: Ranks, progress: bool | None
 ) -> tuple[list[str], PrunedLayers | None]:
-    """Write the weights of a plan, this process those of its shards.
-
-    Args:
-        plan: What becomes of each tensor.
-        checkpoint: The plan's source, or its smoothed form.
-        work: Where shards are written.
-        device: Where weights are pruned and quantised.
-        ranks: The processes that share the work.
-        progress: Show bars; None: on a terminal.
+    """Write the weights of a plan, this process those of its shards; ``checkpoint`` is the source or smoothed.
 
     Returns:
         The shards of all processes that an interrupted run had finished, and what a calibration text has pruned.

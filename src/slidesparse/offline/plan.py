@@ -9,42 +9,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slidesparse.checkpoints.check_tensors import refuse_faults
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.expert_tensors import ExpertTensor
+from slidesparse.checkpoints.expert_tensors import ExpertRowsByName, find_expert_rows
+from slidesparse.checkpoints.single_experts import single_experts
 from slidesparse.errors import InputError
 from slidesparse.files.stored import Stored
-from slidesparse.models.sparsify import layer_patterns, require_alike
-from slidesparse.models.targets import matches_entry, treated_head
+from slidesparse.models.experts import LEAVE_DENSE
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.match_layer import Matching
+from slidesparse.models.sparsify import layer_patterns, require_alike, sets_to_prune
+from slidesparse.models.targets import matches_entry
+from slidesparse.offline.calibrate.calibration import calibration_windows
 from slidesparse.offline.calibrate.layer_store import LayersToPrune
 from slidesparse.offline.calibrate.smoothing import Smoothing, plan_smoothing
 from slidesparse.offline.new_config import new_config
-from slidesparse.offline.plan_layers import plan_layers
-from slidesparse.offline.prune_options import PruneOptions, check_type
+from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
 from slidesparse.offline.source import Source
-from slidesparse.offline.storage import Storage
-from slidesparse.offline.treated import find_treated
-from slidesparse.offline.treated_experts import TreatedExperts, find_treated_experts, marked_experts
+from slidesparse.offline.storage import Storage, TensorJob
+from slidesparse.offline.treated import Treated, find_treated
+from slidesparse.pruning import RoundForOutputs, SparseGPT, get_pruner
+from slidesparse.pruning.round_outputs import FP8, SIX_BITS
 from slidesparse.weights.pattern import DENSE, Pattern
-
-
-@dataclass(frozen=True)
-class TensorJob:
-    """What becomes of one tensor of the source.
-
-    Attributes:
-        outputs: The tensors that it becomes -> type and shape.
-        layer: The linear, or the kind of experts' weights, that is treated; None: the tensor is copied.
-        pattern: Pattern of the layer; at ``dense`` it is rounded and not pruned.
-        becomes: For each weight [out, in] in a treated tensor the ``outputs`` that hold it, without scales.
-        expert: What a tensor of experts holds; None for linears, and where it is copied.
-    """
-
-    outputs: Mapping[str, Stored]
-    layer: str | None = None
-    pattern: Pattern = DENSE
-    becomes: tuple[tuple[str, ...], ...] = ()
-    expert: ExpertTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +43,9 @@ class Plan:
         source: What was looked up about it.
         options: The options.
         storage: The form in which treated weights are stored.
+        treated: What is treated, and what is left alone and why.
+        patterns: Treated linear, or kind of experts' weights -> pattern.
         shards: File name -> tensor of the source -> what becomes of it.
-        patterns: Treated linear -> pattern.
-        experts: Treated kind of experts' weights -> pattern.
-        dense: Linears, routers and kinds of experts' weights that are left alone -> why.
-        other: Modules and parameters that multiply, and are no linears -> why they are left alone.
-        head: The output embedding, where it is treated.
         config: config.json of the new checkpoint.
         layers: What is pruned layer by layer with a calibration text; None: nothing is.
         smoothing: Where outliers of activations are folded into weights first; None: nowhere.
@@ -69,12 +54,9 @@ class Plan:
     source: Source
     options: PruneOptions
     storage: Storage
-    shards: Mapping[str, Mapping[str, TensorJob]]
+    treated: Treated
     patterns: dict[str, Pattern]
-    experts: dict[str, Pattern]
-    dense: dict[str, str]
-    other: dict[str, str]
-    head: str | None
+    shards: Mapping[str, Mapping[str, TensorJob]]
     config: dict[str, Any]
     layers: LayersToPrune | None
     smoothing: Smoothing | None
@@ -96,33 +78,35 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
         InputError: An option does not fit the source.
         UnsupportedError: Its experts cannot be treated as they are stored.
     """
-    storage = Storage.of(checkpoint, options)
+    storage = Storage(*resolve_dtypes(checkpoint, options), options.recipe)
     source = Source.of(checkpoint)
     refuse_faults(source.meta, checkpoint)
-    experts = find_treated_experts(source, options, storage)
-    targets, everything = find_treated(source, options, storage)
-    patterns = _patterns(source, options, [*targets.linears, *experts.layers])
-    of_linears = {name: patterns[name] for name in targets.linears}
-    of_experts = {name: patterns[name] for name in experts.layers}
+    treated = find_treated(source, options, storage)
+    patterns = _patterns(source, options, treated.layers)
+    of_linears = {name: patterns[name] for name in treated.linears.linears}
     # What --ignore leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
-    forms = dict.fromkeys(everything, "left alone" if storage.rounds else DENSE) | of_linears
-    require_alike(source.meta.model, everything, forms, source.run)
-    jobs = {**_jobs_of_linears(source, storage, of_linears), **_jobs_of_experts(experts, of_experts)}
-    layers = plan_layers(source, options, storage, targets.linears, of_linears, experts.treated, of_experts)
+    forms = dict.fromkeys(treated.unless_ignored, "left alone" if storage.rounds else DENSE) | of_linears
+    require_alike(source.meta.model, treated.unless_ignored, forms, source.run)
+    jobs: dict[str, TensorJob] = {}
+    for name, pattern in of_linears.items():
+        tensor = f"{source.meta.prefix(name)}.weight"
+        check_type(tensor, checkpoint.stored(tensor), storage.source, storage.dtype)
+        jobs[tensor] = storage.job(tensor, checkpoint.stored(tensor), name, pattern)
+    for tensor, one in treated.experts.items():
+        single = single_experts(type(source.meta.model).__name__, tensor)
+        jobs[tensor] = storage.job(tensor, checkpoint.stored(tensor), one.layer, patterns[one.layer], one, single)
+    layers = _layers(source, options, storage, treated, patterns)
     return Plan(
         source=source,
         options=options,
         storage=storage,
+        treated=treated,
+        patterns=patterns,
         shards={
             shard: {name: jobs.get(name) or TensorJob({name: stored}) for name, stored in tensors.items()}
             for shard, tensors in checkpoint.shards.items()
         },
-        patterns=of_linears,
-        experts=of_experts,
-        dense={**targets.dense, **source.routers, **experts.dense},
-        other=targets.other,
-        head=treated_head(source.meta.model, targets.linears),
-        config=new_config(source, storage, Pattern.parse(options.pattern), targets, of_linears, experts, of_experts),
+        config=new_config(source, storage, Pattern.parse(options.pattern), treated, jobs),
         layers=layers,
         smoothing=plan_smoothing(source, options, storage, layers),
     )
@@ -135,7 +119,7 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
     """
     if (marker := source.marker) is None:
         return layer_patterns(treated, options.pattern, options.layers)
-    experts = marked_experts(source)
+    experts = source.marked_experts
     exceptions = {**marker.layers, **experts}
     kept = {name: exceptions[name] for name in treated if name in exceptions and name not in options.layers}
     patterns = layer_patterns(treated, options.pattern, {**options.layers, **kept})
@@ -151,29 +135,39 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
     return patterns
 
 
-def _jobs_of_linears(source: Source, storage: Storage, patterns: Mapping[str, Pattern]) -> dict[str, TensorJob]:
-    jobs = {}
-    for name, pattern in patterns.items():
-        tensor = f"{source.meta.prefix(name)}.weight"
-        stored = source.checkpoint.stored(tensor)
-        check_type(tensor, stored, storage.source, storage.dtype)
-        outputs = storage.announced([tensor], *stored.shape)
-        jobs[tensor] = TensorJob(outputs, name, pattern, ((tensor,),))
-    return jobs
+def _layers(
+    source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern]
+) -> LayersToPrune | None:
+    """Return what is pruned layer by layer with a calibration text; None without one.
 
-
-def _jobs_of_experts(experts: TreatedExperts, patterns: Mapping[str, Pattern]) -> dict[str, TensorJob]:
-    jobs = {}
-    for tensor, expert in experts.treated.items():
-        stored, names = experts.source.checkpoint.stored(tensor), experts.becomes(tensor)
-        rows, columns = stored.shape[:-3:-1] if expert.transposed else stored.shape[-2:]
-        announced = [experts.storage.announced(parts, rows, columns) for parts in names]
-        outputs = {name: one for each in announced for name, one in each.items()}
-        jobs[tensor] = TensorJob(
-            outputs if experts.storage.quantised else {tensor: stored},
-            expert.layer,
-            patterns[expert.layer],
-            tuple(map(tuple, names)),
-            expert,
+    Linears outside of the layers need no text where they stay dense, and are not among it.
+    """
+    if options.calibration is None:
+        return None
+    model, linears = source.meta.model, treated.linears.linears
+    pruned = [name for name, pattern in patterns.items() if pattern != DENSE]
+    inside = f"{find_layer_list(model, pruned or linears).name}."
+    here = {name: patterns[name] for name in linears if patterns[name] != DENSE or name.startswith(inside)}
+    require_single_passes(model, find_layer_list(model, here), source.run)
+    windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
+    experts = {name: one for name, one in treated.experts.items() if patterns[one.layer] != DENSE}
+    rows = ExpertRowsByName(find_expert_rows(source.experts, source.meta, source.checkpoint, experts), experts)
+    if options.match and experts:
+        raise InputError(
+            "layers whose experts are pruned cannot be matched",
+            got=f"experts such as {next(iter(experts.values())).layer}",
+            remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
         )
-    return jobs
+    pruner, of_linears = get_pruner(options.method), {name: patterns[name] for name in linears}
+    sets = sets_to_prune(model, linears, of_linears, pruner, source.run)
+    # INT8 gains nothing (docs/log/rounding.md).
+    grid = FP8 if storage.rounds and storage.dtype != torch.int8 else SIX_BITS if options.recipe == "6bit" else None
+    return LayersToPrune(
+        windows=windows,
+        pruner=pruner,
+        sets=[*(names for names in sets if names[0] in here), *([name] for name in rows.layer_of)],
+        patterns={**here, **{name: patterns[layer] for name, layer in rows.layer_of.items()}},
+        experts=rows,
+        matching=Matching(options.match, options.calibration.seed) if options.match else None,
+        rounder=RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None,
+    )

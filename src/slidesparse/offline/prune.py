@@ -28,6 +28,7 @@ from slidesparse.files.staging import new_folder
 from slidesparse.models.config_keys import MARKER_VERSION, QUANTIZATION_KEY
 from slidesparse.models.experts import describe_treated
 from slidesparse.models.layerwise import SetLoss
+from slidesparse.models.targets import treated_head
 from slidesparse.offline.calibrate.calibration import digest
 from slidesparse.offline.calibrate.smoothing import smooth_checkpoint
 from slidesparse.offline.execute import execute, require_finite
@@ -81,17 +82,18 @@ class Prepared:
 
     def outcome(self) -> dict[str, Any]:
         """Return the fields of :class:`slidesparse.offline.outcome.PruneOutcome` but for the size."""
-        made, source = self.plan, self.plan.source
+        made, source, quantised = self.plan, self.plan.source, self.plan.storage.quantised
         stored = {name: one for shard in made.outputs.values() for name, one in shard.items()}
-        quantization = made.config.get(QUANTIZATION_KEY) if made.storage.quantised else None
-        is_float_head = made.head is not None and not made.storage.quantised and made.patterns[made.head] != DENSE
+        quantization = made.config.get(QUANTIZATION_KEY) if quantised else None
+        head = None if quantised else treated_head(source.meta.model, made.treated.linears.linears)
+        patterns = {name: str(pattern) for name, pattern in made.patterns.items()}
         return {
             "destination": str(self.destination),
             "dtype": dtype_name(made.storage.dtype),
             "recipe": made.storage.recipe,
-            "treated_experts": describe_treated(source.experts, {name: str(one) for name, one in made.experts.items()}),
+            "treated_experts": describe_treated(source.experts, patterns),
             "in_transformers": quantization is None or transformers_loads(source.meta.model, quantization, stored),
-            "dense_head": made.head if is_float_head else None,
+            "dense_head": None if head is None or made.patterns[head] == DENSE else head,
             "lacks_tokenizer": lacks_tokenizer(self.files, getattr(source.meta.model, "config", None)),
             "by_size": source.marker is None and made.options.method == "magnitude",
             "not_copied": list(self.files.not_copied),
@@ -158,15 +160,16 @@ def _summary(
     prepared: Prepared, resumed: list[str], source_card: str | None, losses: Sequence[SetLoss]
 ) -> PruneSummary:
     made = prepared.plan
+    patterns = {name: str(pattern) for name, pattern in made.patterns.items()}
     few = sorted((one for one in losses if one.borrowed), key=lambda one: one.tokens or 0)
     # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
     rounded = losses if made.storage.dtype == torch.int8 else []
     return PruneSummary(
         **prepared.outcome(),
-        patterns={name: str(pattern) for name, pattern in made.patterns.items()},
-        experts={name: str(pattern) for name, pattern in made.experts.items()},
-        dense=made.dense,
-        other=made.other,
+        patterns={name: one for name, one in patterns.items() if name in made.treated.linears.linears},
+        experts={name: one for name, one in patterns.items() if name not in made.treated.linears.linears},
+        dense=made.treated.dense,
+        other=made.treated.linears.other,
         links=list(prepared.files.links),
         unexpected=list(made.source.meta.names.unexpected),
         resumed=resumed,

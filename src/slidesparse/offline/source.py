@@ -10,10 +10,12 @@ from torch import nn
 
 from slidesparse.base.traced_tensor import sources
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import marker_name
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.models.experts import Experts, find_experts, find_routers, linears_inside
 from slidesparse.models.sparsify import run_once
+from slidesparse.weights.pattern import Pattern
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,14 @@ class Source:
     def is_one_expert(self, tensor: str) -> bool:
         """Return whether a tensor of experts holds one of them alone: [out, in], and not [experts, out, in]."""
         return len(self.checkpoint.stored(tensor).shape) == 2
+
+    @cached_property
+    def marked_experts(self) -> dict[str, Pattern]:
+        """The patterns that the marker has for kinds of experts' weights."""
+        marked = {} if self.marker is None else self.marker.experts
+        found = {}
+        for layer, tensors in self.expert_layers.items() if marked else ():
+            for tensor in tensors:
+                name = marker_name(tensor, len(self.checkpoint.stored(tensor).shape))
+                found |= {layer: marked[name]} if name in marked else {}
+        return found

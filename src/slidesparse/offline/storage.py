@@ -1,22 +1,22 @@
-"""The form in which ``slidesparse prune`` stores the weights that it treats: their type, and how they are rounded."""
+"""What treated tensors become: which tensors, of which type, and how their weights are rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertTensor
+from slidesparse.checkpoints.single_experts import SingleExperts
 from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.offline.prune_options import PruneOptions, Recipe, resolve_dtypes
-from slidesparse.weights.pattern import Pattern
+from slidesparse.offline.prune_options import Recipe
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import (
     QUANTISED,
     Rounding,
     loadable,
     quantize_weight,
-    requantize,
     rounding_of,
     ternary_scale,
     ternary_weight,
@@ -24,8 +24,27 @@ from slidesparse.weights.quant import (
 
 
 @dataclass(frozen=True)
+class TensorJob:
+    """What becomes of one tensor of the source.
+
+    Attributes:
+        outputs: The tensors that it becomes -> type and shape.
+        layer: The linear, or the kind of experts' weights, that is treated; None: the tensor is copied.
+        pattern: Pattern of the layer; at ``dense`` it is rounded and not pruned.
+        becomes: For each weight [out, in] in a treated tensor the ``outputs`` that hold it, without scales.
+        expert: What a treated tensor of experts holds; None for others.
+    """
+
+    outputs: Mapping[str, Stored]
+    layer: str | None = None
+    pattern: Pattern = DENSE
+    becomes: Sequence[Sequence[str]] = ()
+    expert: ExpertTensor | None = None
+
+
+@dataclass(frozen=True)
 class Storage:
-    """The form of treated weights.
+    """The form in which treated weights are stored.
 
     Attributes:
         source: Type of a source in 8 bits, whose scales are kept; None: it is in a float type.
@@ -36,11 +55,6 @@ class Storage:
     source: torch.dtype | None
     dtype: torch.dtype
     recipe: Recipe
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, options: PruneOptions) -> Storage:
-        """Return what the options ask for; see :func:`slidesparse.offline.prune_options.resolve_dtypes`."""
-        return cls(*resolve_dtypes(checkpoint, options), options.recipe)
 
     @property
     def quantised(self) -> bool:
@@ -57,36 +71,46 @@ class Storage:
         """How weights are rounded that the recipe does not make ternary."""
         return "6bit" if self.recipe == "6bit" else "absmax"
 
-    def announced(self, names: Sequence[str], rows: int, columns: int) -> dict[str, Stored]:
-        """Return the types and shapes of what :meth:`tensors` returns, for a weight [rows, columns]."""
-        rows //= len(names)
-        found: dict[str, Stored] = {}
-        for name in names:
-            found[name] = Stored(STORED_NAMES[self.dtype], (rows, columns))
-            if self.rounds:
-                found[f"{name}_scale"] = Stored("F32", (rows, 1))
-        return found
+    def job(
+        self,
+        tensor: str,
+        stored: Stored,
+        layer: str,
+        pattern: Pattern,
+        expert: ExpertTensor | None = None,
+        single: SingleExperts | None = None,
+    ) -> TensorJob:
+        """Return what becomes of a treated tensor; ``single`` names the experts in it when each stands alone.
+
+        Without quantising tensors keep names and shapes. Quantised experts are one tensor each, with a scale for each
+        channel, as vLLM reads them.
+        """
+        count = 1 if len(stored.shape) == 2 else stored.shape[0]
+        if not self.quantised:
+            return TensorJob({tensor: stored}, layer, pattern, ((tensor,),) * count, expert)
+        becomes = (
+            [single.names(tensor, index) for index in range(count)] if single and len(stored.shape) == 3 else [[tensor]]
+        )
+        rows, columns = stored.shape[:-3:-1] if expert is not None and expert.transposed else stored.shape[-2:]
+        outputs: dict[str, Stored] = {}
+        for names in becomes:
+            for name in names:
+                outputs[name] = Stored(STORED_NAMES[self.dtype], (rows // len(names), columns))
+                if self.rounds:
+                    outputs[f"{name}_scale"] = Stored("F32", (rows // len(names), 1))
+        return TensorJob(outputs, layer, pattern, becomes, expert)
 
     def tensors(
-        self,
-        names: Sequence[str],
-        weight: torch.Tensor,
-        pattern: Pattern,
-        *,
-        scale: torch.Tensor | None = None,
-        dense: torch.Tensor | None = None,
+        self, names: Sequence[str], weight: torch.Tensor, pattern: Pattern, dense: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Return a weight as it is stored, with its scales unless the source has them.
+        """Return a weight of a float source as it is stored, with its scales.
 
         Args:
             names: Tensors among which its rows are cut: one, but for gate and up of an expert.
             weight: Pruned, float [out, in].
             pattern: Its pattern.
-            scale: Of a quantised source: [out, 1] or [out].
-            dense: The weight before, for the ternary recipe.
+            dense: The weight before, by which the ternary recipe scales.
         """
-        if scale is not None:
-            return {names[0]: requantize(weight, scale, self.dtype)}
         if not self.quantised:
             return {names[0]: weight}
         found: dict[str, torch.Tensor] = {}
