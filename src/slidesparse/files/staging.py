@@ -254,8 +254,6 @@ AS_WRITTEN = {
     "texts": "--text, --chats or --self",
     "layers": "--layer",
     "bos": "--no-bos",
-    "file": "--calibration",
-    "more": "--calibration",
 }
 """Options whose names in Python are not those of the command line."""
 
@@ -267,10 +265,6 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
     ['--pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
-    if all(isinstance(one.get("calibration"), dict) for one in options):
-        options = [
-            {key: value for key, value in one.items() if key != "calibration"} | one["calibration"] for one in options
-        ]
     differing = _differing(*options) if len(options) == 2 else []
     names = [*dict.fromkeys(AS_WRITTEN.get(key, f"--{key.replace('_', '-')}") for key in differing)]
     return names + [key for key in _differing(record, other) if not names or key != "options"]

@@ -119,7 +119,7 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
     """
     if (marker := source.marker) is None:
         return layer_patterns(treated, options.pattern, options.layers)
-    experts = source.marked_experts
+    experts = source.marked_experts()
     exceptions = {**marker.layers, **experts}
     kept = {name: exceptions[name] for name in treated if name in exceptions and name not in options.layers}
     patterns = layer_patterns(treated, options.pattern, {**options.layers, **kept})

@@ -1,10 +1,9 @@
-"""What commands look up about a checkpoint: its model on the meta device, its marker, its experts and their routers."""
+"""What commands look up about a checkpoint: its model on the meta device, its marker, its linears and its experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import nn
 
@@ -26,66 +25,50 @@ class Source:
         checkpoint: The files.
         marker: Its marker; None: it is dense, as far as it says.
         meta: Its model, without weights.
+        run: Runs the model on dummy inputs, on the meta device; None for a model that cannot be run.
         experts: The experts of each layer of a mixture.
+        expert_layers: Weights of one kind of all experts of a layer -> the tensors that hold them.
+        linears: Module name -> linear, but for parts of experts.
+        inside_experts: Linears that are parts of experts -> that as the reason to leave them to these.
+        routers: Modules that choose among experts -> that as the reason to leave them alone.
     """
 
     checkpoint: Checkpoint
     marker: Marker | None
     meta: MetaModel
+    run: Callable[[], object] | None
     experts: list[Experts]
+    expert_layers: dict[str, list[str]]
+    linears: dict[str, nn.Linear]
+    inside_experts: dict[str, str]
+    routers: dict[str, str]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Source:
         """Look a checkpoint up; a CheckpointError where it has no model that can be built."""
         marker, meta = Marker.from_config(checkpoint.config), build_meta_model(checkpoint)
-        return cls(checkpoint, marker, meta, find_experts(meta.model))
-
-    @cached_property
-    def routers(self) -> dict[str, str]:
-        """Modules that choose among experts -> that as the reason to leave them alone."""
-        return find_routers(self.meta.model, self.experts)
-
-    @cached_property
-    def inside_experts(self) -> dict[str, str]:
-        """Linears that are parts of experts -> that as the reason to leave them to these."""
-        return linears_inside(self.meta.model, self.experts)
-
-    @cached_property
-    def linears(self) -> dict[str, nn.Linear]:
-        """All other linears by module name."""
-        named = ((name, module) for name, module in self.meta.model.named_modules() if name not in self.inside_experts)
-        return {name: module for name, module in named if isinstance(module, nn.Linear)}
-
-    @cached_property
-    def run(self) -> Callable[[], object] | None:
-        """Runs the model on dummy inputs, on the meta device; None for a model that cannot be run."""
-        return run_once(self.meta.model)
-
-    @cached_property
-    def expert_layers(self) -> dict[str, list[str]]:
-        """Weights of one kind of all experts of a layer -> the tensors that hold them."""
-        found: dict[str, list[str]] = {}
-        for one in self.experts:
+        model, experts = meta.model, find_experts(meta.model)
+        inside, layers = linears_inside(model, experts), {}
+        for one in experts:
             for leaf in one.weights:
-                origins = (self.meta.names.origins.get(state) for state in one.states(leaf))
-                names = (name for origin in origins if origin is not None for name in sources(origin))
-                found[one.layer(leaf)] = list(dict.fromkeys(names))
-        return found
+                origins = (meta.names.origins[state] for state in one.states(leaf) if state in meta.names.origins)
+                layers[one.layer(leaf)] = list(dict.fromkeys(name for origin in origins for name in sources(origin)))
+        named = ((name, module) for name, module in model.named_modules() if name not in inside)
+        linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+        routers = find_routers(model, experts)
+        return cls(checkpoint, marker, meta, run_once(model), experts, layers, linears, inside, routers)
 
     def tensors(self, name: str) -> list[str]:
         """Return the tensors that hold a parameter, the weight of a module, or one kind of weights of experts."""
-        if name in self.expert_layers:
-            return self.expert_layers[name]
         origin = self.meta.names.origins.get(f"{name}.weight", self.meta.names.origins.get(name))
-        return [origin] if isinstance(origin, str) else []
+        return self.expert_layers.get(name) or ([origin] if isinstance(origin, str) else [])
 
     def is_one_expert(self, tensor: str) -> bool:
         """Return whether a tensor of experts holds one of them alone: [out, in], and not [experts, out, in]."""
         return len(self.checkpoint.stored(tensor).shape) == 2
 
-    @cached_property
     def marked_experts(self) -> dict[str, Pattern]:
-        """The patterns that the marker has for kinds of experts' weights."""
+        """Return the patterns that the marker has for kinds of experts' weights."""
         marked = {} if self.marker is None else self.marker.experts
         found = {}
         for layer, tensors in self.expert_layers.items() if marked else ():

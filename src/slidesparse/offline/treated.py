@@ -112,7 +112,7 @@ def _named(name: str, options: PruneOptions) -> bool:
 
 def _experts(source: Source, options: PruneOptions, storage: Storage) -> tuple[dict[str, str], dict[str, ExpertTensor]]:
     """Return which kinds of experts' weights are left alone and why, and the tensors of all unless all are."""
-    names, marked = list(source.expert_layers), source.marked_experts
+    names, marked = list(source.expert_layers), source.marked_experts()
     left = () if source.marker is None else (one for one in names if one not in marked and not _named(one, options))
     ignore = [*options.ignore, *left]
     dense = {name: IGNORED for name in names for entry in ignore if matches_entry(name, entry)}

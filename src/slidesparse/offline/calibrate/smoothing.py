@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,18 +61,15 @@ class SmoothedCheckpoint(Checkpoint):
         return scaled.to(value.dtype)
 
 
-def find_smoothing(
-    meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
-) -> list[Fold]:
+def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
     """Return what may be smoothed in the layers of linears to be treated; an InputError where nothing may.
 
-    A run on the meta device and the names of tensors tell; ``run`` is None for a model that cannot be run.
+    A run on the meta device and the names of tensors tell.
     """
-    linears = list(linears)
-    found = [] if run is None else find_folds(meta.model, run)
-    if run is not None:
+    meta, found = source.meta, []
+    if source.run is not None:
         known: dict[str, Any] = {name: meta.model.get_submodule(name) for name in linears}
-        found += find_inner_folds(known, meta.model, run)
+        found = find_folds(meta.model, source.run) + find_inner_folds(known, meta.model, source.run)
     layers = [f"{name}." for name, _ in find_layer_list(meta.model, linears).items()]
     otherwise = meta.why_stored_otherwise()
 
@@ -82,7 +79,7 @@ def find_smoothing(
 
     def is_stored_plainly(one: Fold) -> bool:
         parameters = [*_parameters_of_writer(meta, one), *(f"{name}.weight" for name in one.linears)]
-        own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
+        own = [meta.own_tensor(source.checkpoint, parameter) for parameter in parameters]
         return None not in own and not any(name in otherwise for name in (one.writer, *one.linears))
 
     folds = [one for one in found if is_in_one_layer(one) and is_stored_plainly(one)]
@@ -141,14 +138,7 @@ class DenseLayers:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Where outliers of activations are folded into weights.
-
-    Attributes:
-        folds: From which writers into which linears.
-        dtype: Type of the weights when they are served.
-        rounding: How they are rounded.
-        required: A user asks for it: it is an error if it changes every layer.
-    """
+    """Where outliers of activations are folded into weights of a type; ``required`` where a user asks for it."""
 
     folds: tuple[Fold, ...]
     dtype: torch.dtype = torch.int8
@@ -159,10 +149,7 @@ class Smoothing:
 def plan_smoothing(
     source: Source, options: PruneOptions, storage: Storage, layers: LayersToPrune | None
 ) -> Smoothing | None:
-    """Return where a checkpoint is smoothed; None where nobody asks, or nothing can be.
-
-    Calibrated INT8 is smoothed, as far as it can be, unless the options say otherwise.
-    """
+    """Return where a checkpoint is smoothed; None: nowhere. Calibrated INT8 is, as far as it can be, by default."""
     if options.smooth and storage.source is not None:
         raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
     by_default = options.smooth is None and storage.rounds and storage.dtype == torch.int8
@@ -170,7 +157,7 @@ def plan_smoothing(
         return None
     linears = [name for name in layers.patterns if name not in layers.experts]
     try:
-        folds = find_smoothing(source.meta, source.checkpoint, linears, source.run)
+        folds = find_smoothing(source, linears)
     except InputError:
         if options.smooth:
             raise
