@@ -119,6 +119,11 @@ def dry_run(
             for group in sorted(alike(fates, fates.__getitem__), key=len, reverse=True)
         }
 
+    refused = None
+    try:
+        require_space(prepared.destination, missing)
+    except CheckpointError as error:
+        refused = str(error)
     return DryRun(
         **prepared.outcome(),
         treated=by_fate(linears),
@@ -128,13 +133,5 @@ def dry_run(
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
         destination_bytes=size,
         free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,
-        refused=_refusal(prepared.destination, missing),
+        refused=refused,
     )
-
-
-def _refusal(destination: Path, n_bytes: int) -> str | None:
-    try:
-        require_space(destination, n_bytes)
-    except CheckpointError as error:
-        return str(error)
-    return None

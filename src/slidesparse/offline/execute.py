@@ -23,7 +23,7 @@ from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers
 from slidesparse.offline.plan import Plan, TensorJob
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE
-from slidesparse.weights.quant import dequantize, requantize
+from slidesparse.weights.quant import dequantize, requantize, ternary_scale
 from slidesparse.weights.support import check_weight
 
 
@@ -52,20 +52,22 @@ class Weights:
 
     def stored(self, tensor: str, job: TensorJob, index: int) -> dict[str, torch.Tensor]:
         """Return what a weight of a treated tensor becomes: ``index`` is its place there, 0 for a linear."""
-        storage, names, dense = self.plan.storage, job.becomes[index], None
+        storage, absmean = self.plan.storage, None
         scale = None if storage.source is None else self.checkpoint.tensor(f"{tensor}_scale", self.device)
         if job.pattern != DENSE and self.layers is not None:
             weight = self._calibrated(self.layers, tensor, job, index)
         else:
-            weight = dense = self._read(tensor, job, index)
+            weight = self._read(tensor, job, index)
+            if storage.recipe == "ternary":
+                absmean = ternary_scale(weight.cpu()).to(weight.device)  # on the CPU: a sum depends on its order
             if job.pattern != DENSE:
-                dense = weight if scale is None else dequantize(weight, scale)
-                weight = get_pruner(self.plan.options.method).prune(Linears({tensor: dense}, job.pattern))[tensor]
+                weight = weight if scale is None else dequantize(weight, scale)
+                weight = get_pruner(self.plan.options.method).prune(Linears({tensor: weight}, job.pattern))[tensor]
         if scale is not None:
             return {tensor: weight if job.pattern == DENSE else requantize(weight, scale, storage.dtype)}
         if job.expert is not None and not storage.quantised:
             weight = job.expert.matrix(weight)  # as it was, perhaps transposed
-        return storage.tensors(names, weight, job.pattern, dense)
+        return storage.tensors(job.becomes[index], weight, job.pattern, absmean)
 
     def _calibrated(self, layers: PrunedLayers, tensor: str, job: TensorJob, index: int) -> torch.Tensor:
         if self.plan.layers is None or job.expert is None:

@@ -95,21 +95,14 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
     for tensor, one in treated.experts.items():
         single = single_experts(type(source.meta.model).__name__, tensor)
         jobs[tensor] = storage.job(tensor, checkpoint.stored(tensor), one.layer, patterns[one.layer], one, single)
+    shards = {
+        shard: {name: jobs.get(name) or TensorJob({name: stored}) for name, stored in tensors.items()}
+        for shard, tensors in checkpoint.shards.items()
+    }
+    config = new_config(source, storage, Pattern.parse(options.pattern), treated, jobs)
     layers = _layers(source, options, storage, treated, patterns)
-    return Plan(
-        source=source,
-        options=options,
-        storage=storage,
-        treated=treated,
-        patterns=patterns,
-        shards={
-            shard: {name: jobs.get(name) or TensorJob({name: stored}) for name, stored in tensors.items()}
-            for shard, tensors in checkpoint.shards.items()
-        },
-        config=new_config(source, storage, Pattern.parse(options.pattern), treated, jobs),
-        layers=layers,
-        smoothing=plan_smoothing(source, options, storage, layers),
-    )
+    smoothing = plan_smoothing(source, options, storage, layers)
+    return Plan(source, options, storage, treated, patterns, shards, config, layers, smoothing)
 
 
 def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict[str, Pattern]:

@@ -64,21 +64,17 @@ class Prepared:
 
     def record(self) -> dict[str, Any]:
         """Return everything that decides the output: see :mod:`slidesparse.files.staging`."""
-        made, options = self.plan, asdict(self.plan.options)
-        record: dict[str, Any] = {
-            "version": MARKER_VERSION,
-            "slidesparse": __version__,
-            "options": {**options, "smooth": made.smoothing is not None},
-            "source": fingerprint(made.source.checkpoint, made.source.checkpoint.config),
-        }
-        if made.layers is not None:
-            # Its windows decide, not where a text lies.
-            matching = made.layers.matching
-            record["options"]["calibration"] = [digest(made.layers.windows), *made.layers.windows.shape]
-            record["options"]["seed"] = matching and matching.seed
-            # Calibration sums in another order on a GPU than on a CPU; without it, all devices give the same bits.
-            record["device"] = self.device.type
-        return record
+        made, checkpoint = self.plan, self.plan.source.checkpoint
+        options = {**asdict(made.options), "smooth": made.smoothing is not None}
+        known = {"version": MARKER_VERSION, "slidesparse": __version__, "options": options}
+        known["source"] = fingerprint(checkpoint, checkpoint.config)
+        if made.layers is None:
+            return known
+        # The windows of a text decide, not where it lies.
+        options["calibration"] = [digest(made.layers.windows), *made.layers.windows.shape]
+        options["seed"] = made.layers.matching and made.layers.matching.seed
+        # Calibration sums in another order on a GPU than on a CPU; without it, all devices give the same bits.
+        return {**known, "device": self.device.type}
 
     def outcome(self) -> dict[str, Any]:
         """Return the fields of :class:`slidesparse.offline.outcome.PruneOutcome` but for the size."""

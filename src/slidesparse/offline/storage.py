@@ -12,15 +12,7 @@ from slidesparse.checkpoints.single_experts import SingleExperts
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.offline.prune_options import Recipe
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import (
-    QUANTISED,
-    Rounding,
-    loadable,
-    quantize_weight,
-    rounding_of,
-    ternary_scale,
-    ternary_weight,
-)
+from slidesparse.weights.quant import QUANTISED, Rounding, loadable, quantize_weight, rounding_of, ternary_weight
 
 
 @dataclass(frozen=True)
@@ -101,25 +93,19 @@ class Storage:
         return TensorJob(outputs, layer, pattern, becomes, expert)
 
     def tensors(
-        self, names: Sequence[str], weight: torch.Tensor, pattern: Pattern, dense: torch.Tensor | None
+        self, names: Sequence[str], weight: torch.Tensor, pattern: Pattern, absmean: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return a weight of a float source as it is stored, with its scales.
+        """Return a pruned weight [out, in] of a float source as it is stored, its rows cut among names, with scales.
 
-        Args:
-            names: Tensors among which its rows are cut: one, but for gate and up of an expert.
-            weight: Pruned, float [out, in].
-            pattern: Its pattern.
-            dense: The weight before, by which the ternary recipe scales.
+        The ternary recipe scales by ``absmean``, that of the weight before it was pruned.
         """
         if not self.quantised:
             return {names[0]: weight}
         found: dict[str, torch.Tensor] = {}
         for name, rows in zip(names, weight.chunk(len(names)), strict=True):
-            if self.recipe == "ternary" and dense is not None:
-                absmean = ternary_scale(dense.cpu()).to(weight.device)  # on the CPU: a sum depends on its order
-                rounded = ternary_weight(rows, absmean, self.dtype, name=name)
+            if absmean is not None:
+                found[name], found[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
             else:
-                recipe = rounding_of(self.rounding, pattern)
-                rounded = loadable(quantize_weight(rows, self.dtype, name=name, recipe=recipe))
-            found[name], found[f"{name}_scale"] = rounded
+                rounded = quantize_weight(rows, self.dtype, name=name, recipe=rounding_of(self.rounding, pattern))
+                found[name], found[f"{name}_scale"] = loadable(rounded)
         return found
