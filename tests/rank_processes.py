@@ -109,7 +109,7 @@ def rank_1_is_killed_at_its_second_shard(rank: int) -> None:
         return write(path, *rest)
 
     if rank == 1:
-        execute.write_shard = second
+        execute.write_shard = second  # type: ignore[assignment]
 
 
 def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
@@ -143,7 +143,7 @@ def all_are_terminated_at_their_second_shard(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return write(path, *rest)
 
-    execute.write_shard = second
+    execute.write_shard = second  # type: ignore[assignment]
 
 
 def rank_1_sees_another_folder(rank: int) -> None:

@@ -19,7 +19,8 @@ from slidesparse.errors import CheckpointError
 from slidesparse.offline import execute
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.plan import plan
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.files.staging import Workplace
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
-from slidesparse.offline.plan import Plan, TensorJob
+from slidesparse.offline.plan import Plan
+from slidesparse.offline.storage import TensorJob
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import dequantize, requantize, ternary_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -73,14 +73,17 @@ def find_treated(source: Source, options: PruneOptions, storage: Storage) -> Tre
 def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[Targets, dict[str, nn.Linear]]:
     model = source.meta.model
     by_source = left_alone(source.checkpoint.config, source.linears) if storage.source else ()
-    how = {"lm_head": options.lm_head, "also_ignore": by_source, "part": options.part}
-    find = partial(find_targets, model, without=source.inside_experts, **how)
     others = [*source.expert_layers, *source.routers]  # which stay dense, or are no linears: entries may mean them
     entries = [one for one in options.ignore if _matches(source.linears, one) or not _matches(others, one)]
     keep = {**source.meta.why_stored_otherwise(), **source.routers}
+
+    def find(ignore: Iterable[str]) -> Targets:
+        how: Any = {"part": options.part, "keep": keep, "without": source.inside_experts}
+        return find_targets(model, ignore, options.lm_head, by_source, **how)
+
     keep |= float_heads(model) if storage.rounds and options.lm_head else {}
-    found = find(entries, keep=keep).linears  # first: it refuses wrong entries before the model runs
-    keep |= read_without_calling(model, find(keep=keep).linears, source.run)  # once, for any ignore list
+    found = find(entries).linears  # first: it refuses wrong entries before the model runs
+    keep |= read_without_calling(model, find([]).linears, source.run)  # once, for any ignore list
     mixers = linears_of_float_mixers(model) if storage.rounds else {}
     if mixers and found.keys() <= keep.keys() | mixers.keys():
         raise InputError(
@@ -89,7 +92,7 @@ def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[T
             remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
         )
     keep |= mixers
-    targets = find(entries, keep=keep)
+    targets = find(entries)
     head = treated_head(model, targets.linears)
     if options.lm_head and head is None:
         output = output_embedding(model)
@@ -98,7 +101,7 @@ def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[T
         raise InputError("options without effect", got=got, remedy="leave out --lm-head")
     marked = () if source.marker is None else source.marker.ignore
     left = [name for name in targets.linears if name in marked and name != head and not _named(name, options)]
-    return find([*entries, *left], keep=keep) if left else targets, find(keep=keep).linears
+    return find([*entries, *left]) if left else targets, find([]).linears
 
 
 def _matches(names: Iterable[str], entry: str) -> bool:
