@@ -95,12 +95,10 @@ class PruneSummary(PruneOutcome):
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
-        source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
-            None where the source has none.
+        source_card: Name of the source's README.md beside the new model card; None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
             before their layer is matched; empty without calibration.
-        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
-            and for other types.
+        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty for other types.
         weight_rounding: The same linears -> what rounding their weights to six bits or FP8 costs; empty where neither.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.

@@ -70,9 +70,9 @@ class Source:
     def marked_experts(self) -> dict[str, Pattern]:
         """Return the patterns that the marker has for kinds of experts' weights."""
         marked = {} if self.marker is None else self.marker.experts
-        found = {}
-        for layer, tensors in self.expert_layers.items() if marked else ():
-            for tensor in tensors:
-                name = marker_name(tensor, len(self.checkpoint.stored(tensor).shape))
-                found |= {layer: marked[name]} if name in marked else {}
-        return found
+        names = {
+            layer: marker_name(tensor, len(self.checkpoint.stored(tensor).shape))
+            for layer, tensors in (self.expert_layers if marked else {}).items()
+            for tensor in tensors
+        }
+        return {layer: marked[name] for layer, name in names.items() if name in marked}

@@ -49,16 +49,11 @@ NO_EXPERTS = ExpertRowsByName((), {})
 
 @dataclass(frozen=True)
 class LayersToPrune:
-    """What is pruned layer by layer with a calibration text.
+    """What is pruned layer by layer: the arguments of :func:`slidesparse.models.layerwise.prune_layers` and two more.
 
     Attributes:
-        windows: The text: int64 [samples, length].
-        pruner: The method.
-        sets: Linears that read one input, which are pruned together; a weight of an expert is alone.
-        patterns: Linear, or weight of an expert -> pattern.
+        windows: The calibration text: int64 [samples, length].
         experts: Where the weights of experts that are pruned are in the checkpoint.
-        matching: How each layer's outputs are matched with the dense model's; None: they are not.
-        rounder: What rounds each layer's weights in the end; None: nothing does.
     """
 
     windows: torch.Tensor
