@@ -94,13 +94,20 @@ def test_magnitude_gives_the_bytes_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("world", "method", "pattern"),
-    [(3, "sparsegpt", "6:8"), (2, "wanda", "4:6")],
+    ("world", "method", "pattern", "more"),
+    [(3, "sparsegpt", "6:8", ["--recipe", "6bit"]), (2, "wanda", "4:6", ["--smooth"])],
 )
 def test_calibration_gives_the_bytes_of_one_process(
-    tmp_path: Path, source: Path, world: int, method: str, pattern: str, alone: Callable[[list[str]], dict[str, bytes]]
+    tmp_path: Path,
+    source: Path,
+    world: int,
+    method: str,
+    pattern: str,
+    more: list[str],
+    alone: Callable[[list[str]], dict[str, bytes]],
 ) -> None:
-    options = calibrated(source.parent, method, pattern) + (["--recipe", "6bit"] if world == 3 else [])
+    """Smoothing that is asked for was refused, and calibrated INT8 is smoothed by default."""
+    options = calibrated(source.parent, method, pattern) + more
     ended = prune(tmp_path, source, world, options)
     assert [(one.status, one.err) for one in ended] == [(0, "")] * world
     assert "calibration loss" in ended[0].out

@@ -17,12 +17,10 @@ from small_models import make
 from torch import nn
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.meta_model import build_meta_model
 from slidesparse.errors import InputError
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import MOST, best_exponents, exponents
-from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
@@ -30,11 +28,13 @@ from slidesparse.offline.calibrate.smoothing import (
     ROWS,
     DenseLayers,
     SmoothedCheckpoint,
+    Smoothing,
     find_smoothing,
     smooth_checkpoint,
 )
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.source import Source
 from slidesparse.pruning import rounding_error
 from slidesparse.weights.quant import dequantize, quantize_rows
 
@@ -59,11 +59,9 @@ def with_outliers(folder: Path, dtype: torch.dtype = torch.bfloat16, small: bool
 
 
 def smoothed_by(source: Path, ids: torch.Tensor, kept: Path) -> SmoothedCheckpoint:
-    checkpoint = Checkpoint(source)
-    meta = build_meta_model(checkpoint)
-    linears = find_targets(meta.model).linears
-    folds = find_smoothing(meta, checkpoint, linears, run_once(meta.model))
-    return smooth_checkpoint(checkpoint, folds, linears, ids, kept, CPU)
+    found = Source.of(Checkpoint(source))
+    folds = find_smoothing(found, find_targets(found.meta.model).linears)
+    return smooth_checkpoint(found.checkpoint, Smoothing(tuple(folds)), ids, kept, CPU)
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -248,10 +248,6 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any], as_written:
     ['pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
-    if all(isinstance(one.get("calibration"), dict) for one in options):
-        options = [
-            {key: value for key, value in one.items() if key != "calibration"} | one["calibration"] for one in options
-        ]
     differing = _differing(*options) if len(options) == 2 else []
     names = [*dict.fromkeys(map(as_written, differing))]
     return names + [key for key in _differing(record, other) if not names or key != "options"]

@@ -1,0 +1,166 @@
+"""Plan what ``slidesparse prune`` does with each tensor of a checkpoint, before any weight is read.
+
+A plan is data: a dry run prints it, and :func:`slidesparse.offline.execute.execute` changes nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slidesparse.checkpoints.check_tensors import refuse_faults
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import ExpertRowsByName, find_expert_rows
+from slidesparse.checkpoints.single_experts import single_experts
+from slidesparse.errors import InputError
+from slidesparse.files.stored import Stored
+from slidesparse.models.experts import LEAVE_DENSE
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.match_layer import Matching
+from slidesparse.models.sparsify import layer_patterns, require_alike, sets_to_prune
+from slidesparse.models.targets import matches_entry
+from slidesparse.offline.calibrate.calibration import calibration_windows
+from slidesparse.offline.calibrate.layer_store import LayersToPrune
+from slidesparse.offline.calibrate.smoothing import Smoothing, plan_smoothing
+from slidesparse.offline.new_config import new_config
+from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_dtypes
+from slidesparse.offline.source import Source
+from slidesparse.offline.storage import Storage, TensorJob
+from slidesparse.offline.treated import Treated, find_treated
+from slidesparse.pruning import RoundForOutputs, SparseGPT, get_pruner
+from slidesparse.pruning.round_outputs import FP8, SIX_BITS
+from slidesparse.weights.pattern import DENSE, Pattern
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a checkpoint.
+
+    Attributes:
+        source: What was looked up about it.
+        options: The options.
+        storage: The form in which treated weights are stored.
+        treated: What is treated, and what is left alone and why.
+        patterns: Treated linear, or kind of experts' weights -> pattern.
+        shards: File name -> tensor of the source -> what becomes of it.
+        config: config.json of the new checkpoint.
+        layers: What is pruned layer by layer with a calibration text; None: nothing is.
+        smoothing: Where outliers of activations are folded into weights first; None: nowhere.
+    """
+
+    source: Source
+    options: PruneOptions
+    storage: Storage
+    treated: Treated
+    patterns: dict[str, Pattern]
+    shards: Mapping[str, Mapping[str, TensorJob]]
+    config: dict[str, Any]
+    layers: LayersToPrune | None
+    smoothing: Smoothing | None
+
+    @property
+    def outputs(self) -> dict[str, dict[str, Stored]]:
+        """File name -> tensor -> type and shape, of the new checkpoint."""
+        return {
+            shard: {name: one for job in jobs.values() for name, one in job.outputs.items()}
+            for shard, jobs in self.shards.items()
+        }
+
+
+def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
+    """Decide what becomes of each tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: The source cannot be used.
+        InputError: An option does not fit the source.
+        UnsupportedError: Its experts cannot be treated as they are stored.
+    """
+    storage = Storage(*resolve_dtypes(checkpoint, options), options.recipe)
+    source = Source.of(checkpoint)
+    refuse_faults(source.meta, checkpoint)
+    treated = find_treated(source, options, storage)
+    patterns = _patterns(source, options, treated.layers)
+    of_linears = {name: patterns[name] for name in treated.linears.linears}
+    # What --ignore leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
+    forms = dict.fromkeys(treated.unless_ignored, "left alone" if storage.rounds else DENSE) | of_linears
+    require_alike(source.meta.model, treated.unless_ignored, forms, source.run)
+    jobs: dict[str, TensorJob] = {}
+    for name, pattern in of_linears.items():
+        tensor = f"{source.meta.prefix(name)}.weight"
+        check_type(tensor, checkpoint.stored(tensor), storage.source, storage.dtype)
+        jobs[tensor] = storage.job(tensor, checkpoint.stored(tensor), name, pattern)
+    for tensor, one in treated.experts.items():
+        single = single_experts(type(source.meta.model).__name__, tensor)
+        jobs[tensor] = storage.job(tensor, checkpoint.stored(tensor), one.layer, patterns[one.layer], one, single)
+    shards = {
+        shard: {name: jobs.get(name) or TensorJob({name: stored}) for name, stored in tensors.items()}
+        for shard, tensors in checkpoint.shards.items()
+    }
+    config = new_config(source, storage, Pattern.parse(options.pattern), treated, jobs)
+    layers = _layers(source, options, storage, treated, patterns)
+    smoothing = plan_smoothing(source, options, storage, layers)
+    return Plan(source, options, storage, treated, patterns, shards, config, layers, smoothing)
+
+
+def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict[str, Pattern]:
+    """Return the pattern of each treated layer: by the options, and by the marker of a pruned source.
+
+    Other patterns than that are refused: what it left dense would lose weights unseen.
+    """
+    if (marker := source.marker) is None:
+        return layer_patterns(treated, options.pattern, options.layers)
+    experts = source.marked_experts()
+    exceptions = {**marker.layers, **experts}
+    kept = {name: exceptions[name] for name in treated if name in exceptions and name not in options.layers}
+    patterns = layer_patterns(treated, options.pattern, {**options.layers, **kept})
+    for name, pattern in patterns.items():
+        left = name in marker.ignore or (name in source.expert_layers and name not in experts)
+        marked = DENSE if left else exceptions.get(name, marker.pattern)
+        if pattern != marked:
+            entry = next((entry for entry in options.layers if matches_entry(name, entry)), None)
+            follow = "leave out --lm-head" if name in marker.ignore else f"use --pattern {marked}"
+            remedy = follow if entry is None else f"leave out --layer {entry}={options.layers[entry]}"
+            needed = f"{marked}, as {source.checkpoint.path} is pruned"
+            raise InputError(f"pattern of {name}", got=pattern, needed=needed, remedy=remedy)
+    return patterns
+
+
+def _layers(
+    source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern]
+) -> LayersToPrune | None:
+    """Return what is pruned layer by layer with a calibration text; None without one.
+
+    Linears outside of the layers need no text where they stay dense, and are not among it.
+    """
+    if options.calibration is None:
+        return None
+    model, linears = source.meta.model, treated.linears.linears
+    pruned = [name for name, pattern in patterns.items() if pattern != DENSE]
+    inside = f"{find_layer_list(model, pruned or linears).name}."
+    here = {name: patterns[name] for name in linears if patterns[name] != DENSE or name.startswith(inside)}
+    require_single_passes(model, find_layer_list(model, here), source.run)
+    windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
+    experts = {name: one for name, one in treated.experts.items() if patterns[one.layer] != DENSE}
+    rows = ExpertRowsByName(find_expert_rows(source.experts, source.meta, source.checkpoint, experts), experts)
+    if options.match and experts:
+        raise InputError(
+            "layers whose experts are pruned cannot be matched",
+            got=f"experts such as {next(iter(experts.values())).layer}",
+            remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+        )
+    pruner, of_linears = get_pruner(options.method), {name: patterns[name] for name in linears}
+    sets = sets_to_prune(model, linears, of_linears, pruner, source.run)
+    # INT8 gains nothing (docs/log/rounding.md).
+    grid = FP8 if storage.rounds and storage.dtype != torch.int8 else SIX_BITS if options.recipe == "6bit" else None
+    return LayersToPrune(
+        windows=windows,
+        pruner=pruner,
+        sets=[*(names for names in sets if names[0] in here), *([name] for name in rows.layer_of)],
+        patterns={**here, **{name: patterns[layer] for name, layer in rows.layer_of.items()}},
+        experts=rows,
+        matching=Matching(options.match, options.calibration.seed) if options.match else None,
+        rounder=RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None,
+    )

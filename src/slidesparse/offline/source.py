@@ -1,0 +1,78 @@
+"""What commands look up about a checkpoint: its model on the meta device, its marker, its linears and its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from slidesparse.base.traced_tensor import sources
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.expert_tensors import marker_name
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
+from slidesparse.models.experts import Experts, find_experts, find_routers, linears_inside
+from slidesparse.models.sparsify import run_once
+from slidesparse.weights.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, and what follows from its config and the headers of its files.
+
+    Attributes:
+        checkpoint: The files.
+        marker: Its marker; None: it is dense, as far as it says.
+        meta: Its model, without weights.
+        run: Runs the model on dummy inputs, on the meta device; None for a model that cannot be run.
+        experts: The experts of each layer of a mixture.
+        expert_layers: Weights of one kind of all experts of a layer -> the tensors that hold them.
+        linears: Module name -> linear, but for parts of experts.
+        inside_experts: Linears that are parts of experts -> that as the reason to leave them to these.
+        routers: Modules that choose among experts -> that as the reason to leave them alone.
+    """
+
+    checkpoint: Checkpoint
+    marker: Marker | None
+    meta: MetaModel
+    run: Callable[[], object] | None
+    experts: list[Experts]
+    expert_layers: dict[str, list[str]]
+    linears: dict[str, nn.Linear]
+    inside_experts: dict[str, str]
+    routers: dict[str, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Source:
+        """Look a checkpoint up; a CheckpointError where it has no model that can be built."""
+        marker, meta = Marker.from_config(checkpoint.config), build_meta_model(checkpoint)
+        model, experts = meta.model, find_experts(meta.model)
+        inside, layers = linears_inside(model, experts), {}
+        for one in experts:
+            for leaf in one.weights:
+                origins = (meta.names.origins[state] for state in one.states(leaf) if state in meta.names.origins)
+                layers[one.layer(leaf)] = list(dict.fromkeys(name for origin in origins for name in sources(origin)))
+        named = ((name, module) for name, module in model.named_modules() if name not in inside)
+        linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+        routers = find_routers(model, experts)
+        return cls(checkpoint, marker, meta, run_once(model), experts, layers, linears, inside, routers)
+
+    def tensors(self, name: str) -> list[str]:
+        """Return the tensors that hold a parameter, the weight of a module, or one kind of weights of experts."""
+        origin = self.meta.names.origins.get(f"{name}.weight", self.meta.names.origins.get(name))
+        return self.expert_layers.get(name) or ([origin] if isinstance(origin, str) else [])
+
+    def is_one_expert(self, tensor: str) -> bool:
+        """Return whether a tensor of experts holds one of them alone: [out, in], and not [experts, out, in]."""
+        return len(self.checkpoint.stored(tensor).shape) == 2
+
+    def marked_experts(self) -> dict[str, Pattern]:
+        """Return the patterns that the marker has for kinds of experts' weights."""
+        marked = {} if self.marker is None else self.marker.experts
+        names = {
+            layer: marker_name(tensor, len(self.checkpoint.stored(tensor).shape))
+            for layer, tensors in (self.expert_layers if marked else {}).items()
+            for tensor in tensors
+        }
+        return {layer: marked[name] for layer, name in names.items() if name in marked}

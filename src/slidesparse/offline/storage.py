@@ -1,0 +1,111 @@
+"""What treated tensors become: which tensors, of which type, and how their weights are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slidesparse.checkpoints.expert_tensors import ExpertTensor
+from slidesparse.checkpoints.single_experts import SingleExperts
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.offline.prune_options import Recipe
+from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.quant import QUANTISED, Rounding, loadable, quantize_weight, rounding_of, ternary_weight
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """What becomes of one tensor of the source.
+
+    Attributes:
+        outputs: The tensors that it becomes -> type and shape.
+        layer: The linear, or the kind of experts' weights, that is treated; None: the tensor is copied.
+        pattern: Pattern of the layer; at ``dense`` it is rounded and not pruned.
+        becomes: For each weight [out, in] in a treated tensor the ``outputs`` that hold it, without scales.
+        expert: What a treated tensor of experts holds; None for others.
+    """
+
+    outputs: Mapping[str, Stored]
+    layer: str | None = None
+    pattern: Pattern = DENSE
+    becomes: Sequence[Sequence[str]] = ()
+    expert: ExpertTensor | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The form in which treated weights are stored.
+
+    Attributes:
+        source: Type of a source in 8 bits, whose scales are kept; None: it is in a float type.
+        dtype: Type of the new weights.
+        recipe: How INT8 weights are rounded.
+    """
+
+    source: torch.dtype | None
+    dtype: torch.dtype
+    recipe: Recipe
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the new weights have 8 bits."""
+        return self.dtype in QUANTISED
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights of a float type become 8 bits."""
+        return self.source is None and self.quantised
+
+    @property
+    def rounding(self) -> Rounding:
+        """How weights are rounded that the recipe does not make ternary."""
+        return "6bit" if self.recipe == "6bit" else "absmax"
+
+    def job(
+        self,
+        tensor: str,
+        stored: Stored,
+        layer: str,
+        pattern: Pattern,
+        expert: ExpertTensor | None = None,
+        single: SingleExperts | None = None,
+    ) -> TensorJob:
+        """Return what becomes of a treated tensor; ``single`` names the experts in it when each stands alone.
+
+        Without quantising tensors keep names and shapes. Quantised experts are one tensor each, with a scale for each
+        channel, as vLLM reads them.
+        """
+        count = 1 if len(stored.shape) == 2 else stored.shape[0]
+        if not self.quantised:
+            return TensorJob({tensor: stored}, layer, pattern, ((tensor,),) * count, expert)
+        becomes = (
+            [single.names(tensor, index) for index in range(count)] if single and len(stored.shape) == 3 else [[tensor]]
+        )
+        rows, columns = stored.shape[:-3:-1] if expert is not None and expert.transposed else stored.shape[-2:]
+        outputs: dict[str, Stored] = {}
+        for names in becomes:
+            for name in names:
+                outputs[name] = Stored(STORED_NAMES[self.dtype], (rows // len(names), columns))
+                if self.rounds:
+                    outputs[f"{name}_scale"] = Stored("F32", (rows // len(names), 1))
+        return TensorJob(outputs, layer, pattern, becomes, expert)
+
+    def tensors(
+        self, names: Sequence[str], weight: torch.Tensor, pattern: Pattern, absmean: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return a pruned weight [out, in] of a float source as it is stored, its rows cut among names, with scales.
+
+        The ternary recipe scales by ``absmean``, that of the weight before it was pruned.
+        """
+        if not self.quantised:
+            return {names[0]: weight}
+        found: dict[str, torch.Tensor] = {}
+        for name, rows in zip(names, weight.chunk(len(names)), strict=True):
+            if absmean is not None:
+                found[name], found[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
+            else:
+                rounded = quantize_weight(rows, self.dtype, name=name, recipe=rounding_of(self.rounding, pattern))
+                found[name], found[f"{name}_scale"] = loadable(rounded)
+        return found
