@@ -104,7 +104,7 @@ def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> Non
         source_folder("maker/small", "main")
 
 
-@pytest.mark.parametrize("name", ["small", "./maker/small", "a/b/c"])
+@pytest.mark.parametrize("name", ["small", "./small", "../small", "./maker/small", "a/b/c"])
 def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(name)

@@ -27,7 +27,7 @@ FETCHED = (*TEXTS, "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors"
 OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")
 """The same weights for other programs."""
 
-NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+NAMESPACE_AND_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 ADDRESS = re.compile(r"https?://[^/\s]+/([\w.-]+/[\w.-]+)", re.ASCII)
 """Address of a model's page."""
@@ -80,12 +80,10 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
     """
-    hub = need(
-        "huggingface_hub",
-        what=f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed",
-    )
+    what = f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed"
+    hub, utils = (need(name, what=what) for name in ("huggingface_hub", "huggingface_hub.utils"))
     if not bars_shown():
-        hub.utils.disable_progress_bars()
+        utils.disable_progress_bars()
     with _explained(repository, revision):
         return Path(
             hub.snapshot_download(
