@@ -31,8 +31,8 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.plan import plan
 from slidesparse.offline.prune import prune_checkpoint
-from slidesparse.offline.prune_job import PruneJob
 from slidesparse.offline.prune_options import PruneOptions
 
 SHAPES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -98,7 +98,7 @@ def pruning(source: Path, destination: Path) -> None:
 
 def preparing(source: Path, destination: Path) -> None:
     """What it does before it reads a weight, which does not grow with the weights."""
-    PruneJob(Checkpoint(source), OPTIONS, torch.device("cpu"))
+    plan(Checkpoint(source), OPTIONS)
 
 
 def run(work: Callable[[Path, Path], None], source: Path, destination: Path, rank: int, world: int, port: int) -> None:

@@ -97,19 +97,19 @@ def _run(environment: dict[str, str], words: list[str], files: list[str], before
 
 
 def rank_1_is_killed_at_its_second_shard(rank: int) -> None:
-    from slidesparse.offline.prune_job import PruneJob
+    from slidesparse.offline import execute
 
-    write, shards = PruneJob.write_shard, []
+    write, shards = execute.write_shard, []
 
-    def second(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
+    def second(path: Path, *rest: Any) -> dict[str, str]:
         shards.append(path)
         if len(shards) == 2:
             path.with_name(f"{path.name}.0123456789abcdef.tmp").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(job, path, *rest)
+        return write(path, *rest)
 
     if rank == 1:
-        PruneJob.write_shard = second  # type: ignore[method-assign]
+        execute.write_shard = second
 
 
 def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
@@ -129,11 +129,11 @@ def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
 
 def all_are_terminated_at_their_second_shard(rank: int) -> None:
     """At one time, as a launcher does: a process that comes late finds the other one gone, and ends for that reason."""
-    from slidesparse.offline.prune_job import PruneJob
+    from slidesparse.offline import execute
 
-    write, shards = PruneJob.write_shard, []
+    write, shards = execute.write_shard, []
 
-    def second(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
+    def second(path: Path, *rest: Any) -> dict[str, str]:
         shards.append(path)
         if len(shards) == 2:
             folder = next(parent for parent in path.parents if parent.suffix == ".partial").parent
@@ -141,9 +141,9 @@ def all_are_terminated_at_their_second_shard(rank: int) -> None:
             while len(list(folder.glob("here?"))) < int(os.environ["WORLD_SIZE"]):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
-        return write(job, path, *rest)
+        return write(path, *rest)
 
-    PruneJob.write_shard = second  # type: ignore[method-assign]
+    execute.write_shard = second
 
 
 def rank_1_sees_another_folder(rank: int) -> None:

@@ -17,7 +17,7 @@ import slidesparse.offline.info
 from slidesparse.checkpoints.packed_file import write_packed
 from slidesparse.cli import main
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.offline.prune_job import PruneJob
+from slidesparse.offline import execute
 
 WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
 
@@ -125,17 +125,17 @@ def test_prune_says_what_is_kept(
 ) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
     command = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
-    write, shards = PruneJob.write_shard, []
+    write, shards = execute.write_shard, []
 
-    def third(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
+    def third(path: Path, *rest: Any) -> dict[str, str]:
         shards.append(path)
         if len(shards) == 3:
             os.kill(os.getpid(), getattr(signal, name))
-        return write(job, path, *rest)
+        return write(path, *rest)
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(PruneJob, "write_shard", third)
+        patch.setattr(execute, "write_shard", third)
         assert main(command) == 128 + getattr(signal, name)
     kept = f"{tmp_path}/s.partial keeps 2 finished files, and the same command goes on from there"
     assert capsys.readouterr().err == f"slidesparse: {word}; {kept}\n"

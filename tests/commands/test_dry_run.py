@@ -18,9 +18,9 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
 from slidesparse.errors import CheckpointError
 from slidesparse.files.write_errors import locked
+from slidesparse.offline import execute
 from slidesparse.offline.dry_run import DryRun, dry_run
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.prune_job import PruneJob
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
@@ -215,15 +215,15 @@ def test_a_run_that_would_go_on_needs_only_the_rest_of_the_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
-    write = PruneJob.write_shard
+    write = execute.write_shard
 
-    def killed(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
+    def killed(path: Path, *rest: Any) -> dict[str, str]:
         if list(path.parent.glob("*.safetensors")):
             raise KeyboardInterrupt
-        return write(job, path, *rest)
+        return write(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PruneJob, "write_shard", killed)
+        patch.setattr(execute, "write_shard", killed)
         with pytest.raises(KeyboardInterrupt):
             prune_checkpoint(tmp_path / "m", tmp_path / "q", INT8)
     before = listed(tmp_path)

@@ -21,10 +21,10 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline import execute
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.prune_experts import ExpertJob
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
@@ -234,18 +234,18 @@ def test_a_run_that_was_interrupted_goes_on(
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
     options = PruneOptions("6:8", dtype)
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
-    write, calls = ExpertJob.write, []
+    write, calls = execute.write_tensor, []
 
-    def interrupted(job: ExpertJob, writer: TensorWriter, *args: Any) -> None:
+    def interrupted(writer: TensorWriter, *args: Any) -> None:
         calls.append(writer.path.name)
         if len(set(calls)) == 3:
             raise KeyboardInterrupt
-        write(job, writer, *args)
+        write(writer, *args)
 
-    monkeypatch.setattr(ExpertJob, "write", interrupted)
+    monkeypatch.setattr(execute, "write_tensor", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    monkeypatch.setattr(ExpertJob, "write", write)
+    monkeypatch.setattr(execute, "write_tensor", write)
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     assert len(summary.resumed) >= 2
     assert calls[0] in summary.resumed

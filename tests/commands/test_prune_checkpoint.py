@@ -383,7 +383,7 @@ def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(
         ran.append(sorted(linears))
         return read_without_calling(model, linears, run)
 
-    monkeypatch.setattr("slidesparse.offline.prune_job.read_without_calling", counted)
+    monkeypatch.setattr("slidesparse.offline.treated.read_without_calling", counted)
     with pytest.raises(InputError, match="matches no linear"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("o_proj",)))
     assert not ran
@@ -446,14 +446,14 @@ def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from slidesparse.cli import main
-from slidesparse.offline.prune_job import PruneJob
-write, writers = PruneJob._write, []
+from slidesparse.offline import execute
+write, writers = execute.write_tensor, []
 def kill_in_the_second_shard(writer, *args):
     write(writer, *args)
     writers.extend([] if writer in writers else [writer])
     if len(writers) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-PruneJob._write = staticmethod(kill_in_the_second_shard)
+execute.write_tensor = kill_in_the_second_shard
 sys.exit(main())
 """
     arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]

@@ -30,6 +30,7 @@ from slidesparse.offline.calibrate.smoothing import (
     ROWS,
     DenseLayers,
     SmoothedCheckpoint,
+    Smoothing,
     find_smoothing,
     smooth_checkpoint,
 )
@@ -63,7 +64,7 @@ def smoothed_by(source: Path, ids: torch.Tensor, kept: Path) -> SmoothedCheckpoi
     meta = build_meta_model(checkpoint)
     linears = find_targets(meta.model).linears
     folds = find_smoothing(meta, checkpoint, linears, run_once(meta.model))
-    return smooth_checkpoint(checkpoint, folds, linears, ids, kept, CPU)
+    return smooth_checkpoint(checkpoint, Smoothing(tuple(folds)), ids, kept, CPU)
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.errors import CheckpointError
-from slidesparse.offline import prune_job
+from slidesparse.offline import execute
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import loadable, quantize_weight
@@ -28,7 +28,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 def test_they_are_found_before_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: str, value: str
 ) -> None:
-    monkeypatch.setattr(prune_job, "prune_layers_from_disk", lambda *_, **__: pytest.fail("it was calibrated"))
+    monkeypatch.setattr(execute, "prune_layers_from_disk", lambda *_, **__: pytest.fail("it was calibrated"))
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
     weights = load_file(tmp_path / "m/model.safetensors")

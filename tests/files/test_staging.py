@@ -225,7 +225,7 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("slidesparse.offline.prune_job.PruneJob.write_shard", killed)
+        patch.setattr("slidesparse.offline.execute.write_shard", killed)
         with pytest.raises(KeyboardInterrupt):
             prune_checkpoint(source, tmp_path / "s", options)
     flipped(tmp_path / "s.partial/kept/model.layers.0.safetensors")

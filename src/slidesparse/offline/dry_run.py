@@ -17,7 +17,7 @@ from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
 from slidesparse.offline.outcome import PruneOutcome
-from slidesparse.offline.prune import Prepared, job_record, prepare
+from slidesparse.offline.prune import prepare
 from slidesparse.offline.prune_options import PruneOptions
 
 
@@ -95,50 +95,40 @@ def dry_run(
     A disk that is too small is no error here, since the sizes are what one wants to know then.
     """
     prepared = prepare(source, destination, options, device, links)
-    job, files = prepared.job, prepared.files
+    made, files = prepared.plan, prepared.files
     size = prepared.n_bytes + files.n_bytes
-    missing = bytes_to_write(prepared.destination, lambda: job_record(prepared, options), size)
-    tensor_of, origins = {name: tensor for tensor, name in job.layer_of.items()}, job.meta.names.origins
-    treated = {name: [tensor_of[name]] for name in job.patterns}
-    why_left = {**job.dense, **job.targets.other}
-    left = {name: job.experts.stored(name) for name in job.experts.dense}
-    for name in why_left.keys() - left.keys():
-        tensor = origins.get(f"{name}.weight", origins.get(name))
-        left[name] = [tensor] if isinstance(tensor, str) else []
-    experts = {name: [name] for name in job.experts.tensors if job.experts.treats(name)}
-    known = {tensor for group in (treated, left, experts) for names in group.values() for tensor in names}
+    missing = bytes_to_write(prepared.destination, prepared.record, size)
+    jobs = {tensor: job for shard in made.shards.values() for tensor, job in shard.items()}
+    linears = {name: str(pattern) for name, pattern in made.patterns.items()}
+    experts = {tensor: str(job.pattern) for tensor, job in jobs.items() if job.expert is not None}
+    left = {**made.dense, **made.other}
+    tensors_of = {name: made.source.tensors(name) for name in (*linears, *left)} | {name: [name] for name in experts}
+    known = {tensor for names in tensors_of.values() for tensor in names}
+
+    def sizes(names: Iterable[str], count: int | None = None) -> Tensors:
+        """Return how large tensors of the source are, there and in the new checkpoint; each counts once."""
+        names = list(dict.fromkeys(names))
+        here = sum(made.source.checkpoint.stored(name).n_bytes for name in names)
+        there = sum(one.n_bytes for name in names for one in jobs[name].outputs.values())
+        return Tensors(len(names) if count is None else count, here, there)
+
+    def by_fate(fates: Mapping[str, str]) -> dict[str, Tensors]:
+        """Return fate -> what shares it, the most common first, from layer -> fate."""
+        return {
+            fates[group[0]]: sizes((tensor for name in group for tensor in tensors_of[name]), len(group))
+            for group in sorted(alike(fates, fates.__getitem__), key=len, reverse=True)
+        }
+
     return DryRun(
         **prepared.outcome(),
-        treated=_by_fate(prepared, {name: str(pattern) for name, pattern in job.patterns.items()}, treated),
-        experts=_by_fate(
-            prepared, {name: str(job.experts.patterns[job.experts.tensors[name].layer]) for name in experts}, experts
-        ),
-        left=_by_fate(prepared, why_left, left),
-        others=_tensors(prepared, [tensor for tensor in prepared.checkpoint.files if tensor not in known]),
+        treated=by_fate(linears),
+        experts=by_fate(experts),
+        left=by_fate(left),
+        others=sizes(tensor for tensor in jobs if tensor not in known),
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
         destination_bytes=size,
         free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,
         refused=_refusal(prepared.destination, missing),
-    )
-
-
-def _by_fate(prepared: Prepared, fates: Mapping[str, str], tensors: Mapping[str, Iterable[str]]) -> dict[str, Tensors]:
-    """Return fate -> what shares it, the most common first, from layer -> fate and layer -> tensors."""
-    return {
-        fates[names[0]]: _tensors(prepared, [tensor for name in names for tensor in tensors[name]], len(names))
-        for names in sorted(alike(fates, fates.__getitem__), key=len, reverse=True)
-    }
-
-
-def _tensors(prepared: Prepared, names: Iterable[str], count: int | None = None) -> Tensors:
-    """Return how large tensors of the source are, there and in the new checkpoint; each counts once."""
-    names = list(dict.fromkeys(names))
-    source = {name: prepared.checkpoint.stored(name) for name in names}
-    new = [one for name, stored in source.items() for one in prepared.job.stored_as(name, stored).values()]
-    return Tensors(
-        len(names) if count is None else count,
-        sum(stored.n_bytes for stored in source.values()),
-        sum(stored.n_bytes for stored in new),
     )
 
 

@@ -16,19 +16,20 @@ from slidesparse.base.progress import advice, progress_bar, table, wrapped
 from slidesparse.checkpoints.check_config import other_quantisation
 from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.marker import Marker, quantisation_dtype
-from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
+from slidesparse.checkpoints.marker import quantisation_dtype
+from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.checkpoints.packed_file import PackedFile
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.source_files import PACKED_FILE
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import Experts, describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.experts import Experts, describe_experts
 from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
 from slidesparse.models.layer_kinds import alike, kind_of
 from slidesparse.models.targets import IGNORED, Targets, describe_dense, find_targets, treated_head
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
+from slidesparse.offline.source import Source
 from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import (
@@ -175,12 +176,9 @@ def _range(values: list[float], digits: int) -> str:
 
 def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
     """Read every linear of a local checkpoint, and say which patterns it satisfies."""
-    checkpoint = Checkpoint(path)
-    marker = Marker.from_config(checkpoint.config)
-    meta = build_meta_model(checkpoint)
-    experts = find_experts(meta.model)
-    rounded = marker is not None and quantisation_dtype(checkpoint.config) is not None
-    targets = _find_targets(meta, marker, experts, rounded=rounded)
+    source = Source.of(Checkpoint(path))
+    checkpoint, marker, meta = source.checkpoint, source.marker, source.meta
+    targets = _find_targets(source)
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
@@ -195,29 +193,26 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
             else:
                 layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    expert_layers = inspect_experts(checkpoint, meta, marker, progress=progress)
-    return Inspection(
-        str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts, expert_layers
-    )
+    experts = inspect_experts(source, progress=progress)
+    problems = list(dict.fromkeys(faults))
+    return Inspection(str(path), layers, targets.dense, problems, targets.other, source.experts, experts)
 
 
-def _find_targets(meta: MetaModel, marker: Marker | None, experts: list[Experts], *, rounded: bool) -> Targets:
+def _find_targets(source: Source) -> Targets:
     """Sort the linears of a checkpoint by its marker, or where it has none as ``prune`` would with ``--part all``."""
+    marker, meta, model = source.marker, source.meta, source.meta.model
     marked = None if marker is None else meta.linears(marker)
-    routers, inside = find_routers(meta.model, experts), linears_inside(meta.model, experts)
-    head = marked is not None and treated_head(meta.model, marked) is not None
-    keep = {**meta.why_stored_otherwise(), **routers}
-    targets = find_targets(meta.model, lm_head=head, part="all", keep=keep, without=inside)
+    rounded = marker is not None and quantisation_dtype(source.checkpoint.config) is not None
+    head = marked is not None and treated_head(model, marked) is not None
+    keep = {**meta.why_stored_otherwise(), **source.routers}
+    targets = find_targets(model, lm_head=head, part="all", keep=keep, without=source.inside_experts)
     if marker is None or marked is None:
         return targets
-    floats = {**linears_of_float_mixers(meta.model), **float_heads(meta.model)} if rounded else {}
-    known = {**targets.dense, **floats, **routers}
+    floats = {**linears_of_float_mixers(model), **float_heads(model)} if rounded else {}
+    known = {**targets.dense, **floats, **source.routers}
     # A router is listed by its name in the model, and by that which the checkpoint has for it.
-    origins = meta.names.origins.items()
     names = {
-        origin.removesuffix(".weight"): state.removesuffix(".weight")
-        for state, origin in origins
-        if isinstance(origin, str)
+        stored.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in stored_names(meta).items()
     }
     dense = {name: known.get(name, IGNORED) for name in (names.get(entry, entry) for entry in marker.ignore)}
     return Targets(marked, dense, targets.other)

@@ -9,11 +9,10 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.expert_tensors import ExpertTensor, marker_name, read_experts, tensors_of
 from slidesparse.checkpoints.marker import Marker
-from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import SlideSparseError, UnsupportedError
 from slidesparse.files.stored import STORED_NAMES
-from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
+from slidesparse.offline.source import Source
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import (
     PATTERNS,
@@ -59,21 +58,19 @@ class ExpertLayer:
     problem: str | None
 
 
-def inspect_experts(
-    checkpoint: Checkpoint, meta: MetaModel, marker: Marker | None, *, progress: bool | None = None
-) -> list[ExpertLayer]:
+def inspect_experts(source: Source, *, progress: bool | None = None) -> list[ExpertLayer]:
     """Return the experts of a checkpoint, without those whose weight layout is unknown."""
     layers: dict[str, dict[str, ExpertTensor]] = {}
-    for one in find_experts(meta.model):
+    for one in source.experts:
         try:
-            for name, tensor in tensors_of(one, meta, checkpoint).items():
+            for name, tensor in tensors_of(one, source.meta, source.checkpoint).items():
                 layers.setdefault(tensor.layer, {})[name] = tensor
         except UnsupportedError:
             continue
     with progress_bar("inspect", len(layers), unit="layers of experts", show=progress) as advance:
         found = []
         for layer, tensors in layers.items():
-            found.append(_inspect(layer, tensors, checkpoint, marker))
+            found.append(_inspect(layer, tensors, source.checkpoint, source.marker))
             advance(1)
     return found
 

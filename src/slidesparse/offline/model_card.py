@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
-from slidesparse.models.targets import describe_dense
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
-from slidesparse.offline.prune_options import PruneOptions, Recipe
+from slidesparse.offline.prune_options import Recipe
 from slidesparse.offline.published import BEST, expected_cost
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED, parse_dtype
@@ -50,32 +48,27 @@ NAMED = " --quantization slidesparse"
 """What makes vLLM ask the plugin where there is no ``quantization_config``."""
 
 
-def write_card(
-    folder: Path, source: Path, summary: PruneSummary, options: PruneOptions, method: str, is_one_shot: bool
-) -> None:
-    """Write the card of a pruned checkpoint; ``is_one_shot``: of one that was dense before."""
-    dtype, quantised = summary.dtype, parse_dtype(summary.dtype) in QUANTISED
+def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
+    """Write the card of a pruned checkpoint into its folder."""
+    quantised, origin = parse_dtype(done.dtype) in QUANTISED, hub_model(source)
     scales = ", a scale for each channel" if quantised else ""
-    origin = hub_model(source)
     name = _plain(source.resolve().name if origin is None else origin.repository.rpartition("/")[2])
-    counts = Counter(summary.patterns.values()).most_common()
-    zeros = float(Pattern.parse(counts[0][0]).sparsity) if counts else 0.0
-    left = describe_dense({**summary.dense, **summary.other})
-    card = None if summary.source_card is None else folder / summary.source_card
+    counts = done.counts
+    card = None if done.source_card is None else folder / done.source_card
     rows = {
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
-        "experts": "; ".join(summary.treated_experts),
-        "method": method if is_one_shot or card is None else f"{method}; what was done before: {summary.source_card}",
-        "weights": f"{dtype}{ROUNDED[summary.recipe]}{scales}, zeros in place",
+        "experts": "; ".join(done.treated_experts),
+        "method": _method(done),
+        "weights": f"{done.dtype}{ROUNDED[done.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
-        "size": f"{readable_size(summary.destination_bytes)}, of {readable_size(summary.source_bytes)}",
-        "to expect": _expected(options.method, zeros, summary.source_bytes) if zeros and is_one_shot else "",
+        "size": f"{readable_size(done.destination_bytes)}, of {readable_size(done.source_bytes)}",
+        "to expect": _expected(done),
     }
     by = "the slidesparse plugin" if quantised else "that option"
     reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}.\n"
-    first = f"**Before all else: {NOT_IN_TRANSFORMERS}.**\n\n" if summary.in_transformers is False else ""
+    first = f"**Before all else: {NOT_IN_TRANSFORMERS}.**\n\n" if done.in_transformers is False else ""
     text = f"""{_front_matter(origin, card, quantised)}
-# {name}, {counts[0][0] if counts else "dense"}, {dtype.upper()}
+# {name}, {counts[0][0] if counts else "dense"}, {done.dtype.upper()}
 
 {first}{_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
 Of the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise.
@@ -92,7 +85,7 @@ vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
 vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
-{reads if summary.in_transformers else ""}
+{reads if done.in_transformers else ""}
 ```python
 import slidesparse as ss
 
@@ -101,15 +94,29 @@ model = ss.load("THIS_FOLDER", device="cuda")
 
 ## Left dense
 
-{chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in left) or "- nothing"}
+{chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in done.left) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
 
 
-def _expected(method: str, zeros: float, n_bytes: int) -> str:
-    if method != "sparsegpt":
-        return f"{'many times ' if method == 'magnitude' else ''}more loss than by SparseGPT; least is lost by {BEST}"
-    return f"{expected_cost(zeros, n_bytes)}; least is lost by {BEST}"
+def _method(done: PruneSummary) -> str:
+    """Return how weights were chosen and rounded, in words."""
+    if not done.was_pruned:
+        return done.calibrated or done.method
+    rounded = f", rounded with {done.calibrated}" if done.calibrated else ""
+    before = f"; what was done before: {done.source_card}" if done.source_card else ""
+    return f"zeros of the source kept{rounded}{before}"
+
+
+def _expected(done: PruneSummary) -> str:
+    """Return what such a pattern cost published models; empty of a source whose zeros are kept, and without zeros."""
+    zeros = float(Pattern.parse(done.counts[0][0]).sparsity) if done.counts else 0.0
+    if done.was_pruned or not zeros:
+        return ""
+    if done.method != "sparsegpt":
+        times = "many times " if done.method == "magnitude" else ""
+        return f"{times}more loss than by SparseGPT; least is lost by {BEST}"
+    return f"{expected_cost(zeros, done.source_bytes)}; least is lost by {BEST}"
 
 
 def _origin_words(origin: HubModel | None, name: str) -> str:

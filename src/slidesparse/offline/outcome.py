@@ -89,6 +89,9 @@ class PruneSummary(PruneOutcome):
         experts: Treated weights of experts -> pattern, of a mixture.
         dense: Linear left alone -> why.
         other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
+        method: Pruning method.
+        was_pruned: Whether the source was pruned, and its zeros are kept.
+        calibrated: What a calibrated method did and saw, in words; empty without one.
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
@@ -107,6 +110,9 @@ class PruneSummary(PruneOutcome):
     experts: dict[str, str]
     dense: dict[str, str]
     other: dict[str, str]
+    method: str
+    was_pruned: bool
+    calibrated: str
     links: list[str]
     unexpected: list[str]
     resumed: list[str]
@@ -117,10 +123,19 @@ class PruneSummary(PruneOutcome):
     borrowed: dict[str, str]
     source_bytes: int
 
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        """How many linears have each pattern, the most common first."""
+        return Counter(self.patterns.values()).most_common()
+
+    @property
+    def left(self) -> list[str]:
+        """Lines that say what stays dense and why."""
+        return describe_dense({**self.dense, **self.other})
+
     def describe(self) -> str:
         """Return the summary as text."""
-        counts = Counter(self.patterns.values()).most_common()
-        found = ", ".join(f"{n} at {pattern}" for pattern, n in counts)
+        found = ", ".join(f"{count} at {pattern}" for pattern, count in self.counts)
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += _spread("calibration loss", self.losses)
@@ -130,7 +145,7 @@ class PruneSummary(PruneOutcome):
             name, words = next(iter(self.borrowed.items()))
             count = f"{len(self.borrowed)} of the experts' weights"
             lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
-        lines += describe_dense({**self.dense, **self.other})
+        lines += self.left
         many = len(self.unexpected) > MOST_NAMES  # a head with experts has hundreds
         unexpected = [f"{len(self.unexpected)} tensors, such as {self.unexpected[0]}"] if many else self.unexpected
         for what, names in (

@@ -18,7 +18,7 @@ from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.pruning import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, dtype_name, parse_dtype
+from slidesparse.weights.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
 
 Recipe = Literal["absmax", "ternary", "6bit"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
@@ -57,11 +57,6 @@ class PruneOptions:
     part: Part = "language"
     match: int = 0
     smooth: bool | None = None
-
-    @property
-    def rounding(self) -> Rounding:
-        """How weights are rounded that the recipe does not make ternary before."""
-        return "6bit" if self.recipe == "6bit" else "absmax"
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
@@ -124,10 +119,6 @@ def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: t
         )
 
 
-STEPS = {"match": ("matching", "layers are matched"), "smooth": ("smoothing", "layers are smoothed")}
-"""Option of a step around pruning -> what it is and does, in words."""
-
-
 def check_options(options: PruneOptions) -> None:
     """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
@@ -149,11 +140,10 @@ def check_options(options: PruneOptions) -> None:
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:
-    """Raise an InputError for steps that are asked for, and that several processes cannot share."""
-    for option, (_, done) in STEPS.items():
-        if processes > 1 and getattr(options, option):
-            remedy = f"run without torchrun, or leave out --{option}"
-            raise InputError(f"{done} by one process", got=f"{processes} processes", remedy=remedy)
+    """Raise an InputError for matching layers, which several processes cannot share."""
+    if processes > 1 and options.match:
+        remedy = "run without torchrun, or leave out --match"
+        raise InputError("layers are matched by one process", got=f"{processes} processes", remedy=remedy)
 
 
 def _require_text(options: PruneOptions) -> None:
@@ -170,7 +160,7 @@ def _require_text(options: PruneOptions) -> None:
         )
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
-    for option, (doing, _) in STEPS.items():
+    for option, doing in {"match": "matching", "smooth": "smoothing"}.items():
         if calibration is None and getattr(options, option):
             raise InputError(
                 f"{doing} needs calibration text",

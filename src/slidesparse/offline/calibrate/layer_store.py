@@ -44,6 +44,31 @@ LEAST_TOKENS = 1024
 
 LOSSES = "losses"
 
+NO_EXPERTS = ExpertRowsByName((), {})
+
+
+@dataclass(frozen=True)
+class LayersToPrune:
+    """What is pruned layer by layer with a calibration text.
+
+    Attributes:
+        windows: The text: int64 [samples, length].
+        pruner: The method.
+        sets: Linears that read one input, which are pruned together; a weight of an expert is alone.
+        patterns: Linear, or weight of an expert -> pattern.
+        experts: Where the weights of experts that are pruned are in the checkpoint.
+        matching: How each layer's outputs are matched with the dense model's; None: they are not.
+        rounder: What rounds each layer's weights in the end; None: nothing does.
+    """
+
+    windows: torch.Tensor
+    pruner: Pruner
+    sets: Sequence[Sequence[str]]
+    patterns: Mapping[str, Pattern]
+    experts: ExpertRowsByName = NO_EXPERTS
+    matching: Matching | None = None
+    rounder: Pruner | None = None
+
 
 @dataclass(eq=False)
 class CheckpointLayerStore(LayerStore):
@@ -55,7 +80,7 @@ class CheckpointLayerStore(LayerStore):
     device: torch.device
     compute: torch.dtype
     ranks: Ranks
-    experts: ExpertRowsByName | None
+    experts: ExpertRowsByName
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state from the checkpoint."""
@@ -76,7 +101,7 @@ class CheckpointLayerStore(LayerStore):
 
     def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
         """Return the weight to prune, as it is stored, or in float32 when it is stored in 8 bits."""
-        if self.experts is not None and name in self.experts:
+        if name in self.experts:
             return self.experts.weight(name, self._read_expert)
         return self._read(f"{self.meta.prefix(name)}.weight")
 
@@ -133,7 +158,7 @@ def open_layers(
     *,
     compute: torch.dtype | None = None,
     ranks: Ranks = ALONE,
-    experts: ExpertRowsByName | None = None,
+    experts: ExpertRowsByName = NO_EXPERTS,
 ) -> tuple[LayerList, CheckpointLayerStore]:
     """Return the layers of a model, without weights, and the store that loads them; what runs before has its own."""
     if compute is None and device.type == "cpu":
@@ -172,37 +197,31 @@ class PrunedLayers:
         self.reader_of = {name: reader for reader in readers for name in reader.stored}
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the pruned weight of a linear."""
+        """Return the pruned weight of a linear, or of an expert."""
         return self.reader_of[name].tensor(name)
 
 
 def prune_layers_from_disk(
     checkpoint: Checkpoint,
-    sets: Sequence[Sequence[str]],
-    patterns: Mapping[str, Pattern],
-    pruner: Pruner,
-    windows: torch.Tensor,
+    job: LayersToPrune,
     folder: Path,
     device: torch.device,
     *,
-    progress: bool | None,
-    ranks: Ranks,
-    experts: ExpertRowsByName | None,
-    matching: Matching | None,
-    rounder: Pruner | None = None,
+    progress: bool | None = None,
+    ranks: Ranks = ALONE,
 ) -> PrunedLayers:
-    """Prune all layers of a causal language model with calibration on windows [samples, length].
+    """Prune all layers of a causal language model with calibration.
 
     ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are used again.
     """
     folder.mkdir(exist_ok=True)
-    layer_list, store = open_layers(checkpoint, patterns, folder, device, ranks=ranks, experts=experts)
+    layer_list, store = open_layers(checkpoint, job.patterns, folder, device, ranks=ranks, experts=job.experts)
     model = store.meta.model
-    weights = {} if experts is None else calibrated_experts(model, experts.layers)
-    batches = windows.split(windows_of_a_batch(windows))
+    weights = calibrated_experts(model, job.experts.layers) if job.experts.layers else {}
+    batches = job.windows.split(windows_of_a_batch(job.windows))
     losses = []
     with (
-        progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance,
+        progress_bar(job.pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance,
         rank_tensors(ranks, device) as tensors,
     ):
         shared = SharedLayers(tensors, len(batches))
@@ -211,15 +230,15 @@ def prune_layers_from_disk(
         steps = prune_layers(
             model,
             layer_list,
-            sets,
-            patterns,
-            pruner,
+            job.sets,
+            job.patterns,
+            job.pruner,
             samples,
             store,
             shared.prune_layer,
             experts=weights,
-            matching=matching,
-            rounder=rounder,
+            matching=job.matching,
+            rounder=job.rounder,
         )
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
-from slidesparse.offline.calibrate.layer_store import open_layers, windows_of_a_batch
+from slidesparse.offline.calibrate.layer_store import LayersToPrune, open_layers, windows_of_a_batch
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.source import Source
+from slidesparse.offline.storage import Storage
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
@@ -135,23 +139,58 @@ class DenseLayers:
         return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
 
 
+@dataclass(frozen=True)
+class Smoothing:
+    """Where outliers of activations are folded into weights.
+
+    Attributes:
+        folds: From which writers into which linears.
+        dtype: Type of the weights when they are served.
+        rounding: How they are rounded.
+        required: A user asks for it: it is an error if it changes every layer.
+    """
+
+    folds: tuple[Fold, ...]
+    dtype: torch.dtype = torch.int8
+    rounding: Rounding = "absmax"
+    required: bool = True
+
+
+def plan_smoothing(
+    source: Source, options: PruneOptions, storage: Storage, layers: LayersToPrune | None
+) -> Smoothing | None:
+    """Return where a checkpoint is smoothed; None where nobody asks, or nothing can be.
+
+    Calibrated INT8 is smoothed, as far as it can be, unless the options say otherwise.
+    """
+    if options.smooth and storage.source is not None:
+        raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
+    by_default = options.smooth is None and storage.rounds and storage.dtype == torch.int8
+    if layers is None or not (options.smooth or by_default):
+        return None
+    linears = [name for name in layers.patterns if name not in layers.experts]
+    try:
+        folds = find_smoothing(source.meta, source.checkpoint, linears, source.run)
+    except InputError:
+        if options.smooth:
+            raise
+        return None
+    return Smoothing(tuple(folds), storage.dtype, storage.rounding, bool(options.smooth))
+
+
 def smooth_checkpoint(
     checkpoint: Checkpoint,
-    folds: Sequence[Fold],
-    linears: Iterable[str],
+    smoothing: Smoothing,
     windows: torch.Tensor,
     folder: Path,
     device: torch.device,
     progress: bool | None = None,
-    dtype: torch.dtype = torch.int8,
-    recipe: Rounding = "absmax",
-    required: bool = True,
 ) -> SmoothedCheckpoint:
     """Return a float checkpoint with the factors of channels by what they are on windows [samples, length].
 
     Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are used again,
-    since pruned layers depend on them. ``dtype`` and ``recipe`` are those of the weights when they are served. Where no
-    layer stays the same when it is smoothed, that is an InputError if smoothing is ``required``.
+    since pruned layers depend on them. Where no layer stays the same when it is smoothed, that is an InputError if
+    smoothing is required.
     """
     kept = folder / KEPT
     if not kept.exists():
@@ -160,27 +199,23 @@ def smooth_checkpoint(
         # round weights below 2^-14.
         stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
         compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
+        linears = [name for one in smoothing.folds for name in one.linears]
         layers = DenseLayers(checkpoint, linears, windows, device, compute=compute)
-        of_weights = quantize_rows_to_six_bits if recipe == "6bit" else partial(quantize_rows, dtype=dtype)
-        rounding = partial(quantize_rows, dtype=dtype), of_weights
-        write_tensors(kept, _find_factors(layers, folds, progress, *rounding, required=required))
+        of_inputs = partial(quantize_rows, dtype=smoothing.dtype)
+        of_weights = quantize_rows_to_six_bits if smoothing.rounding == "6bit" else of_inputs
+        write_tensors(kept, _find_factors(layers, smoothing, progress, of_inputs, of_weights))
     reader = TensorReader(kept)
     return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
 
 
 @torch.no_grad()
 def _find_factors(
-    layers: DenseLayers,
-    folds: Sequence[Fold],
-    progress: bool | None,
-    of_inputs: Quantise,
-    of_weights: Quantise,
-    required: bool,
+    layers: DenseLayers, smoothing: Smoothing, progress: bool | None, of_inputs: Quantise, of_weights: Quantise
 ) -> dict[str, torch.Tensor]:
     factors: dict[str, torch.Tensor] = {}
     changed = False
-    for name, index in layers.walk("smooth", progress):
-        here = [one for one in folds if one.writer.startswith(f"{name}.")]
+    for layer, index in layers.walk("smooth", progress):
+        here = [one for one in smoothing.folds if one.writer.startswith(f"{layer}.")]
         found, refused = _smoothed(layers, index, here, of_inputs, of_weights)
         changed = changed or refused
         for one, powers in found.items():
@@ -189,7 +224,7 @@ def _find_factors(
             for name in _parameters_of_writer(layers.meta, one):
                 rows = ROWS if layers.meta.model.get_parameter(name).dim() == 2 else ""
                 factors[f"{layers.meta.names.origins[name]}{rows}"] = scale.reciprocal()
-    if required and changed and not factors:
+    if smoothing.required and changed and not factors:
         raise _cannot_smooth(layers.model)
     return factors
 

@@ -1,0 +1,163 @@
+"""Carry out a plan: prune the layers that need a calibration text, then write each shard tensor by tensor.
+
+Output shards mirror the source's, so that each can be written, and taken over by a resumed run, on its own. One weight
+is in memory at a time: experts are many, and most of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slidesparse.base.dealing import deal
+from slidesparse.base.progress import progress_bar
+from slidesparse.base.ranks import Ranks
+from slidesparse.checkpoints.check_tensors import check_finite
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.files.staging import Workplace
+from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
+from slidesparse.offline.plan import Plan, TensorJob
+from slidesparse.pruning import Linears, get_pruner
+from slidesparse.weights.pattern import DENSE
+from slidesparse.weights.quant import dequantize
+from slidesparse.weights.support import check_weight
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a new checkpoint, made when they are asked for.
+
+    Attributes:
+        plan: What becomes of each tensor.
+        checkpoint: The source, or its smoothed form.
+        device: Where weights are pruned and quantised.
+        calibrated: The weights that a calibration text has pruned; None: there was none.
+    """
+
+    plan: Plan
+    checkpoint: Checkpoint
+    device: torch.device
+    calibrated: PrunedLayers | None
+
+    def copied(self, tensor: str) -> torch.Tensor:
+        """Return a tensor as it is; a CheckpointError for one that is used and holds NaN or Inf."""
+        value = self.checkpoint.tensor(tensor)
+        if tensor in self.plan.source.meta.names.used:
+            check_finite(value, tensor)
+        return value
+
+    def stored(self, tensor: str, job: TensorJob, index: int) -> dict[str, torch.Tensor]:
+        """Return what a weight of a treated tensor becomes: ``index`` is its place there, 0 for a linear."""
+        storage, names = self.plan.storage, job.becomes[index]
+        scale = None if storage.source is None else self.checkpoint.tensor(f"{tensor}_scale", self.device)
+        dense = None
+        if job.pattern != DENSE and self.calibrated is not None:
+            weight = self._calibrated(self.calibrated, tensor, job, index)
+        else:
+            weight = dense = self._read(tensor, job, index)
+            if job.pattern == DENSE and scale is not None:
+                return {tensor: weight}
+            if job.pattern != DENSE:
+                dense = weight if scale is None else dequantize(weight, scale)
+                weight = get_pruner(self.plan.options.method).prune(Linears({tensor: dense}, job.pattern))[tensor]
+        found = storage.tensors(names, weight, job.pattern, scale=scale, dense=dense)
+        is_as_before = job.expert is not None and not storage.quantised  # transposed, perhaps
+        return {name: job.expert.matrix(one) for name, one in found.items()} if job.expert and is_as_before else found
+
+    def _calibrated(self, layers: PrunedLayers, tensor: str, job: TensorJob, index: int) -> torch.Tensor:
+        if self.plan.layers is None or job.expert is None:
+            return layers.weight(str(job.layer)).to(self.device)
+        return self.plan.layers.experts.part(tensor, index, layers.weight).to(self.device)
+
+    def _read(self, tensor: str, job: TensorJob, index: int) -> torch.Tensor:
+        """Read a weight [out, in] onto the device, in the type in which it is stored."""
+        if len(self.checkpoint.stored(tensor).shape) == 2:
+            weight = self.checkpoint.tensor(tensor, self.device)
+        else:
+            weight = self.checkpoint.part(tensor, index, self.device)
+        check_weight(weight, tensor)
+        return weight if job.expert is None else job.expert.matrix(weight)
+
+
+def require_finite(plan: Plan, progress: bool | None) -> None:
+    """Refuse NaN and Inf in any tensor that is used, before hours of calibration."""
+    checkpoint = plan.source.checkpoint
+    sizes = {name: checkpoint.stored(name).n_bytes for name in sorted(plan.source.meta.names.used)}
+    with progress_bar("check", sum(sizes.values()), show=progress) as advance:
+        for name, n_bytes in sizes.items():
+            check_finite(checkpoint.tensor(name), name)
+            advance(n_bytes)
+
+
+def execute(
+    plan: Plan, checkpoint: Checkpoint, work: Workplace, device: torch.device, ranks: Ranks, progress: bool | None
+) -> tuple[list[str], PrunedLayers | None]:
+    """Write the weights of a plan, this process those of its shards.
+
+    Args:
+        plan: What becomes of each tensor.
+        checkpoint: The plan's source, or its smoothed form.
+        work: Where shards are written.
+        device: Where weights are pruned and quantised.
+        ranks: The processes that share the work.
+        progress: Show bars; None: on a terminal.
+
+    Returns:
+        The shards of all processes that an interrupted run had finished, and what a calibration text has pruned.
+    """
+    layers = None
+    if plan.layers is not None:
+        layers = prune_layers_from_disk(checkpoint, plan.layers, work.kept, device, progress=progress, ranks=ranks)
+    weights = Weights(plan, checkpoint, device, layers)
+    outputs = plan.outputs
+    sizes = {name: sum(one.n_bytes for one in tensors.values()) for name, tensors in outputs.items()}
+    own = deal(sizes, ranks.world)[ranks.rank]
+    resumed = []
+    with progress_bar("prune", sum(sizes[shard] for shard in own), show=progress) as advance:
+
+        def advance_unless_failed(n_bytes: int) -> None:
+            ranks.check()
+            advance(n_bytes)
+
+        for shard in own:
+            if work.is_finished(shard, outputs[shard]):
+                resumed.append(shard)
+                advance_unless_failed(sizes[shard])
+            else:
+                digests = write_shard(work.output / shard, plan.shards[shard], weights, advance_unless_failed)
+                work.finish(shard, digests)
+    known = {shard for found in ranks.gather(resumed) for shard in found}
+    return [shard for shard in outputs if shard in known], layers
+
+
+def write_shard(
+    path: Path, jobs: Mapping[str, TensorJob], weights: Weights, advance: Callable[[int], None]
+) -> dict[str, str]:
+    """Write one output shard, and return the digests of its tensors."""
+    with TensorWriter(path, {name: one for job in jobs.values() for name, one in job.outputs.items()}) as writer:
+        for tensor, job in jobs.items():
+            write_tensor(writer, tensor, job, weights, advance)
+    return writer.digests
+
+
+def write_tensor(
+    writer: TensorWriter, tensor: str, job: TensorJob, weights: Weights, advance: Callable[[int], None]
+) -> None:
+    """Write what a tensor of the source becomes."""
+    if job.layer is None:
+        writer.write(tensor, weights.copied(tensor))
+        advance(job.outputs[tensor].n_bytes)
+        return
+    stored = (weights.stored(tensor, job, index) for index in range(len(job.becomes)))
+    if tensor in job.outputs and len(job.outputs[tensor].shape) == 3:  # experts that go on sharing a tensor
+        writer.write_parts(tensor, (one[tensor].cpu() for one in stored))
+        advance(job.outputs[tensor].n_bytes)
+        return
+    for one in stored:
+        for name, value in one.items():
+            writer.write(name, value.cpu())
+            advance(job.outputs[name].n_bytes)
