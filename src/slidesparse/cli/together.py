@@ -16,6 +16,7 @@ from slidesparse.errors import SlideSparseWarning
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
+    from slidesparse.cli.arguments import Options
 
 COMMANDS = ("prune", "recover", "chats")
 """The commands that several processes can run together."""
@@ -23,7 +24,7 @@ COMMANDS = ("prune", "recover", "chats")
 LONGEST_JOIN_S = 86400.0
 
 
-def add_join_timeout(parser: argparse.ArgumentParser) -> None:
+def add_join_timeout(parser: Options) -> None:
     """Add the option that says how long the processes of one run wait for each other to begin."""
     text = f"how long processes of torchrun wait until all have begun (default: {JOIN_S:.0f})"
     parser.add_argument("--join-timeout", type=_join_seconds, default=JOIN_S, metavar="SECONDS", help=text)

@@ -26,6 +26,9 @@ from slidesparse.offline.calibrate.texts import DEFAULT, DEFAULT_FILE, as_text, 
 
 SAMPLES = 128
 MAX_LENGTH = 2048
+OWN_PAGES = "this package's own pages"
+"""The small set that comes with the package, in words."""
+
 DEFAULT_LENGTH = 128
 """Tokens of a window of the small set that comes with the package, which has few."""
 
@@ -85,7 +88,7 @@ class Calibration:
     @property
     def names(self) -> str:
         """The names of all texts, without their folders."""
-        return ", ".join(Path(one.file).name for one in self.texts)
+        return ", ".join(OWN_PAGES if is_default(one.file) else Path(one.file).name for one in self.texts)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -223,10 +226,14 @@ def is_default(file: str) -> bool:
     return file == DEFAULT and not os.path.lexists(file)
 
 
+def uses_own_pages(calibration: Calibration | None) -> bool:
+    """Return whether a calibration reads the small set that comes with the package."""
+    return calibration is not None and any(is_default(one.file) for one in calibration.texts)
+
+
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
-    small = any(is_default(one.file) for one in calibration.texts)
-    usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
+    usual = positions(config, DEFAULT_LENGTH if uses_own_pages(calibration) else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length
     if length > positions(config, at_most=length):
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
