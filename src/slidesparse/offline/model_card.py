@@ -33,6 +33,8 @@ ROUNDED: dict[Recipe, str] = {
 }
 """Recipe -> what it makes of a type's values."""
 
+BLACKWELL = "INT8 does not start in stock vLLM on Blackwell GPUs: prune into FP8 for these.\n"
+
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Keys of the source's card that hold for the pruned model too."""
 
@@ -75,7 +77,7 @@ Of the weights of a linear at 6:8, at most six in each group of eight are not ze
 {chr(10).join(f"| {key} | {_plain(value)} |" for key, value in rows.items() if value)}
 
 What the model lost is not measured here: compare it with the dense one, `slidesparse eval THIS_FOLDER --text FILE`.
-{"INT8 does not start in stock vLLM on Blackwell GPUs: for these prune into FP8." if done.dtype == "int8" else ""}
+{BLACKWELL if done.dtype == "int8" else ""}
 {SERVE}
 
 ```bash

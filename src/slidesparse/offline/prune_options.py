@@ -153,7 +153,7 @@ def _require_text(options: PruneOptions) -> None:
             raise InputError(
                 f"{doing} needs calibration text",
                 got=f"--method {options.method}",
-                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out --{option}",
+                remedy=f"use --method sparsegpt or wanda, or leave out --{option}",
             )
 
 
