@@ -128,7 +128,7 @@ class Marker:
         if marker is None:
             raise CheckpointError(
                 f"{path} has no {MARKER_KEY}",
-                remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8",
+                remedy="make one with: slidesparse prune SRC DST --pattern 6:8",
             )
         return marker
 

@@ -15,6 +15,9 @@ from slidesparse.errors import printable
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of a parser; argparse gives their class no public name."""
 
+Options: TypeAlias = "argparse.ArgumentParser | argparse._ArgumentGroup"
+"""Where options are added: a parser, or a group of its help."""
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that says wrong usage in JSON too where ``as_json``; where ``is_silent`` another process says it."""
@@ -59,12 +62,12 @@ def add_source(parser: argparse.ArgumentParser, metavar: str, text: str) -> None
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: its main branch)")
 
 
-def add_device(parser: argparse.ArgumentParser, text: str = "cpu or cuda") -> None:
+def add_device(parser: Options, text: str = "cpu or cuda") -> None:
     """Add the option ``--device``, which :func:`device_of` reads."""
     parser.add_argument("--device", help=f"{text} (default: cuda when there is one)")
 
 
-def add_no_bos(parser: argparse.ArgumentParser) -> None:
+def add_no_bos(parser: Options) -> None:
     """Add the option that says how windows begin."""
     text = "do not begin each window with what the tokenizer puts before a text, such as BOS"
     parser.add_argument("--no-bos", action="store_true", help=text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slidesparse.cli.arguments import add_no_bos
+from slidesparse.cli.arguments import Options, add_no_bos
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WINDOWS = ("samples", "length", "seed")
 whether somebody asked for it; :class:`slidesparse.offline.calibrate.calibration.Calibration` has the usual values."""
 
 
-def add_calibration(parser: argparse.ArgumentParser, text: str) -> None:
+def add_calibration(parser: Options, text: str) -> None:
     """Add the options of calibration text, which :func:`calibration_of` reads; ``text`` says what it is for."""
     add_texts(parser, "calibration", f"{text}; may be given again, with weights")
     add_own_chats(parser, "the model")
@@ -31,12 +31,12 @@ def add_calibration(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--seed", type=int, help="which windows of the text are taken (default: 0)")
 
 
-def add_texts(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+def add_texts(parser: Options, name: str, text: str) -> None:
     """Add an option that names files of text, and may give each a weight."""
     parser.add_argument(f"--{name}", action="append", default=[], metavar="FILE[:WEIGHT]", help=text)
 
 
-def add_own_chats(parser: argparse.ArgumentParser, model: str) -> None:
+def add_own_chats(parser: Options, model: str) -> None:
     """Add the options of chats that a model writes itself, which :func:`own_chats_of` reads."""
     text = f"generate N chats with {model}, and read them too (kept, and reused)"
     parser.add_argument("--self-chats", type=int, metavar="N", dest="own_chats", help=text)
@@ -60,14 +60,15 @@ def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: R
 
 
 def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Calibration | None:
-    """Return the texts that the options name and files of chats that the model wrote; None where there is no text."""
+    """Return the texts that the options name and files of chats that the model wrote; None for magnitude."""
     from slidesparse.offline.calibrate.calibration import Calibration
+    from slidesparse.offline.calibrate.texts import DEFAULT
 
     given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
     if texts := [*options.calibration, *own]:
         return Calibration(texts[0], **given, more=tuple(texts[1:]), bos=not options.no_bos)
+    if options.method != "magnitude":
+        return Calibration(DEFAULT, **given, bos=not options.no_bos)
     if names := [*(f"--{name}" for name in given), *(["--no-bos"] if options.no_bos else [])]:
-        got = f"{', '.join(names)} without --calibration"
-        remedy = "add --calibration FILE, with --method wanda or sparsegpt, or leave them out"
-        raise InputError("calibration windows", got=got, needed="the text that they are taken of", remedy=remedy)
+        raise InputError("magnitude takes no calibration text", got=", ".join(names), remedy="leave out --method")
     return None

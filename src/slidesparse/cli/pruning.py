@@ -39,34 +39,39 @@ def add_prune(commands: Commands) -> None:
     """Add prune."""
     prune = add_command(commands, "prune", together(_prune), "Prune and quantise a Hugging Face checkpoint.")
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
-    add = prune.add_argument
-    add("destination", type=named_path, metavar="DST", help="folder to make")
-    add("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ...")
-    text = "int8 or fp8 (docs/cards.md compares them); bf16, fp16 or fp32 to prune only (default: a quantised source's)"
-    add("--dtype", help=text)
-    add("--method", choices=METHODS, default="magnitude", help="how weights are chosen (default: %(default)s)")
-    text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
-    add("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
-    text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with"
-    add("--smooth", action=argparse.BooleanOptionalAction, help=f"{text} calibration text)")
-    add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
-    add_device(prune, "where weights are pruned and calibration runs: cpu or cuda")
-    text = (
-        "how INT8 weights are rounded: one scale a channel, BitNet b1.58's -1, 0, 1, or a scale a channel and six bits,"
-        " which take 0.8 of the memory on an H100 or H200 (default: %(default)s)"
-    )
-    add("--recipe", choices=("absmax", "ternary", "6bit"), default="absmax", help=text)
-    add("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)")
-    text = "another pattern for a layer (name or re:...)"
-    add("--layer", action="append", default=[], metavar="NAME=PATTERN", help=text)
-    add("--dry-run", action="store_true", help="say what would be done and how large it would be; write nothing")
-    add("--lm-head", action="store_true", help="treat the output embedding too")
-    text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
-    add("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
+    prune.add_argument("destination", type=named_path, metavar="DST", help="folder to make")
+    what = prune.add_argument_group("what is pruned, and into which type")
+    what.add_argument("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ...; dense to round alone")
+    text = "int8, fp8 (for Blackwell), or bf16, fp16, fp32 to prune only (default: int8, or a quantised source's own)"
+    what.add_argument("--dtype", help=text)
+    text = "how INT8 weights are rounded: a scale a channel, the same in six bits (20 %% less GPU memory on Hopper), or"
+    kinds = ("absmax", "6bit", "ternary")
+    what.add_argument("--recipe", choices=kinds, default="absmax", help=f"{text} BitNet's (default: %(default)s)")
+    what.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
     text = "what is treated of a model of text and images (default: %(default)s)"
-    add("--part", default="language", choices=("language", "vision", "all"), help=text)
+    what.add_argument("--part", default="language", choices=("language", "vision", "all"), help=text)
+    text = "leave a linear alone (name or re:...)"
+    what.add_argument("--ignore", action="append", default=[], metavar="NAME", help=text)
+    text = "another pattern for a layer (name or re:...)"
+    what.add_argument("--layer", action="append", default=[], metavar="NAME=PATTERN", help=text)
+    how = prune.add_argument_group("how")
+    text = "how weights are chosen; magnitude reads no text, and loses many times more (default: %(default)s)"
+    how.add_argument("--method", choices=METHODS, default="sparsegpt", help=text)
+    text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
+    how.add_argument("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
+    text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with text)"
+    how.add_argument("--smooth", action=argparse.BooleanOptionalAction, help=text)
+    words = prune.add_argument_group("the calibration text")
+    text = "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: this package's own pages)"
+    add_calibration(words, text)
+    machine = prune.add_argument_group("the run")
+    text = "say what would be done, how large it would be, and how long it takes; write nothing"
+    machine.add_argument("--dry-run", action="store_true", help=text)
+    add_device(machine, "where weights are pruned and calibration runs: cpu or cuda")
+    text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
+    machine.add_argument("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
     costs = "; ".join(expected_cost(zeros, 10**9) for zeros in (1 / 4, 1 / 3, 1 / 2))
-    prune.epilog = f"Least is lost by {BEST}. {costs} (docs/accuracy.md)."
+    prune.epilog = f"Least is lost by {BEST}. {costs}."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:

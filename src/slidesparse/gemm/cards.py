@@ -88,11 +88,14 @@ def serves_int8(capability: tuple[int, int]) -> bool:
 
 
 def warn_of_type(dtype: torch.dtype) -> str | None:
-    """Return where a checkpoint of an 8-bit type cannot be used, in one line for its owner; None for other types."""
-    if dtype == torch.int8:
-        return "INT8 does not start in stock vLLM on Blackwell (B200, B300, RTX 50, GB10): for these make it in FP8"
-    if dtype == torch.float8_e4m3fn:
-        return "FP8 has sparse kernels from compute capability 8.9 on: for Ampere (A100) make it in INT8"
+    """Return why the GPU of this machine cannot use a checkpoint of an 8-bit type; None where it can, or is none."""
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if dtype == torch.int8 and not serves_int8(capability):
+        return "INT8 does not start in stock vLLM on this GPU: for Blackwell prune with --dtype fp8"
+    if dtype == torch.float8_e4m3fn and not list_backends(capability, dtype):
+        return "FP8 has no sparse kernels on this GPU: for Ampere prune with --dtype int8"
     return None
 
 

@@ -16,6 +16,7 @@ from slidesparse.files.source_files import Links
 from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
+from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.prune import prepare
@@ -48,6 +49,7 @@ class DryRun(PruneOutcome):
         files: Other files that would be copied, and their bytes.
         free_bytes: Free on the disk of the destination.
         refused: What the run would say of a disk that is too small; None where it is not.
+        seconds: About how long calibration takes on the device; None where none is done.
     """
 
     treated: dict[str, Tensors]
@@ -57,6 +59,7 @@ class DryRun(PruneOutcome):
     files: Tensors
     free_bytes: int
     refused: str | None
+    seconds: float | None
 
     @property
     def fits(self) -> bool:
@@ -70,6 +73,8 @@ class DryRun(PruneOutcome):
     def describe(self) -> str:
         """Return it as text."""
         lines = ["dry run: nothing was written"]
+        time = "" if self.seconds is None else f": {describe_seconds(self.seconds)} on this machine"
+        lines.append(f"would prune by {self.calibrated or self.method}{time}")
         lines += [f"would treat {what.describe('linears')} at {pattern}" for pattern, what in self.treated.items()]
         for pattern, what in self.experts.items():
             lines.append(f"would treat {what.describe('tensors of experts')} at {pattern}")
@@ -135,4 +140,5 @@ def dry_run(
         destination_bytes=size,
         free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,
         refused=refused,
+        seconds=estimate_seconds(made, prepared.device),
     )

@@ -19,8 +19,6 @@ from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
 from slidesparse.offline.prune_options import Recipe
-from slidesparse.offline.published import BEST, expected_cost
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
@@ -34,6 +32,8 @@ ROUNDED: dict[Recipe, str] = {
     "ternary": ", of three values (BitNet b1.58)",
 }
 """Recipe -> what it makes of a type's values."""
+
+BLACKWELL = "INT8 does not start in stock vLLM on Blackwell GPUs: prune into FP8 for these.\n"
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Keys of the source's card that hold for the pruned model too."""
@@ -62,7 +62,6 @@ def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
         "weights": f"{done.dtype}{ROUNDED[done.recipe]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(done.destination_bytes)}, of {readable_size(done.source_bytes)}",
-        "to expect": _expected(done),
     }
     by = "the slidesparse plugin" if quantised else "that option"
     reads = f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}.\n"
@@ -77,6 +76,8 @@ Of the weights of a linear at 6:8, at most six in each group of eight are not ze
 |---|---|
 {chr(10).join(f"| {key} | {_plain(value)} |" for key, value in rows.items() if value)}
 
+What the model lost is not measured here: compare it with the dense one, `slidesparse eval THIS_FOLDER --text FILE`.
+{BLACKWELL if done.dtype == "int8" else ""}
 {SERVE}
 
 ```bash
@@ -106,17 +107,6 @@ def _method(done: PruneSummary) -> str:
     rounded = f", rounded with {done.calibrated}" if done.calibrated else ""
     before = f"; what was done before: {done.source_card}" if done.source_card else ""
     return f"zeros of the source kept{rounded}{before}"
-
-
-def _expected(done: PruneSummary) -> str:
-    """Return what such a pattern cost published models; empty of a source whose zeros are kept, and without zeros."""
-    zeros = float(Pattern.parse(done.counts[0][0]).sparsity) if done.counts else 0.0
-    if done.was_pruned or not zeros:
-        return ""
-    if done.method != "sparsegpt":
-        times = "many times " if done.method == "magnitude" else ""
-        return f"{times}more loss than by SparseGPT; least is lost by {BEST}"
-    return f"{expected_cost(zeros, done.source_bytes)}; least is lost by {BEST}"
 
 
 def _origin_words(origin: HubModel | None, name: str) -> str:

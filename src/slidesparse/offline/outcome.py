@@ -24,7 +24,9 @@ NOT_IN_TRANSFORMERS = (
 
 SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
 
-BY_SIZE = "pruned by size alone, which is to try the tools: --method sparsegpt with --calibration loses far less"
+BY_SIZE = "pruned by magnitude, for a smoke test only: --method sparsegpt loses many times less"
+
+OTHER_TEXT = "calibrated on this package's own pages: text like the model's use loses less (--calibration FILE)"
 
 MOST_NAMES = 3
 """Most names of tensors in a line."""
@@ -42,7 +44,10 @@ class PruneOutcome:
         in_transformers: Whether the installed transformers loads the new checkpoint; None where it cannot be asked.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
-        by_size: Whether a model that was dense is pruned by magnitude.
+        method: Pruning method.
+        was_pruned: Whether the source was pruned, and its zeros are kept.
+        calibrated: What a calibrated method does and sees, in words; empty without one.
+        own_pages: Whether the calibration text is the small set that comes with the package.
         not_copied: Files of the source that hold or describe code or other copies of the weights.
         destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
     """
@@ -54,7 +59,10 @@ class PruneOutcome:
     in_transformers: bool | None
     dense_head: str | None
     lacks_tokenizer: bool
-    by_size: bool
+    method: str
+    was_pruned: bool
+    calibrated: str
+    own_pages: bool
     not_copied: list[str]
     destination_bytes: int
 
@@ -76,8 +84,12 @@ class PruneOutcome:
             NO_TOKENIZER: self.lacks_tokenizer,
             NOT_IN_TRANSFORMERS: self.in_transformers is False,
         }
-        better = [BY_SIZE if self.by_size and prunes else None, warn_of_type(parse_dtype(self.dtype))]
-        return [*advice(filter(None, better)), *(line for line, holds in facts.items() if holds)]
+        by_size = self.method == "magnitude" and not self.was_pruned and prunes
+        better = {BY_SIZE: by_size, OTHER_TEXT: self.own_pages, warn_of_type(parse_dtype(self.dtype)): True}
+        return [
+            *advice(line for line, holds in better.items() if line is not None and holds),
+            *(line for line, holds in facts.items() if holds),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +101,6 @@ class PruneSummary(PruneOutcome):
         experts: Treated weights of experts -> pattern, of a mixture.
         dense: Linear left alone -> why.
         other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
-        method: Pruning method.
-        was_pruned: Whether the source was pruned, and its zeros are kept.
-        calibrated: What a calibrated method did and saw, in words; empty without one.
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
@@ -108,9 +117,6 @@ class PruneSummary(PruneOutcome):
     experts: dict[str, str]
     dense: dict[str, str]
     other: dict[str, str]
-    method: str
-    was_pruned: bool
-    calibrated: str
     links: list[str]
     unexpected: list[str]
     resumed: list[str]

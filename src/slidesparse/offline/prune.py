@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.log import LOG
 from slidesparse.base.paths import usable_path
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.version import __version__
@@ -29,8 +30,9 @@ from slidesparse.models.config_keys import MARKER_VERSION, QUANTIZATION_KEY
 from slidesparse.models.experts import describe_treated
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import treated_head
-from slidesparse.offline.calibrate.calibration import digest
+from slidesparse.offline.calibrate.calibration import digest, uses_own_pages
 from slidesparse.offline.calibrate.smoothing import smooth_checkpoint
+from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.execute import execute, require_finite
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
@@ -92,7 +94,10 @@ class Prepared:
             "in_transformers": quantization is None or transformers_loads(source.meta.model, quantization, stored),
             "dense_head": None if head is None or made.patterns[head] == DENSE else head,
             "lacks_tokenizer": lacks_tokenizer(self.files, getattr(source.meta.model, "config", None)),
-            "by_size": source.marker is None and made.options.method == "magnitude",
+            "method": made.options.method,
+            "was_pruned": source.marker is not None,
+            "calibrated": _calibration_words(made),
+            "own_pages": made.layers is not None and uses_own_pages(made.options.calibration),
             "not_copied": list(self.files.not_copied),
         }
 
@@ -137,6 +142,8 @@ def prune_checkpoint(
     if made.layers is not None:
         require_finite(made, progress)
     size = prepared.n_bytes + files.n_bytes
+    if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
+        LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
     with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size, as_written) as work:
         if made.smoothing is not None and made.layers is not None:
             with ranks.first_alone():  # it finds what the others read from the folder
@@ -171,9 +178,6 @@ def _summary(
         unexpected=list(made.source.meta.names.unexpected),
         resumed=resumed,
         source_card=source_card,
-        method=made.options.method,
-        was_pruned=made.source.marker is not None,
-        calibrated=_calibration_words(made),
         losses={" ".join(one.names): one.loss for one in losses},
         rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
         weight_rounding={" ".join(one.names): one.weights for one in losses if one.weights is not None},

@@ -16,6 +16,7 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.calibrate.texts import DEFAULT
 from slidesparse.pruning import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
@@ -30,10 +31,10 @@ class PruneOptions:
 
     Attributes:
         pattern: The common pattern.
-        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: the type of a
-            source that is quantised already.
+        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: ``int8``, or the
+            type of a source that is quantised already.
         method: Pruning method.
-        calibration: Text for methods that need it.
+        calibration: Text for methods that need it. None: the small set that comes with the package.
         recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
             channel to multiples of 4 where the pattern is not dense
             (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).
@@ -48,7 +49,7 @@ class PruneOptions:
 
     pattern: str
     dtype: str | None = None
-    method: str = "magnitude"
+    method: str = "sparsegpt"
     calibration: Calibration | None = None
     recipe: Recipe = "absmax"
     ignore: tuple[str, ...] = ()
@@ -58,13 +59,17 @@ class PruneOptions:
     match: int = 0
     smooth: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.calibration is None and get_pruner(self.method).needs_calibration:
+            object.__setattr__(self, "calibration", Calibration(DEFAULT))
+
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
     """Return the quantised type of the source (None: float) and the type of the output.
 
     Raises:
         CheckpointError: The source is pruned and quantised already, or is a BitNet checkpoint of packed weights.
-        InputError: The type or the recipe does not fit the source, or is missing.
+        InputError: The type or the recipe does not fit the source.
     """
     config = checkpoint.config
     if config.get(MARKER_KEY) is not None and QUANTIZATION_KEY in config:
@@ -90,19 +95,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
                 got=", ".join(other),
                 needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
             )
-    dtype = source or wanted
-    if dtype is None:
-        free = options.recipe == "absmax"
-        in_8_bits = "int8 or fp8, or bf16, fp16 or fp32 to prune only"
-        raise InputError(
-            "which type shall the weights have",
-            got="no --dtype",
-            needed=in_8_bits if free else f"int8, in which the {options.recipe} recipe ends",
-            remedy="add --dtype int8, the faster one on a Hopper GPU, or fp8 (docs/cards.md)"
-            if free
-            else "add --dtype int8",
-        )
-    return source, dtype
+    return source, source or wanted or torch.int8
 
 
 def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -153,11 +146,6 @@ def _require_text(options: PruneOptions) -> None:
         raise InputError(
             f"{pruner.name} takes no calibration text", got=calibration.file, remedy="use --method wanda or sparsegpt"
         )
-    if calibration is None and pruner.needs_calibration:
-        raise InputError(
-            f"{pruner.name} needs calibration text",
-            remedy="add --calibration FILE, --calibration default, or --self-chats N",
-        )
     if pruner.needs_calibration and options.recipe == "ternary":
         raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
     for option, doing in {"match": "matching", "smooth": "smoothing"}.items():
@@ -165,7 +153,7 @@ def _require_text(options: PruneOptions) -> None:
             raise InputError(
                 f"{doing} needs calibration text",
                 got=f"--method {options.method}",
-                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out --{option}",
+                remedy=f"use --method sparsegpt or wanda, or leave out --{option}",
             )
 
 

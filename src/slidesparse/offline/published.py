@@ -6,7 +6,7 @@ import math
 
 from slidesparse.weights.pattern import Pattern
 
-BEST = "--method sparsegpt --match 200 with text like the model's use, then slidesparse recover"
+BEST = "--match 200 with text like the model's use, then slidesparse recover"
 """What lost least of all that was measured."""
 
 COSTS = (

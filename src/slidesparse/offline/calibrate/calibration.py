@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
@@ -25,10 +26,16 @@ from slidesparse.offline.calibrate.texts import DEFAULT, DEFAULT_FILE, as_text, 
 
 SAMPLES = 128
 MAX_LENGTH = 2048
+OWN_PAGES = "this package's own pages"
+"""The small set that comes with the package, in words."""
+
 DEFAULT_LENGTH = 128
 """Tokens of a window of the small set that comes with the package, which has few."""
 
 MAX_SEED = 2**63 - 1
+
+FEW_TOKENS = 16_384
+"""Tokens below which a warning says that a text is short: as many as the small set of the package has."""
 
 STRETCH = 1 << 16
 """Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
@@ -44,7 +51,7 @@ class Calibration:
     Attributes:
         file: What :func:`offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
             the small set that comes with the package.
-        samples: Windows of text.
+        samples: Windows of text, or as many as a shorter text has.
         length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
             are fewer.
         seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
@@ -81,7 +88,7 @@ class Calibration:
     @property
     def names(self) -> str:
         """The names of all texts, without their folders."""
-        return ", ".join(Path(one.file).name for one in self.texts)
+        return ", ".join(OWN_PAGES if is_default(one.file) else Path(one.file).name for one in self.texts)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -193,16 +200,19 @@ def sample_windows(
 ) -> torch.Tensor:
     """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
 
-    A text that is too short is an InputError.
+    Fewer where the text has fewer, with a warning. A text without one whole window is an InputError.
     """
     windows = cut_windows(tokens, length, torch.as_tensor(before, dtype=tokens.dtype))
-    if len(windows) < samples:
+    if not len(windows):
         raise InputError(
             f"{source} is too short for calibration",
-            got=f"{len(tokens)} tokens, {len(windows)} windows of {length}",
-            needed=f"{samples} windows",
-            remedy="use a longer text, or fewer or shorter windows (--samples, --length)",
+            got=f"{len(tokens)} tokens",
+            needed=f"{length}, those of a window",
+            remedy="use a longer text, or shorter windows (--length)",
         )
+    if len(windows) < samples:
+        few = "" if windows.numel() >= FEW_TOKENS else f"; a calibration wants {FEW_TOKENS} tokens and more"
+        LOG.warning("%s has %d of %d windows of %d tokens%s", source, len(windows), samples, length, few)
     return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]]
 
 
@@ -216,10 +226,14 @@ def is_default(file: str) -> bool:
     return file == DEFAULT and not os.path.lexists(file)
 
 
+def uses_own_pages(calibration: Calibration | None) -> bool:
+    """Return whether a calibration reads the small set that comes with the package."""
+    return calibration is not None and any(is_default(one.file) for one in calibration.texts)
+
+
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
-    small = any(is_default(one.file) for one in calibration.texts)
-    usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
+    usual = positions(config, DEFAULT_LENGTH if uses_own_pages(calibration) else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length
     if length > positions(config, at_most=length):
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")

@@ -1,0 +1,68 @@
+"""Estimate how long a calibrated pruning takes, from its arithmetic and the rate of one matrix product on the device.
+
+Counted per weight [out, in] on ``n`` tokens: two passes of the layer, the gram matrix of its input, the factor of that
+matrix in float64, SparseGPT's sweep and its 25 conjugate-gradient steps, and three passes for each step of matching.
+Attention, reading and writing are left out, and a device runs small products below its rate, so that the result is no
+better than a factor of two.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from slidesparse.offline.calibrate.layer_store import BATCH_TOKENS
+from slidesparse.offline.plan import Plan
+from slidesparse.pruning import SparseGPT
+from slidesparse.weights.pattern import DENSE
+
+SIDE = 1024
+"""Rows and columns of the matrices whose product is timed."""
+
+OVERHEAD = 2.0
+"""Measured over counted time, of SmolLM2-135M on two CPU cores."""
+
+
+def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
+    """Return about how many seconds the layers of a plan take on a device; None where no text is read."""
+    return None if plan.layers is None else OVERHEAD * _operations(plan) / _operations_a_second(device)
+
+
+def _operations(plan: Plan) -> float:
+    layers = plan.layers
+    assert layers is not None
+    solves = isinstance(layers.pruner, SparseGPT)
+    steps = 0 if layers.matching is None else layers.matching.steps
+    total = 0.0
+    for job in (job for jobs in plan.shards.values() for job in jobs.values() if job.layer is not None):
+        for names in job.becomes:
+            rows, columns = sum(job.outputs[name].shape[-2] for name in names), job.outputs[names[0]].shape[-1]
+            tokens = layers.windows.numel() // (1 if job.expert is None else len(job.becomes))
+            total += 4 * tokens * rows * columns + 6 * steps * min(tokens, BATCH_TOKENS) * rows * columns
+            if job.pattern != DENSE:
+                total += 2 * tokens * columns**2
+                total += (4 * columns**3 + 55 * rows * columns**2) * solves
+    return total
+
+
+def _operations_a_second(device: torch.device) -> float:
+    a = torch.randn(SIDE, SIDE, device=device)
+    times = []
+    for _ in range(4):  # the first starts threads or loads a library
+        begin = time.perf_counter()
+        float((a @ a)[0, 0])  # waits for the device
+        times.append(time.perf_counter() - begin)
+    return 2 * SIDE**3 / min(times)
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a rough time in words.
+
+    >>> describe_seconds(8), describe_seconds(130), describe_seconds(9000)
+    ('less than a minute', 'about 3 minutes', 'about 3 hours')
+    """
+    minutes = -(-seconds // 60)
+    if minutes <= 1:
+        return "less than a minute"
+    return f"about {minutes:.0f} minutes" if minutes < 100 else f"about {-(-minutes // 60):.0f} hours"
