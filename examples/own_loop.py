@@ -16,7 +16,7 @@ arguments = parser.parse_args()
 pruned, trained = (f"{arguments.out}/{name}" for name in ("pruned", "trained"))
 Path(arguments.out).mkdir(exist_ok=True)
 
-ss.prune(arguments.model, pruned, "6:8", dtype="bf16", method="sparsegpt")
+ss.prune(arguments.model, pruned, "6:8", dtype="bf16")
 tokenizer = AutoTokenizer.from_pretrained(pruned)
 model = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
 windows = tokenizer(arguments.text.read_text(), return_tensors="pt").input_ids[0].unfold(0, 128, 128)
@@ -31,6 +31,6 @@ for step, batch in enumerate(windows.split(4)):
     held.apply_()  # and sets them back, since the optimiser moved them
     print(f"step {step}: loss {loss.item():.3f}")
 
-# Its config still says which pattern it follows: round it by ss.prune(trained, ..., "6:8", dtype="int8").
+# Its config still says which pattern it follows: round it by ss.prune(trained, ..., "6:8").
 model.to(torch.bfloat16).save_pretrained(trained)
 tokenizer.save_pretrained(trained)

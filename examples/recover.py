@@ -18,7 +18,7 @@ Path(arguments.out).mkdir(exist_ok=True)
 
 # 1. Zeros in a float type, which training needs; the type is the source's. Calibrated on a set that comes along:
 #    calibration="text.txt" is better, with a megabyte of text like the model's use.
-ss.prune(arguments.model, pruned, "6:8", dtype="bf16", method="sparsegpt", match=20)
+ss.prune(arguments.model, pruned, "6:8", dtype="bf16", match_steps=20)
 
 # 2. The pruned model learns to predict what the dense one predicts; the zeros stay. A step has 8 windows here, so that
 #    few tokens make some steps: leave batch out for millions.
@@ -28,4 +28,4 @@ done = ss.recover(
 print(done.describe())
 
 # 3. Rounding keeps the zeros of its source.
-print(ss.prune(recovered, served, "6:8", dtype="int8", method="sparsegpt").describe())
+print(ss.prune(recovered, served, "6:8").describe())

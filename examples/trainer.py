@@ -15,7 +15,7 @@ arguments = parser.parse_args()
 pruned, trained = (f"{arguments.out}/{name}" for name in ("pruned", "trained"))
 Path(arguments.out).mkdir(exist_ok=True)
 
-ss.prune(arguments.model, pruned, "6:8", dtype="bf16", method="sparsegpt")
+ss.prune(arguments.model, pruned, "6:8", dtype="bf16")
 tokenizer = AutoTokenizer.from_pretrained(pruned)
 model = AutoModelForCausalLM.from_pretrained(pruned, dtype="float32")
 windows = tokenizer(arguments.text.read_text(), return_tensors="pt").input_ids[0].unfold(0, 128, 128)
@@ -28,6 +28,6 @@ trainer = Trainer(
 )
 trainer.train()
 
-# Its config still says which pattern it follows: round it by ss.prune(trained, ..., "6:8", dtype="int8").
+# Its config still says which pattern it follows: round it by ss.prune(trained, ..., "6:8").
 trainer.save_model()
 tokenizer.save_pretrained(trained)

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.offline.prune_options import PruneOptions
 
 SMALL = {
     "vocab_size": 96,
@@ -125,3 +126,8 @@ def edited_config(path: Path) -> Iterator[dict[str, Any]]:
 def read_text(source: Any, tokenizer: Any = None) -> str:
     """All documents of a source as one text."""
     return as_text(read_documents(source), tokenizer)
+
+
+def by_magnitude(pattern: str, dtype: str | None = None, **options: Any) -> PruneOptions:
+    """Options of pruning that reads no text, where a test is about something else."""
+    return PruneOptions(pattern, dtype, method="magnitude", **options)

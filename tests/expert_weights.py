@@ -19,14 +19,14 @@ def packed_experts(
     pattern: str = "6:8",
     device: str = "cpu",
     k_offset: int = 0,
-    recipe: Rounding = "absmax",
+    rounding: Rounding = "absmax",
 ) -> list[PackedWeight]:
     """Random weights [out, columns] of a pattern, quantised."""
     made = []
     for _ in range(count):
         whole = torch.randn(out, k_offset + columns, device=device)
         weight = (whole * prune_mask(whole, pattern))[:, k_offset:]
-        values, scale = quantize_weight(weight, dtype, recipe=recipe)
+        values, scale = quantize_weight(weight, dtype, rounding=rounding)
         made.append(pack_by(values.contiguous(), pattern, scale=scale, k_offset=k_offset))
     return made
 

@@ -231,7 +231,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5"),
         "--dtype": ("int8", "fp8", "bf16", "fp32", "int4"),
         "--method": ("magnitude", "wanda", "sparsegpt", "best"),
-        "--recipe": ("absmax", "ternary", "6bit"),
+        "--rounding": ("absmax", "ternary", "6bit"),
         "--ignore": ("re:.*mlp.*", "re:.*", "lm_head", "model.layers.0.self_attn.q_proj"),
         "--layer": ("re:.*down_proj=4:6", "re:.*down_proj=dense", "re:.*q_proj=2:4", "re:.*=dense"),
         "--links": ("refuse", "copy", "skip"),
@@ -255,7 +255,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 USUAL: dict[str, list[str]] = {
     "inspect": [],
     "load": [],
-    "prune": ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"],
+    "prune": ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
 }
 

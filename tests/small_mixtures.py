@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import transformers
+from checkpoints import by_magnitude
 from small_models import EXPERTS, INDICES, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 from torch import nn
 
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
 """Why these are refused in 8 bits: vLLM, or some release, reads only one tensor of all experts, without scales."""
@@ -273,5 +274,5 @@ def pruned_mixture(folder: Path, name: str, settings: dict[str, Any], dtype: str
     model = known(known.config_class(**settings)).to(torch.bfloat16)
     spread_experts(model)
     model.save_pretrained(folder / "dense")
-    prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", dtype, ignore=ignore))
+    prune_checkpoint(folder / "dense", folder / "sparse", by_magnitude("6:8", dtype, ignore=ignore))
     return folder / "sparse"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from checkpoints import by_magnitude
 from small_mixtures import MIXTURES
 from small_models import Architecture, make
 
@@ -21,7 +22,7 @@ import slidesparse
 from slidesparse.errors import SlideSparseError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,12 +66,12 @@ def test_every_architecture_is_treated_or_refused(tmp_path: Path, name: str) -> 
     make(tmp_path / "m", found, found.dtype)
     if (why := found.refused or found.not_quantised) is not None:
         with pytest.raises(SlideSparseError, match=why):
-            prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
         if found.refused:
             return
     dtype = "int8" if found.not_quantised is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[found.dtype]
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype))
     assert summary.patterns
     assert summary.in_transformers == (found.alone is None or dtype != "int8")
     inspection = inspect_checkpoint(tmp_path / "s")
@@ -85,7 +86,7 @@ def test_every_architecture_is_treated_or_refused(tmp_path: Path, name: str) -> 
         assert similarity(tmp_path / "s", found) > 0.95
     # Without rounding nothing differs but the order of sums.
     make(tmp_path / "m32", found, torch.float32)
-    prune_checkpoint(tmp_path / "m32", tmp_path / "s32", PruneOptions("6:8", "fp32"))
+    prune_checkpoint(tmp_path / "m32", tmp_path / "s32", by_magnitude("6:8", "fp32"))
     assert similarity(tmp_path / "s32", found) > 1 - 1e-5
 
 
@@ -107,8 +108,8 @@ SEEING = [name for name, one in ARCHITECTURES.items() if "vision_config" in one.
 def test_the_other_parts_on_request(tmp_path: Path, name: str, part: Any) -> None:
     found = ARCHITECTURES[name]
     make(tmp_path / "m", found, torch.float32)
-    language = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "fp32"))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32", part=part))
+    language = prune_checkpoint(tmp_path / "m", tmp_path / "l", by_magnitude("6:8", "fp32"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp32", part=part))
     assert (set(language.patterns) < set(summary.patterns)) == (part == "all")
     assert (not set(language.patterns) & set(summary.patterns)) == (part == "vision")
     assert similarity(tmp_path / "s", found) > 1 - 1e-5

@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "matmul backend": lambda v: matmul(WEIGHT, INT8, backend=v),
     "SlideLinear choice": lambda v: SlideLinear(INT8, choice=v),
     "SlideLinear dense_dtype": lambda v: SlideLinear(INT8, dense_dtype=v),
-    "from_linear recipe": lambda v: from_linear(recipe=v),
+    "from_linear rounding": lambda v: from_linear(rounding=v),
     "PackedWeight": lambda v: SlideLinear(PackedWeight(v, (16, 32), 0, INT8.values, INT8.code)),
     "PackedWeight values": lambda v: PackedWeight(Pattern(6, 8), (16, 32), 0, v, INT8.code),
     "PackedWeight.to": INT8.to,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, write_text
 
 from slidesparse import pruning as methods
 from slidesparse.base import from_bench, progress
@@ -27,7 +27,7 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.offline.info import collect
 from slidesparse.offline.outcome import BY_SIZE
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.pattern import Pattern
 
 
@@ -44,7 +44,17 @@ def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
 def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     capsys.readouterr()
-    arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "fp8"]
+    arguments = [
+        "prune",
+        str(tmp_path / "m"),
+        str(tmp_path / "s"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "fp8",
+    ]
     assert main([*arguments, "--layer", "re:.*down_proj=8:10", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["patterns"]["model.layers.1.mlp.down_proj"] == "8:10"
@@ -80,7 +90,19 @@ def test_a_layer_that_cannot_run_is_a_problem_and_has_no_backend(
 
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
-    main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"])
+    main(
+        [
+            "prune",
+            str(tmp_path / "m"),
+            str(tmp_path / "s"),
+            "--pattern",
+            "6:8",
+            "--method",
+            "magnitude",
+            "--dtype",
+            "int8",
+        ]
+    )
     with edited_config(tmp_path / "s") as config:
         config["slidesparse_config"]["pattern"] = "4:6"
     capsys.readouterr()
@@ -92,7 +114,11 @@ def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "kind", "what"),
     [
         (["inspect", "MISSING"], "InputError", "no checkpoint folder at"),
-        (["prune", "M", "S", "--pattern", "6_8", "--dtype", "int8"], "InputError", "not a pattern"),
+        (
+            ["prune", "M", "S", "--pattern", "6_8", "--method", "magnitude"],
+            "InputError",
+            "not a pattern",
+        ),
         (["eval", "M", "--text", "MISSING"], "InputError", "cannot read"),
     ],
 )
@@ -200,10 +226,10 @@ def test_a_quiet_command_gives_no_advice_and_the_whole_result(
 ) -> None:
     make_checkpoint(tmp_path / "m")
     text = write_text(tmp_path / "text.txt", words=20)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp8"))
     add_tokenizer(tmp_path / "s")
     (tmp_path / "m/tokenizer.json").unlink()
-    new = ["--pattern", "6:8", "--dtype", "fp8"]
+    new = ["--pattern", "6:8", "--method", "magnitude", "--dtype", "fp8"]
     of_type = warn_of_type(torch.float8_e4m3fn)
     card = "README.md is a model card to read and correct"
     few = "only 104 tokens: another text may give quite other figures; take 1000 or more"
@@ -231,7 +257,7 @@ def test_other_libraries_are_quiet(tmp_path: Path, capsys: pytest.CaptureFixture
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     text = write_text(tmp_path / "text.txt", words=20)
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("dense", "int8"))
     with edited_config(tmp_path / "q") as config:
         del config["slidesparse_config"]
     done = _run_module("eval", str(tmp_path / "q"), "--text", str(text), "--device", "cpu", path=tmp_path)
@@ -247,7 +273,7 @@ def test_tables_and_texts_fit_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=2)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("4:6", "fp8"))
     capsys.readouterr()
     shown = {}
     for width in (None, 40, 60, 80):
@@ -298,7 +324,7 @@ def test_tune_refuses_what_to_measure_where_it_measures_nothing(
     for given, told in (
         (["Qwen2.5-7B", instead, file], "MODEL"),
         ([instead, file, "--models", "Qwen2.5-7B", "--tokens", "64", "--dtype", "int8"], "MODEL, --dtype, --tokens"),
-        ([instead, file, "--pattern", "6:8", "--backends", "hopper"], "--pattern, --backends"),
+        ([instead, file, "--pattern", "6:8", "--method", "magnitude", "--backends", "hopper"], "--pattern, --backends"),
     ):
         assert main(["tune", *given]) == 1
         assert f"{instead}; got {told}; needed none" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, tokens, write_text
 
 import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.offline.calibrate.calibration import load_tokenizer
 from slidesparse.offline.evaluate import evaluate, load_any
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 KERNEL = "kernels-community/flash-attn2"
 
@@ -64,7 +64,7 @@ def evil_tokenizer(tmp_path: Path) -> Path:
 def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
     for run in (
         lambda: build_meta_model(Checkpoint(evil_config)),
-        lambda: prune_checkpoint(evil_config, evil_config.parent / "s", PruneOptions("6:8", "int8")),
+        lambda: prune_checkpoint(evil_config, evil_config.parent / "s", by_magnitude("6:8", "int8")),
         lambda: load_any(Checkpoint(evil_config), torch.device("cpu")),
     ):
         with pytest.raises(UnsupportedError, match=r"code of its own; got model_type 'evil'.*custom code is not run"):
@@ -87,7 +87,7 @@ def test_code_that_transformers_need_not_run_is_left_alone(tmp_path: Path) -> No
     edit(tmp_path / "m/config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     with_code(tmp_path / "m", "C = M = None")
     load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     slidesparse.load(tmp_path / "s")
     assert not (tmp_path / "m/executed").exists()
     assert not list((tmp_path / "s").rglob("*.py"))

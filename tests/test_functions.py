@@ -19,7 +19,7 @@ from slidesparse.offline.outcome import PruneSummary
 OF_THE_COMMAND_LINE = {"help", "json", "verbose", "quiet", "own_chats", "prompts", "join_timeout"}
 """How it is told, chats that ``slidesparse chats`` writes, and processes that torchrun starts."""
 
-OTHERWISE = {"no_bos": "bos", "layer": "layers", "recipe": "rounding"}
+OTHERWISE = {"no_bos": "bos", "layer": "layers"}
 """Options whose arguments have another name: several of them in one, or the opposite."""
 
 
@@ -79,7 +79,7 @@ def test_prune_writes_what_the_command_writes(folder: Path) -> None:
     done = ss.prune("Qwen2.5-7B", "one", "4:6", dtype="int8", method="wanda", calibration="text.txt", samples=4, seed=1)
     assert isinstance(done, PruneSummary)
     options = ["--dtype", "int8", "--method", "wanda", "--calibration", "text.txt", "--samples", "4", "--seed", "1"]
-    assert main(["prune", "Qwen2.5-7B", "two", "--pattern", "4:6", *options]) == 0
+    assert main(["prune", "Qwen2.5-7B", "two", "--pattern", "4:6", "--method", "magnitude", *options]) == 0
     assert contents(folder / "one") == contents(folder / "two")
     assert set(done.patterns.values()) == {"4:6"}
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, edited_config, make_checkpoint, tokens, write_text
+from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, tokens, write_text
 from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ import slidesparse
 from slidesparse.cli import main
 from slidesparse.errors import SlideSparseError
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
@@ -61,8 +61,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, size in (("dense", "5GB"), ("sharded", "20KB")):
         make_checkpoint(folder / name, num_hidden_layers=1, hidden_size=32, intermediate_size=40, shard_size=size)
         add_tokenizer(folder / name)
-    prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6", "int8"))
-    prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "int8"))
+    prune_checkpoint(folder / "dense", folder / "pruned", by_magnitude("4:6", "int8"))
+    prune_checkpoint(folder / "dense", folder / "w8a8", by_magnitude("dense", "int8"))
     with edited_config(folder / "w8a8") as config:
         del config[MARKER_KEY]
     return folder

@@ -526,8 +526,8 @@ def test_a_layer_of_six_bits_takes_a_state_dict_of_eight(monkeypatch: pytest.Mon
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     linear = nn.Linear(64, 32, bias=False)
     layer, eight = (
-        SlideLinear.from_linear(linear, "6:8", method="magnitude", fallback="none", recipe=recipe)
-        for recipe in ("6bit", "absmax")
+        SlideLinear.from_linear(linear, "6:8", method="magnitude", fallback="none", rounding=rounding)
+        for rounding in ("6bit", "absmax")
     )
     assert (layer.choice.backends, eight.choice.backends) == (("hopper-6bit",), ("hopper",))
     pruned = linear.weight.detach() * prune_mask(linear.weight.detach(), "6:8")
@@ -543,7 +543,7 @@ def test_a_layer_of_six_bits_takes_a_state_dict_of_eight(monkeypatch: pytest.Mon
 def test_a_backend_that_was_asked_for_does_not_change_with_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     linear = nn.Linear(64, 32, bias=False)
-    layer = SlideLinear.from_linear(linear, "6:8", method="magnitude", backend="hopper-6bit", recipe="6bit")
+    layer = SlideLinear.from_linear(linear, "6:8", method="magnitude", backend="hopper-6bit", rounding="6bit")
     pruned = linear.weight.detach() * prune_mask(linear.weight.detach(), "6:8")
     values, scale = quantize_weight(pruned, torch.int8)
     with pytest.raises(RuntimeError, match="a value of its weight has more than 6 bits"):

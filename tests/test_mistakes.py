@@ -14,7 +14,7 @@ from no_gpu import too_old
 
 from slidesparse.cli import main
 
-PRUNE = ["prune", "m", "s", "--pattern", "6:8", "--dtype", "int8"]
+PRUNE = ["prune", "m", "s", "--pattern", "6:8", "--method", "magnitude"]
 WANDA = [*PRUNE, "--method", "wanda", "--calibration", "text.txt", "--samples", "2", "--length", "16"]
 EVAL = ["eval", "m", "--text", "text.txt"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from slidesparse.cli import main
 
-PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
+PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--method", "magnitude"]
 TEXT = ["--calibration", "MISSING.txt"]
 WANDA = [*PRUNE, "--method", "wanda", *TEXT]
 IDLE = "calibration windows; got {} without --calibration"
@@ -22,25 +22,38 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "windows of no text without BOS": ([*PRUNE, "--no-bos"], IDLE.format("--no-bos")),
     "text for magnitude": ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt"),
     "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
-    "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
-    "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3"),
+    "matching without text": ([*PRUNE, "--match-steps", "9"], "matching needs calibration text"),
+    "negative matching": ([*WANDA, "--match-steps", "-3"], "steps of matching; got -3"),
     "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
-    "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
-    "six bits in FP8": ([*PRUNE, "--recipe", "6bit", "--dtype", "fp8"], "the 6bit recipe ends in INT8 storage"),
+    "ternary in FP8": (
+        [*PRUNE, "--rounding", "ternary", "--dtype", "fp8"],
+        "the ternary rounding ends in INT8 storage",
+    ),
+    "six bits in FP8": ([*PRUNE, "--rounding", "6bit", "--dtype", "fp8"], "the 6bit rounding ends in INT8 storage"),
     "six bits of nothing": (
-        [*PRUNE, "--recipe", "6bit", "--pattern", "dense", "--layer", "re:.*down_proj=dense"],
-        "options without effect; got --recipe 6bit without a pattern",
+        [
+            *PRUNE,
+            "--rounding",
+            "6bit",
+            "--pattern",
+            "dense",
+            "--method",
+            "magnitude",
+            "--layer",
+            "re:.*down_proj=dense",
+        ],
+        "options without effect; got --rounding 6bit without a pattern",
     ),
     "matching of nothing": (
-        [*WANDA, "--pattern", "dense", "--match", "9"],
-        "options without effect; got --match without a pattern",
+        [*WANDA, "--pattern", "dense", "--method", "magnitude", "--match-steps", "9"],
+        "options without effect; got --match-steps without a pattern",
     ),
     "a method for nothing": (
-        [*WANDA, "--pattern", "dense", "--dtype", "bf16"],
+        [*WANDA, "--pattern", "dense", "--method", "magnitude", "--dtype", "bf16"],
         "options without effect; got --method wanda without a pattern",
     ),
-    "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
-    "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
+    "ternary and wanda": ([*WANDA, "--rounding", "ternary"], "the ternary rounding cannot be calibrated; got wanda"),
+    "no pattern": ([*PRUNE, "--pattern", "6_8", "--method", "magnitude"], "not a pattern; got '6_8'"),
     "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),
     "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
     "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0"),

@@ -240,7 +240,7 @@ def test_a_weight_is_quantised_as_its_rows_are(dtype: torch.dtype, storage: torc
 def test_six_bits_are_int8_multiples_of_four(dtype: torch.dtype) -> None:
     weight = torch.randn(300, 64).to(dtype)
     weight[::7], weight[:, 5] = 0, 0
-    values, scale = quantize_weight(weight, torch.int8, recipe="6bit")
+    values, scale = quantize_weight(weight, torch.int8, rounding="6bit")
     assert (value_bits(values), values.min(), values.max()) == (6, -124, 124)
     assert not values[::7].any()
     assert not values[:, 5].any()
@@ -262,9 +262,9 @@ def test_a_faulty_row_of_six_bits_stays_visible() -> None:
     assert bool(values[2].abs().le(124).all())
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("6bits", torch.int8), (6, torch.int8), ("6bit", torch.float8_e4m3fn)])
-def test_roundings_that_there_are_not(recipe: object, dtype: torch.dtype) -> None:
-    with pytest.raises(InputError, match="recipe"):
-        check_rounding(recipe, dtype)
-    with pytest.raises(InputError, match="recipe"):
-        quantize_weight(torch.ones(2, 4), dtype, recipe=recipe)  # type: ignore[arg-type] # a user's
+@pytest.mark.parametrize(("rounding", "dtype"), [("6bits", torch.int8), (6, torch.int8), ("6bit", torch.float8_e4m3fn)])
+def test_roundings_that_there_are_not(rounding: object, dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="rounding"):
+        check_rounding(rounding, dtype)
+    with pytest.raises(InputError, match="rounding"):
+        quantize_weight(torch.ones(2, 4), dtype, rounding=rounding)  # type: ignore[arg-type] # a user's

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from checkpoints import by_magnitude
 from safetensors.torch import load_file, save_file
 
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneRounding
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -158,11 +159,11 @@ def write_pruned(
     pattern: str = "6:8",
     dtype: str = "int8",
     seed: int = 0,
-    recipe: Recipe = "absmax",
+    rounding: PruneRounding = "absmax",
     **shapes: int,
 ) -> Path:
     """Write a random model of a family and prune its language part into ``folder/pruned``."""
     source, pruned = folder / "source", folder / "pruned"
     write_model(source, name, seed, **shapes)
-    prune_checkpoint(source, pruned, PruneOptions(pattern, dtype, recipe=recipe), progress=False)
+    prune_checkpoint(source, pruned, by_magnitude(pattern, dtype, rounding=rounding), progress=False)
     return pruned

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from vllm_families import SMALL, VISION_MODEL, write_pruned
 
 from slidesparse.errors import SlideSparseError
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune_options import PruneRounding
 from slidesparse_bench.engine.eagle_head import write_eagle_head
 from slidesparse_bench.engine.engine_process import ENVIRONMENT, EngineOptions, answer_calls
 
@@ -268,8 +268,10 @@ def checkpoint(folder: Path, family: str, dtype: str, what: str, **shapes: int) 
     if path.exists():
         return path
     if what in ("first", "second", "six bits"):
-        recipe: Recipe = "6bit" if what == "six bits" else "absmax"
-        made = write_pruned(folder / f"{path.name}-made", family, "6:8", dtype, int(what == "second"), recipe, **shapes)
+        rounding: PruneRounding = "6bit" if what == "six bits" else "absmax"
+        made = write_pruned(
+            folder / f"{path.name}-made", family, "6:8", dtype, int(what == "second"), rounding, **shapes
+        )
         made.rename(path)
     elif what == "adapter":
         write_adapter(path)

@@ -82,7 +82,7 @@ def write_nothing(
     pattern: Any,
     device: object,
     layers: Mapping[str, Any] | None = None,
-    recipe: str = "absmax",
+    rounding: str = "absmax",
     lm_head: bool = False,
     four_bits: str | None = None,
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from no_gpu import too_old
 
 import slidesparse
@@ -12,7 +12,6 @@ from slidesparse import InputError, UnsupportedError
 from slidesparse.base.device import mostly_free, usable_device, why_no_cuda
 from slidesparse.offline import info
 from slidesparse.offline.prune import prune_checkpoint
-from slidesparse.offline.prune_options import PruneOptions
 
 
 def test_a_cpu_always_serves() -> None:
@@ -23,7 +22,7 @@ def test_the_first_cpu_is_the_cpu(tmp_path: Path) -> None:
     """Libraries that read files know no numbers of CPUs, and a file was said to be damaged."""
     assert usable_device("cpu:0") == usable_device(torch.device("cpu", 0)) == torch.device("cpu")
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"), device="cpu:0")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"), device="cpu:0")
     assert slidesparse.load(tmp_path / "s", device="cpu:0").device == torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, edited_config, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -40,14 +40,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pruned(dense: Path) -> Path:
-    prune_checkpoint(dense, dense.parent / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(dense, dense.parent / "s", by_magnitude("6:8", "int8"))
     return dense.parent / "s"
 
 
 @pytest.fixture(scope="module")
 def quantised(dense: Path) -> Path:
     """A W8A8 checkpoint without a marker, as other tools write it."""
-    prune_checkpoint(dense, dense.parent / "q", PruneOptions("dense", "int8"))
+    prune_checkpoint(dense, dense.parent / "q", by_magnitude("dense", "int8"))
     with edited_config(dense.parent / "q") as config:
         del config["slidesparse_config"]
     return dense.parent / "q"
@@ -145,7 +145,7 @@ def test_a_source_is_refused_before_anything_is_written(
     damage, words = (SCALES | TENSORS)[case]
     folder = damaged(quantised if case in SCALES else dense, tmp_path / "broken", damage)
     with pytest.raises(CheckpointError) as error:
-        prune_checkpoint(folder, tmp_path / "out", PruneOptions("6:8", "int8"))
+        prune_checkpoint(folder, tmp_path / "out", by_magnitude("6:8", "int8"))
     assert words in str(error.value)
     assert not (tmp_path / "out").exists()
     if case not in ("NaN norm", "Inf head"):  # which only reading shows
@@ -161,7 +161,7 @@ def test_a_row_of_zeros_may_have_a_scale_of_zero(quantised: Path, tmp_path: Path
         put(f"{Q}.weight_scale", with_row(3, 0.0))(tensors, _)
 
     folder = damaged(quantised, tmp_path / "m", empty_row)
-    prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8"))
+    prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8"))
     slidesparse.load(tmp_path / "s")
     assert inspect_checkpoint(tmp_path / "s").ok
 
@@ -208,7 +208,7 @@ def test_old_quantised_checkpoints_have_no_key(
         (folder / file).write_text('{"bits": 4}')
     says = f"quantisation of the source; got {got} and AWQ write them; needed none"
     with pytest.raises(CheckpointError) as error:
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
     assert str(error.value).startswith(says)
     assert str(error.value).endswith("; start from the model as it was before it was quantised")
     with pytest.raises(CheckpointError, match="quantisation of the source"):
@@ -231,20 +231,20 @@ def test_old_quantised_checkpoints_have_no_key(
 def test_config_groups_of_the_wrong_kind(quantised: Path, tmp_path: Path, groups: object) -> None:
     folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(config_groups=groups))
     with pytest.raises(CheckpointError, match=r"quanti[sz]ation"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 @pytest.mark.parametrize("ignore", ["lm_head", [3]])
 def test_ignore_lists_of_the_wrong_kind(quantised: Path, tmp_path: Path, ignore: object) -> None:
     folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(ignore=ignore))
     with pytest.raises(CheckpointError, match="ignore of quantization_config"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 def test_an_old_config_of_packed_bitnet_weights(dense: Path, tmp_path: Path) -> None:
     folder = damaged(dense, tmp_path / "m", lambda _, c: c.update(compression_config={"quant_method": "bitnet"}))
     with pytest.raises(CheckpointError, match="packed ternary weights"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", recipe="ternary"))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8", rounding="ternary"))
 
 
 @pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
@@ -254,7 +254,7 @@ def test_generation_settings_that_loading_would_refuse(
     shutil.copytree(dense, tmp_path / "m")
     (tmp_path / "m/generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert not (tmp_path / "s.partial").exists()
     assert main(["inspect", str(tmp_path / "m")]) == 1
     assert "generation_config.json" in capsys.readouterr().out
@@ -265,11 +265,11 @@ def test_generation_settings_that_loading_would_refuse(
 
 @pytest.mark.parametrize("pattern", ["4:6", "dense"])
 def test_q_k_and_v_have_one_pattern(dense: Path, tmp_path: Path, pattern: str) -> None:
-    options = PruneOptions("6:8", "int8", layers={"re:.*q_proj": pattern})
+    options = by_magnitude("6:8", "int8", layers={"re:.*q_proj": pattern})
     with pytest.raises(InputError, match=rf"different patterns; got {Q}: {pattern}, .*k_proj: 6:8.*needed one pattern"):
         prune_checkpoint(dense, tmp_path / "s", options)
     alike = dict.fromkeys((f"re:.*{name}_proj" for name in "qkv"), pattern)
-    prune_checkpoint(dense, tmp_path / "s", PruneOptions("6:8", "int8", layers=alike))
+    prune_checkpoint(dense, tmp_path / "s", by_magnitude("6:8", "int8", layers=alike))
 
 
 @pytest.mark.parametrize(
@@ -286,12 +286,12 @@ def test_q_k_and_v_are_left_alone_together(
 ) -> None:
     """vLLM refuses a checkpoint in which the parts of one of its layers are quantised and not."""
     layers = dict.fromkeys(("re:.*k_proj", "re:.*v_proj"), others)
-    options = PruneOptions("6:8", dtype, layers=layers, ignore=("re:.*q_proj",))
+    options = by_magnitude("6:8", dtype, layers=layers, ignore=("re:.*q_proj",))
     if told is None:
         prune_checkpoint(dense, tmp_path / "s", options)
     else:
         with pytest.raises(InputError, match=rf"different patterns; got {Q}: {told}.*or all left alone"):
             prune_checkpoint(dense, tmp_path / "s", options)
         assert not list(tmp_path.iterdir())
-    alone = PruneOptions("6:8", dtype, ignore=("re:.*[qkv]_proj", "re:.*o_proj"))
+    alone = by_magnitude("6:8", dtype, ignore=("re:.*[qkv]_proj", "re:.*o_proj"))
     prune_checkpoint(dense, tmp_path / "t", alone)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -150,7 +150,7 @@ def test_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
     path = tmp_path / "m" / name
     path.write_text(path.read_text(), encoding=encoding)
     with pytest.raises(CheckpointError, match=rf"{name} .*; save it as UTF-8 without a byte-order mark"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 def test_missing_shard(tmp_path: Path) -> None:

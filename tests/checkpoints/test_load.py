@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from torch import nn
 
 import slidesparse
@@ -17,7 +17,7 @@ from slidesparse.checkpoints import load
 from slidesparse.errors import InputError
 from slidesparse.gemm import Problem
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.tuning.at_load import LoadTuner
 
 
@@ -33,7 +33,7 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(LoadTuner, "wants", wants)
     monkeypatch.setattr(LoadTuner, "measure", lambda self, *given: measured.append(given))
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     slidesparse.load(tmp_path / "s", fallback="none")
     assert len(offered) == 14
     assert [(problem, packed.shape, fallback) for problem, packed, fallback in measured] == [
@@ -47,7 +47,7 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
 def test_a_backend_that_was_named_runs_the_sparse_layers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     layers = {"re:.*down_proj": "dense"}
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", layers=layers))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", layers=layers))
     model = slidesparse.load(tmp_path / "s", backend="reference")
     slides = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
     assert len(slides) == 14
@@ -78,7 +78,7 @@ def test_threads_load_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(load, "build_meta_model", enter)
     monkeypatch.setattr(load, "_load_rest", leave)
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     with ThreadPoolExecutor(3) as threads:
         models = list(threads.map(load.load, [tmp_path / "s"] * 3))
     tokens = torch.arange(4, 9).unsqueeze(0)

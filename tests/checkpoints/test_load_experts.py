@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import by_magnitude
 from small_mixtures import MIXTURES, packed_mixtures
 from small_models import make
 from torch import nn
@@ -27,7 +28,7 @@ from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
 from slidesparse.offline.evaluate import how_experts_ran
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.pattern import Pattern
 
 IDS = torch.arange(12)[None]
@@ -42,7 +43,7 @@ def pruned(path: Path, name: str, dtype: str = "int8", pattern: str = "6:8", **o
             if parameter.dim() == 3:
                 parameter.normal_(std=0.2)  # so that experts decide the result
     model.save_pretrained(path / "m")
-    prune_checkpoint(path / "m", path / "s", PruneOptions(pattern, dtype, **options))
+    prune_checkpoint(path / "m", path / "s", by_magnitude(pattern, dtype, **options))
     return path / "s"
 
 
@@ -175,7 +176,9 @@ def test_experts_whose_product_was_wrong_run_dense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bits: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    paths = {n: pruned(tmp_path / recipe, "qwen3-moe", recipe=recipe) for n, recipe in ((8, "absmax"), (6, "6bit"))}
+    paths = {
+        n: pruned(tmp_path / rounding, "qwen3-moe", rounding=rounding) for n, rounding in ((8, "absmax"), (6, "6bit"))
+    }
     pattern = Pattern(6, 8)
     kind = expert_times.ExpertKind(torch.int8, pattern, pattern, 64, 48, 4, 4, 2, torch.device("cpu"), bits)
     expert_times.keep_expert_times(kind, None, ["hopper"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, tokens, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -19,7 +19,7 @@ from slidesparse.checkpoints.marker import quantisation_dtype
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 Config = dict[str, Any]
 ROTATION = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
@@ -33,8 +33,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "m", num_hidden_layers=1)
     add_tokenizer(folder / "m")
     write_text(folder / "text.txt")
-    prune_checkpoint(folder / "m", folder / "s", PruneOptions("6:8", "int8"))
-    prune_checkpoint(folder / "m", folder / "q", PruneOptions("dense", "int8"))
+    prune_checkpoint(folder / "m", folder / "s", by_magnitude("6:8", "int8"))
+    prune_checkpoint(folder / "m", folder / "q", by_magnitude("dense", "int8"))
     rewrite(folder / "q", lambda config: config.pop(MARKER_KEY))
     return folder
 
@@ -106,7 +106,7 @@ def test_every_command_refuses_it(
     text, new = str(sources / "text.txt"), str(tmp_path / "new")
     words = {
         "inspect": [folder],
-        "prune": [folder, new, "--pattern", "6:8"],
+        "prune": [folder, new, "--pattern", "6:8", "--method", "magnitude"],
         "eval": [folder, "--text", text],
         "recover": [folder, new, "--dense", str(sources / "m"), "--tokens", "1M", "--text", text],
     }[command]
@@ -195,7 +195,7 @@ def test_our_scheme_in_other_words(sources: Path, tmp_path: Path, groups: dict[s
         tensors[f"{left}.weight"] = load_file(sources / "m/model.safetensors")[f"{left}.weight"]
         del tensors[f"{left}.weight_scale"]
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        prune_checkpoint(folder, folder.with_name(f"{folder.name}-s"), PruneOptions("6:8"))
+        prune_checkpoint(folder, folder.with_name(f"{folder.name}-s"), by_magnitude("6:8"))
     found = [load_file(tmp_path / f"{name}-s/model.safetensors") for name in ("plain", "other")]
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
@@ -223,9 +223,9 @@ def test_two_types_in_two_groups_are_not_ours(sources: Path) -> None:
 def test_a_quantisation_that_no_tensor_has(sources: Path, tmp_path: Path, left_over: Config) -> None:
     folder = copied(sources / "m", tmp_path / "m", put("quantization_config", value=left_over))
     with pytest.raises(CheckpointError, match=r"all weights in BF16; remove quantization_config from config\.json"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
     rewrite(folder, lambda config: config.pop("quantization_config"))
-    prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 def test_one_layer_in_floats(sources: Path, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_one_layer_in_floats(sources: Path, tmp_path: Path) -> None:
     del tensors[f"{name}.weight_scale"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"leave it alone with --ignore {name}"):
-        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8"))
-    prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", ignore=(name,)))
+        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8"))
+    prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", ignore=(name,)))
 
 
 @pytest.mark.parametrize("key", ["use_rms_norm", "modules_to_not_convert", "unheard_of"])

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import add_tokenizer, make_checkpoint, tokens
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, tokens
 
 import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -44,7 +44,7 @@ def check(folder: Path, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 def test_a_loaded_model(tmp_path: Path, name: str, dtype: str) -> None:
     make_checkpoint(tmp_path / "m", name, num_hidden_layers=1)
-    options = PruneOptions("6:8", dtype, layers={"re:.*down_proj": "4:6"})
+    options = by_magnitude("6:8", dtype, layers={"re:.*down_proj": "4:6"})
     prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     model = slidesparse.load(tmp_path / "s")
     model.save_pretrained(tmp_path / "again")  # type: ignore[operator]
@@ -114,7 +114,7 @@ def test_pruning_without_transformers_names_what_to_install(tmp_path: Path, monk
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match="transformers is not installed"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 class Around(torch.nn.Module):
@@ -189,7 +189,7 @@ def test_sentence_transformers_run_our_model_in_8_bits(tmp_path: Path) -> None:
     add_tokenizer(tmp_path / "m")
     settings = tmp_path / "m/tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": "<unk>"}))
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     dense, pruned = (library.SentenceTransformer(str(tmp_path / name), device="cpu") for name in "ms")
     texts = ["six of eight", "all"]
     with pytest.raises(RuntimeError, match="same dtype"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from checkpoints import by_magnitude
 from safetensors.torch import load_file, save_file
 from small_models import make
 from test_architectures import answer
@@ -18,7 +19,7 @@ import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.offline.evaluate import load_any
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 HEADS = {"llama": "lm_head", "gemma3": "lm_head", "t5": "lm_head", "bert-mlm": "cls.predictions.decoder"}
 
@@ -45,14 +46,14 @@ def test_a_head_of_its_own_is_kept_and_said_to_be_one(
     """Servers go by config.json, and took the embedding in its place; --lm-head had no effect."""
     found, head = ARCHITECTURES[name], HEADS[name]
     make_tied(tmp_path / "m", name, head, equal=False)
-    dense = prune_checkpoint(tmp_path / "m", tmp_path / "d", PruneOptions("dense", "fp32"))
+    dense = prune_checkpoint(tmp_path / "m", tmp_path / "d", by_magnitude("dense", "fp32"))
     assert dense.dense[head] == "output embedding"
     assert f"{head}.weight differs from" in caplog.text
     known = getattr(transformers, found.model)
     right = answer(known.from_pretrained(tmp_path / "m").eval(), found)
     assert torch.allclose(answer(slidesparse.load(tmp_path / "d"), found), right, atol=1e-4)
     assert torch.allclose(answer(load_any(Checkpoint(tmp_path / "m"), torch.device("cpu")), found), right, atol=1e-4)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32", lm_head=True))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp32", lm_head=True))
     assert done.patterns[head] == "6:8"
     ours, theirs = slidesparse.load(tmp_path / "s"), known.from_pretrained(tmp_path / "s").eval()
     assert torch.allclose(answer(ours, found), answer(theirs, found), atol=1e-4)
@@ -64,20 +65,20 @@ def test_a_head_of_its_own_is_kept_and_said_to_be_one(
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_is_stored_twice_is_tied(tmp_path: Path, name: str) -> None:
     make_tied(tmp_path / "m", name, HEADS[name], equal=True)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert done.dense[HEADS[name]] == "shares its weight with the input embedding"
     assert config(tmp_path / "s")["tie_word_embeddings"]
     loaded = slidesparse.load(tmp_path / "s")
     assert loaded.get_submodule(HEADS[name]).weight is loaded.get_input_embeddings().weight
     with pytest.raises(InputError, match=r"lm-head.*shares its weight"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", lm_head=True))
+        prune_checkpoint(tmp_path / "m", tmp_path / "h", by_magnitude("6:8", "int8", lm_head=True))
 
 
 def test_an_untied_head_that_is_not_there(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32, tie_word_embeddings=True)
     (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {"tie_word_embeddings": False}))
     with pytest.raises(CheckpointError, match=r"no lm_head\.weight;.*tie_word_embeddings: true"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 @pytest.mark.parametrize(
@@ -88,14 +89,14 @@ def test_layers_beyond_those_of_the_config(tmp_path: Path, name: str, key: str) 
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {key: 1}))
     with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond those of"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 def test_drafts_are_no_layers_beyond(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32)
     changed = config(tmp_path / "m") | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     (tmp_path / "m/config.json").write_text(json.dumps(changed))
-    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8")).unexpected
+    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8")).unexpected
 
 
 def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "m/model.safetensors")
     weights[name] = torch.tensor([0.1, 0.2, 0.3, 0.7])
     save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "bf16"))
     for folder in ("m", "s"):
         known = getattr(transformers, found.model).from_pretrained(tmp_path / folder)
         assert torch.equal(known.state_dict()[name], weights[name])

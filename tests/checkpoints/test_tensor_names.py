@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from checkpoints import by_magnitude
 from safetensors.torch import load_file, save_file
 from small_models import VISION, Architecture, image, make
 
@@ -20,9 +21,9 @@ from slidesparse.errors import CheckpointError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
-FP32 = PruneOptions("6:8", "fp32")
+FP32 = by_magnitude("6:8", "fp32")
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -43,7 +44,7 @@ def written(path: Path, name: str, change: Change | None = None, **changes: obje
 def test_a_name_that_transformers_5_changed(tmp_path: Path) -> None:
     meta = written(tmp_path / "m", "gpt-neox")
     assert meta.prefix("lm_head") == "embed_out"
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     config = Checkpoint(tmp_path / "s").config
     assert "lm_head" in summary.dense
     assert config[MARKER_KEY]["ignore"] == ["lm_head"]
@@ -158,7 +159,7 @@ def test_buffers_have_the_type_in_which_the_model_runs(tmp_path: Path) -> None:
     """As transformers builds it: XGLM adds its table of positions to embeddings."""
     found = replace(ARCHITECTURES["xglm"], dtype=torch.bfloat16)
     make(tmp_path / "m", found)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     with torch.no_grad():
         assert slidesparse.load(tmp_path / "s")(**found.inputs()).logits.dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32

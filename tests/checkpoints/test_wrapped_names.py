@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.errors import CheckpointError, SlideSparseWarning
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
-INT8 = PruneOptions("6:8", "int8")
+INT8 = by_magnitude("6:8", "int8")
 
 
 @pytest.fixture(scope="module")

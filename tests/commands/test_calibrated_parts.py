@@ -53,7 +53,7 @@ def test_an_output_embedding_is_treated_beside_calibrated_layers_where_it_is_not
     make_checkpoint(tmp_path / "m", "llama", torch.float32)
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    options = PruneOptions("6:8", "int8", method="sparsegpt", calibration=text, recipe="6bit", lm_head=True, **step)
+    options = PruneOptions("6:8", "int8", method="sparsegpt", calibration=text, rounding="6bit", lm_head=True, **step)
     told = "outside of it: lm_head; put them on the ignore list .--ignore., or leave them at dense .--layer NAME=dense."
     with pytest.raises(InputError, match=told):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import add_tokenizer, make_checkpoint
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
@@ -18,14 +18,14 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.write_errors import locked
 from slidesparse.offline import execute
 from slidesparse.offline.dry_run import DryRun, dry_run
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_it_says_what_the_run_does(tmp_path: Path, dtype: str) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
     (tmp_path / "m/pytorch_model.bin").write_text("other weights")
-    options = PruneOptions("6:8", dtype, layers={"re:.*down_proj": "4:6"}, ignore=("re:.*o_proj",))
+    options = by_magnitude("6:8", dtype, layers={"re:.*down_proj": "4:6"}, ignore=("re:.*o_proj",))
     said = dry_run(tmp_path / "m", tmp_path / "new/q", options)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     done = prune_checkpoint(tmp_path / "m", tmp_path / "new/q", options)
@@ -52,7 +52,7 @@ def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
         (tmp_path / "m" / file).parent.mkdir(exist_ok=True)
         (tmp_path / "m" / file).write_text('{"made": "for the test"}')
     is_there = file is not None and "/" not in file
-    options = PruneOptions("6:8", "int8")
+    options = by_magnitude("6:8", "int8")
     for told in (dry_run, prune_checkpoint):
         found = told(tmp_path / "m", tmp_path / "q", options)
         assert found.lacks_tokenizer == (not is_there)
@@ -66,11 +66,11 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17209920\n"
     (tmp_path / "m/picture.png").write_text(pointer)
-    assert not dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8")).lacks_tokenizer
+    assert not dry_run(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8")).lacks_tokenizer
     (tmp_path / "m/tokenizer.json").write_text(pointer)
     for told in (dry_run, prune_checkpoint):
         with pytest.raises(CheckpointError, match=r"tokenizer.json holds no tokenizer"):
-            told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+            told(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8"))
     assert not (tmp_path / "q").exists()
 
 
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: s
     (tmp_path / "m" / name).write_text(text)
     for told in (dry_run, prune_checkpoint):
         with pytest.raises(CheckpointError, match=f"{name} holds no tokenizer"):
-            told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+            told(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
@@ -95,11 +95,11 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         free = 1000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
-    said: DryRun = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+    said: DryRun = dry_run(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8"))
     assert not said.fits
     assert f"in {tmp_path / 'q'}, 1 kB free" in said.describe()
     with pytest.raises(CheckpointError, match="not enough space") as refused:
-        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8"))
     assert f"would be REFUSED: {refused.value}" in said.describe().splitlines()
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -110,11 +110,11 @@ def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("no folder")
     for run in (dry_run, prune_checkpoint):
         with pytest.raises(CheckpointError, match=r"destination .* cannot be made"):
-            run(tmp_path / "m", tmp_path / name, PruneOptions("6:8", "int8"))
+            run(tmp_path / "m", tmp_path / name, by_magnitude("6:8", "int8"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]
 
 
-INT8 = PruneOptions("6:8", "int8")
+INT8 = by_magnitude("6:8", "int8")
 
 
 def listed(folder: Path) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, put_bos_first, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, put_bos_first, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.models import perplexity
 from slidesparse.models.perplexity import measure_perplexity, windows
 from slidesparse.offline.evaluate import Evaluation, evaluate
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 VOCABULARY = 11
 
@@ -123,7 +123,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = source.parent / "text.txt"
-    prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(source, source.parent / "s", by_magnitude("6:8", "int8"))
     found = {}
     for name in ("m", "s"):
         words = ["--text", str(text), "--window", "32", "--device", "cpu", "--json"]

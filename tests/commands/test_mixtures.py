@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import contents, edited_config
+from checkpoints import by_magnitude, contents, edited_config
 from small_mixtures import MIXTURES
 from small_models import build, make
 
@@ -69,7 +69,7 @@ def replace_tensors(path: Path, kept: dict[str, torch.Tensor]) -> None:
 def test_transformers_loads_the_masked_experts(tmp_path: Path, name: str) -> None:
     """Bit for bit the model whose linears and experts were masked in memory; all else is untouched, routers too."""
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp32"))
     expected = model.state_dict()
     for layer in summary.patterns:
         expected[f"{layer}.weight"] = masked(expected[f"{layer}.weight"])
@@ -97,15 +97,15 @@ def shared_form(path: Path, model: Any) -> None:
 def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path) -> None:
     """Qwen3.5 has them so on the hub; transformers reads both forms and writes the other."""
     model = make(tmp_path / "m", ARCHITECTURES["qwen3.5-moe"], torch.float32)
-    prune_checkpoint(tmp_path / "m", tmp_path / "one each", PruneOptions("6:8", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "one each", by_magnitude("6:8", "fp8"))
     shared_form(tmp_path / "m", model)
-    prune_checkpoint(tmp_path / "m", tmp_path / "cut", PruneOptions("6:8", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "cut", by_magnitude("6:8", "fp8"))
     first, second = tensors(tmp_path / "one each"), tensors(tmp_path / "cut")
     assert first.keys() == second.keys()
     assert all(torch.equal(value.float(), second[key].float()) for key, value in first.items())
     theirs = type(model).from_pretrained(tmp_path / "cut", dtype="auto").state_dict()
     ours = slidesparse.load(tmp_path / "cut").state_dict()
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp32"))
     found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
     assert len(summary.experts) == 4
     for layer in summary.experts:
@@ -122,7 +122,7 @@ def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, dtype: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)  # in BF16 weights of a group may be equal
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype))
     source, found = tensors(tmp_path / "m"), tensors(tmp_path / "s")
     marker = Marker.require(Checkpoint(tmp_path / "s").config, "s")
     treated = [key for key in source if ".experts." in key]
@@ -144,8 +144,8 @@ def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, d
 @pytest.mark.parametrize("name", ["mixtral", "llama4"])
 def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    for recipe in ("absmax", "6bit"):
-        prune_checkpoint(tmp_path / "m", tmp_path / recipe, PruneOptions("6:8", "int8", recipe=recipe))
+    for rounding in ("absmax", "6bit"):
+        prune_checkpoint(tmp_path / "m", tmp_path / rounding, by_magnitude("6:8", "int8", rounding=rounding))
     eight, six = tensors(tmp_path / "absmax"), tensors(tmp_path / "6bit")
     treated = [key for key in six if ".experts." in key and key.endswith(".weight")]
     assert treated
@@ -154,15 +154,15 @@ def test_experts_of_six_bits_are_int8_multiples_of_four(tmp_path: Path, name: st
         scale = six[f"{key}_scale"]
         error = six[key].float() * scale - eight[key].float() * eight[f"{key}_scale"]
         assert (error.abs() <= 2.6 * scale).all()  # half of a step of 4, and of one of 1
-    told = [inspect_checkpoint(tmp_path / recipe).table() for recipe in ("6bit", "absmax")]
+    told = [inspect_checkpoint(tmp_path / rounding).table() for rounding in ("6bit", "absmax")]
     assert ["int8 of six bits, marked 6:8" in one for one in told] == [True, False]
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    would = dry_run(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert would.experts["6:8"].destination_bytes < would.experts["6:8"].source_bytes / 3.7
     told = [summary.describe(), would.describe(), (tmp_path / "s/README.md").read_text()]
     unread = [re.search("transformers cannot load it in 8 bits", text) is not None for text in told]
@@ -199,7 +199,7 @@ def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["qwen3-vl-moe"])
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     found = tensors(tmp_path / "s")
     replace_tensors(tmp_path / "s", {n: t for n, t in found.items() if ".0.mlp.experts.2.up_proj." not in n})
     told = r"shape of model\.language_model\.layers\.0\.mlp\.experts\.gate_up_proj; got \[2, .*\]; needed \[4,"
@@ -209,10 +209,10 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("14:16", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("14:16", "int8"))
     with edited_config(tmp_path / "q") as config:
         del config[MARKER_KEY]
-    summary = prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("6:8"))
+    summary = prune_checkpoint(tmp_path / "q", tmp_path / "s", by_magnitude("6:8"))
     before, after = tensors(tmp_path / "q"), tensors(tmp_path / "s")
     key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     assert summary.experts["model.layers.1.mlp.experts.gate_up_proj"] == "6:8"
@@ -232,7 +232,7 @@ def test_a_run_that_was_interrupted_goes_on(
 ) -> None:
     model = make(tmp_path / "one", ARCHITECTURES[name])
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
-    options = PruneOptions("6:8", dtype)
+    options = by_magnitude("6:8", dtype)
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
     write, calls = execute.write_tensor, []
 
@@ -261,9 +261,9 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     source = tensors(tmp_path / "m")
     with pytest.raises(InputError, match="no linear layer to treat"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "n", PruneOptions("6:8", "int8", ignore=("re:.*self_attn",)))
-    recipe = ("re:.*experts", "re:.*mlp.gate$")  # the second names routers, which stay dense anyway
-    left = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "int8", ignore=recipe))
+        prune_checkpoint(tmp_path / "m", tmp_path / "n", by_magnitude("6:8", "int8", ignore=("re:.*self_attn",)))
+    rounding = ("re:.*experts", "re:.*mlp.gate$")  # the second names routers, which stay dense anyway
+    left = prune_checkpoint(tmp_path / "m", tmp_path / "l", by_magnitude("6:8", "int8", ignore=rounding))
     assert not left.experts
     assert "left dense: 2 x model.layers.*.mlp.experts.gate_up_proj (on the ignore list)" in left.describe()
     found = tensors(tmp_path / "l")
@@ -278,12 +278,12 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
     assert inspection.dense == {"lm_head": "output embedding", **routers}
     assert slidesparse.load(tmp_path / "l")
     one = r"re:model\.layers\.1\..*experts"
-    half = prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", ignore=(one,)))
+    half = prune_checkpoint(tmp_path / "m", tmp_path / "h", by_magnitude("6:8", "int8", ignore=(one,)))
     assert [*half.experts] == [f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
     ignore = Checkpoint(tmp_path / "h").config["quantization_config"]["ignore"]
     assert ignore[-2:] == [rf"re:.*\.1\.{place}\.experts\..*" for place in ("mlp", "block_sparse_moe")]
     assert inspect_checkpoint(tmp_path / "h").ok
-    other = PruneOptions("6:8", "fp8", layers={"re:.*experts": "2:4"})
+    other = by_magnitude("6:8", "fp8", layers={"re:.*experts": "2:4"})
     assert set(prune_checkpoint(tmp_path / "m", tmp_path / "o", other).experts.values()) == {"2:4"}
     assert {(layer.marked, layer.tightest) for layer in inspect_checkpoint(tmp_path / "o").expert_layers} == {
         ("2:4", "2:4")
@@ -293,7 +293,7 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
 def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
     """vLLM reads the experts of a Llama 4 or Qwen3.5 in one form."""
     make(tmp_path / "m", ARCHITECTURES["llama4"])
-    options = PruneOptions("6:8", "int8", ignore=(r"re:.*layers\.1\..*experts",))
+    options = by_magnitude("6:8", "int8", ignore=(r"re:.*layers\.1\..*experts",))
     with pytest.raises(
         InputError, match=r"are left alone, and others are quantised to one tensor an expert; got .*s\.1\."
     ):
@@ -304,10 +304,13 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
-        (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
-        (PruneOptions("6:8", "fp16"), "pruning without quantising keeps the type"),
-        (PruneOptions("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),
+        (by_magnitude("6:8", "int8", rounding="ternary"), "ternary rounding is not for experts"),
+        (
+            by_magnitude("6:8", "int8", ignore=("re:.*experts.down_proj",)),
+            "some are quantised; got .*down_proj",
+        ),
+        (by_magnitude("6:8", "fp16"), "pruning without quantising keeps the type"),
+        (by_magnitude("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),
     ],
 )
 def test_what_experts_cannot_is_refused_in_one_line(tmp_path: Path, options: PruneOptions, told: str) -> None:
@@ -321,11 +324,11 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     monkeypatch.setattr("slidesparse.models.experts._is_transposed", lambda *_: None)
     with pytest.raises(UnsupportedError, match=r"along which dimension the experts of .*experts multiply.*--ignore"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     inspection = inspect_checkpoint(tmp_path / "m")
     assert inspection.expert_layers == []
     assert "experts in an unknown layout: 2 x model.layers.*.mlp.experts: 4 experts" in inspection.table()
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("re:.*experts",)))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=("re:.*experts",)))
     assert slidesparse.load(tmp_path / "s")
 
 
@@ -337,19 +340,19 @@ def test_experts_that_are_pruned_keep_their_patterns(tmp_path: Path, name: str) 
     """Those of a layer that kept more would lose weights by magnitude, and nobody would be told."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     layers = {r"re:.*layers\.1\..*experts": "6:8"}
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("2:4", "fp32", layers=layers))
-    prune_checkpoint(tmp_path / "s", tmp_path / "t", PruneOptions("2:4", "fp32"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("2:4", "fp32", layers=layers))
+    prune_checkpoint(tmp_path / "s", tmp_path / "t", by_magnitude("2:4", "fp32"))
     found = [{one.name: one.marked for one in inspect_checkpoint(tmp_path / at).expert_layers} for at in "st"]
     assert found[0] == found[1] == {one: "6:8" if "layers.1." in one else "2:4" for one in found[0]}
     assert all(torch.equal(one, tensors(tmp_path / "t")[key]) for key, one in tensors(tmp_path / "s").items())
-    alone = PruneOptions("2:4", "fp32", ignore=("re:.*experts",))
+    alone = by_magnitude("2:4", "fp32", ignore=("re:.*experts",))
     prune_checkpoint(tmp_path / "m", tmp_path / "alone", alone)
-    changed = PruneOptions("2:4", "fp32", layers={"re:.*experts": "2:4"})
+    changed = by_magnitude("2:4", "fp32", layers={"re:.*experts": "2:4"})
     for source, marked in (("s", "6:8"), ("alone", "dense")):
         with pytest.raises(InputError, match=rf"pattern of .*experts.*; got 2:4; needed {marked}, as .* is pruned"):
             prune_checkpoint(tmp_path / source, tmp_path / "u", changed)
     prune_checkpoint(tmp_path / "alone", tmp_path / "v", alone)
-    prune_checkpoint(tmp_path / "alone", tmp_path / "unasked", PruneOptions("2:4", "fp32"))
+    prune_checkpoint(tmp_path / "alone", tmp_path / "unasked", by_magnitude("2:4", "fp32"))
     assert contents(tmp_path / "v") == contents(tmp_path / "unasked")
 
 
@@ -373,7 +376,7 @@ def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: 
 @pytest.mark.parametrize("name", STORED)
 def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name])
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "bf16"))
     dense, found = tensors(tmp_path / "m"), tensors(tmp_path / "s")
     key = next(key for key in reversed(found) if ".experts." in key and "bias" not in key)
     replace_tensors(tmp_path / "s", found | {key: dense[key]})
@@ -387,7 +390,7 @@ def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> N
 
 def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     found, lost = tensors(tmp_path / "s"), "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale"
     del found[lost]
     replace_tensors(tmp_path / "s", found)
@@ -398,6 +401,6 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
     with pytest.raises(slidesparse.InputError, match=r"2 x transformer\.h\.\*\.attn\.c_attn"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
         slidesparse.sparsify_(build(ARCHITECTURES["gpt2"]), "6:8")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, make_checkpoint
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint
 from huggingface_hub import ModelCard
 from small_models import make
 
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS
-from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
+from slidesparse.offline.prune import PruneSummary, prune_checkpoint
 
 SOURCE = """---
 license: other
@@ -30,7 +30,7 @@ tags: [chat]
 
 
 def prune(source: Path, destination: Path, pattern: str = "6:8", dtype: str = "int8") -> PruneSummary:
-    return prune_checkpoint(source, destination, PruneOptions(pattern, dtype))
+    return prune_checkpoint(source, destination, by_magnitude(pattern, dtype))
 
 
 def snapshot(tmp_path: Path) -> Path:
@@ -97,8 +97,8 @@ def test_what_transformers_cannot_load_is_said_first(tmp_path: Path, name: str) 
     """A card said that transformers loads the folder, which it does not."""
     found = ARCHITECTURES[name]
     make(tmp_path / "m", found, found.dtype)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    would = dry_run(tmp_path / "m", tmp_path / "d", PruneOptions("6:8", "int8"))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    would = dry_run(tmp_path / "m", tmp_path / "d", by_magnitude("6:8", "int8"))
     card = (tmp_path / "s/README.md").read_text()
     first = card.partition("\n# ")[2].splitlines()[2]
     said = [first, done.describe().splitlines()[-1], would.describe().splitlines()[-1]]
@@ -108,5 +108,5 @@ def test_what_transformers_cannot_load_is_said_first(tmp_path: Path, name: str) 
     known = getattr(transformers, found.model)
     with nullcontext() if name == "llama" else pytest.raises((RuntimeError, ValueError)):
         known.from_pretrained(tmp_path / "s")
-    floats = prune_checkpoint(tmp_path / "m", tmp_path / "f", PruneOptions("6:8", "bf16"))
+    floats = prune_checkpoint(tmp_path / "m", tmp_path / "f", by_magnitude("6:8", "bf16"))
     assert floats.in_transformers

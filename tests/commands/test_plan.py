@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import contents, edited_config, make_checkpoint, make_source
+from checkpoints import by_magnitude, contents, edited_config, make_checkpoint, make_source
 from small_models import make
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -26,11 +26,14 @@ from slidesparse.offline.prune_options import PruneOptions
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama", PruneOptions("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",))),
-        ("llama", PruneOptions("4:6", "bf16", lm_head=True)),
-        ("mixtral", PruneOptions("6:8", "fp8")),
-        ("gpt-oss", PruneOptions("6:8", "bf16", layers={"re:.*layers.0.*experts.down": "2:4"})),
-        ("qwen3-vl-moe", PruneOptions("6:8", "int8")),
+        (
+            "llama",
+            by_magnitude("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",)),
+        ),
+        ("llama", by_magnitude("4:6", "bf16", lm_head=True)),
+        ("mixtral", by_magnitude("6:8", "fp8")),
+        ("gpt-oss", by_magnitude("6:8", "bf16", layers={"re:.*layers.0.*experts.down": "2:4"})),
+        ("qwen3-vl-moe", by_magnitude("6:8", "int8")),
     ],
     ids=["int8", "bf16", "experts", "experts that share a tensor", "experts that are cut apart"],
 )
@@ -63,7 +66,7 @@ def test_the_run_writes_what_the_plan_says(
 
 def test_a_plan_cannot_be_changed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    made: Any = plan(Checkpoint(tmp_path / "m"), PruneOptions("6:8", "int8"))
+    made: Any = plan(Checkpoint(tmp_path / "m"), by_magnitude("6:8", "int8"))
     (jobs,) = made.shards.values()
     for one, field in ((made, "options"), (made.source, "checkpoint"), (jobs["lm_head.weight"], "pattern")):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -72,10 +75,10 @@ def test_a_plan_cannot_be_changed(tmp_path: Path) -> None:
 
 def test_a_quantised_source_that_is_dense_stays_as_it_is(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("dense", "fp8"))
     with edited_config(tmp_path / "q") as config:
         del config["slidesparse_config"]
-    prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("dense"))
+    prune_checkpoint(tmp_path / "q", tmp_path / "s", by_magnitude("dense"))
     name = "model.safetensors"
     assert contents(tmp_path / "s")[name] == contents(tmp_path / "q")[name]
 

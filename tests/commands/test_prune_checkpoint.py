@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, contents, edited_config, make_checkpoint, tokens
+from checkpoints import SMALL, by_magnitude, contents, edited_config, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -35,7 +35,7 @@ from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import dequantize
 from slidesparse.weights.support import check_pattern, value_bits
 
-INT8 = PruneOptions("6:8", "int8")
+INT8 = by_magnitude("6:8", "int8")
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -50,7 +50,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_every_family_is_pruned_quantised_and_loaded(tmp_path: Path, name: str, dtype: str) -> None:
     make_checkpoint(tmp_path / "m", name, shard_size="60KB")
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype))
     out = Checkpoint(tmp_path / "s")
     linears = [n for n, m in slidesparse_linears(tmp_path / "m").items() if n != "lm_head"]
     assert sorted(summary.patterns) == sorted(linears)
@@ -84,7 +84,7 @@ def slidesparse_linears(path: Path) -> dict[str, torch.nn.Linear]:
 def test_plain_transformers_loads_it_and_agrees(tmp_path: Path, dtype: str) -> None:
     """The checkpoint is an ordinary compressed-tensors one; that library quantises activations a little differently."""
     make_checkpoint(tmp_path / "m", "qwen2")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.bfloat16).eval()
     ours = slidesparse.load(tmp_path / "s")
     similarity = torch.nn.functional.cosine_similarity(logits(ours), logits(theirs), dim=-1)
@@ -111,7 +111,7 @@ def test_against_vllm_formulas_in_numpy(tmp_path: Path) -> None:
 def test_exceptions_and_ignore_and_dense_layers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     layers = {"re:.*down_proj": "8:10", "model.layers.0.self_attn.o_proj": "dense"}
-    options = PruneOptions("6:8", "int8", layers=layers, ignore=("re:.*layers.1.self_attn.*",))
+    options = by_magnitude("6:8", "int8", layers=layers, ignore=("re:.*layers.1.self_attn.*",))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     marker = json.loads((tmp_path / "s/config.json").read_text())[MARKER_KEY]
     assert marker["layers"] == {
@@ -143,7 +143,7 @@ def test_lm_head_on_request(tmp_path: Path) -> None:
 
 def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", dtype=torch.float16)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp16"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp16"))
     source, out = Checkpoint(tmp_path / "m"), Checkpoint(tmp_path / "s")
     name = "model.layers.0.mlp.up_proj.weight"
     dense, sparse = source.tensor(name), out.tensor(name)
@@ -158,10 +158,10 @@ def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> No
 def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> None:
     """W8A8 in, W8A8 out: kept weights and scales are those of the source, to the bit."""
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", PruneOptions("dense", dtype))
+    prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", by_magnitude("dense", dtype))
     with edited_config(tmp_path / "w8a8") as config:
         del config[MARKER_KEY]
-    prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", PruneOptions("4:6"))
+    prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", by_magnitude("4:6"))
     source, out = Checkpoint(tmp_path / "w8a8"), Checkpoint(tmp_path / "s")
     assert out.config["quantization_config"] == config["quantization_config"]
     name = "model.layers.1.mlp.down_proj"
@@ -175,8 +175,8 @@ def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -> None:
     make_checkpoint(tmp_path / "m", "llama")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(pattern, "int8", recipe="6bit"))
-    prune_checkpoint(tmp_path / "m", tmp_path / "e", PruneOptions(pattern, "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude(pattern, "int8", rounding="6bit"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "e", by_magnitude(pattern, "int8"))
     six, eight = Checkpoint(tmp_path / "s"), Checkpoint(tmp_path / "e")
     assert six.config["quantization_config"] == eight.config["quantization_config"]
     name = "model.layers.0.self_attn.q_proj"
@@ -194,8 +194,8 @@ def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -
 
 def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", "llama")
-    for path, recipe in (("s", "6bit"), ("e", "absmax")):
-        options = PruneOptions("6:8", "int8", recipe=recipe, layers={"re:.*o_proj": "dense"})
+    for path, rounding in (("s", "6bit"), ("e", "absmax")):
+        options = by_magnitude("6:8", "int8", rounding=rounding, layers={"re:.*o_proj": "dense"})
         prune_checkpoint(tmp_path / "m", tmp_path / path, options)
     six, eight = Checkpoint(tmp_path / "s"), Checkpoint(tmp_path / "e")
     for leaf in ("weight", "weight_scale"):
@@ -208,9 +208,9 @@ def test_dense_layers_keep_eight_bits_beside_six(tmp_path: Path) -> None:
 
 def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", "bitnet")
-    with pytest.raises(InputError, match="--recipe ternary"):
+    with pytest.raises(InputError, match="--rounding ternary"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, recipe="ternary"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, rounding="ternary"))
     source, out = Checkpoint(tmp_path / "m"), Checkpoint(tmp_path / "s")
     name = "model.layers.0.self_attn.q_proj"
     weight, scale = out.tensor(f"{name}.weight"), out.tensor(f"{name}.weight_scale")
@@ -246,7 +246,7 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
 def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
     """A compressed-tensors checkpoint without our marker, as others make them."""
     make_checkpoint(path / "float", name, **options)
-    prune_checkpoint(path / "float", path / "w8a8", PruneOptions("dense", dtype))
+    prune_checkpoint(path / "float", path / "w8a8", by_magnitude("dense", dtype))
     with edited_config(path / "w8a8") as config:
         del config[MARKER_KEY]
     return path / "w8a8"
@@ -255,7 +255,7 @@ def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **opt
 def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_path: Path) -> None:
     source = quantised_source(tmp_path)
     name = "model.layers.0.self_attn.o_proj"  # which no server joins with others
-    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", ignore=(name,)))
+    prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8", ignore=(name,)))
     assert json.loads((tmp_path / "s/config.json").read_text())[MARKER_KEY]["layers"] == {name: "dense"}
     assert torch.equal(Checkpoint(source).tensor(f"{name}.weight"), Checkpoint(tmp_path / "s").tensor(f"{name}.weight"))
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
@@ -265,7 +265,7 @@ def test_flat_scales_of_a_square_layer(tmp_path: Path) -> None:
     source = quantised_source(tmp_path)
     name = "model.layers.0.self_attn.q_proj"
     spoil(source, f"{name}.weight_scale", Checkpoint(source).tensor(f"{name}.weight_scale").flatten())
-    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8"))
     dense, sparse = (Checkpoint(path).tensor(f"{name}.weight") for path in (source, tmp_path / "s"))
     assert torch.equal(sparse, torch.where(sparse != 0, dense, 0))
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
@@ -278,7 +278,7 @@ def test_bad_scales_of_a_quantised_source(tmp_path: Path, scale: torch.Tensor, w
     source = quantised_source(tmp_path)
     spoil(source, "model.layers.0.self_attn.q_proj.weight_scale", scale)
     with pytest.raises(CheckpointError, match=words):
-        prune_checkpoint(source, tmp_path / "s", PruneOptions("dense"))
+        prune_checkpoint(source, tmp_path / "s", by_magnitude("dense"))
 
 
 def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) 
     with edited_config(source) as config:
         config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
         config["compression_config"] = config.pop("quantization_config")  # the key of old files
-    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8"))
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 
 
@@ -323,21 +323,21 @@ def test_what_is_pruned_in_floats_keeps_its_patterns(tmp_path: Path, changes: di
     """What was left dense, or kept more, would lose weights by magnitude, and nobody would be told."""
     make_checkpoint(tmp_path / "m")
     options = {"pattern": "4:6", "ignore": ("re:.*down_proj",), "layers": {"re:.*o_proj": "6:8"}}
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(dtype="bf16", **options))
-    prune_checkpoint(tmp_path / "s", tmp_path / "t", PruneOptions(dtype="int8", **options))
-    told = prune_checkpoint(tmp_path / "s", tmp_path / "kept", PruneOptions("4:6", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude(dtype="bf16", **options))
+    prune_checkpoint(tmp_path / "s", tmp_path / "t", by_magnitude(dtype="int8", **options))
+    told = prune_checkpoint(tmp_path / "s", tmp_path / "kept", by_magnitude("4:6", "int8"))
     assert {name.rpartition(".")[2] for name, pattern in told.patterns.items() if pattern == "6:8"} == {"o_proj"}
     assert contents(tmp_path / "t") == contents(tmp_path / "kept")
     with pytest.raises(InputError, match=rf"pattern of .*; got .* is pruned; {re.escape(remedy)}$"):
-        prune_checkpoint(tmp_path / "s", tmp_path / "u", PruneOptions(dtype="int8", **{**options, **changes}))
+        prune_checkpoint(tmp_path / "s", tmp_path / "u", by_magnitude(dtype="int8", **{**options, **changes}))
 
 
-@pytest.mark.parametrize("recipe", ["absmax", "6bit"])
-def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, recipe: Any) -> None:
+@pytest.mark.parametrize("rounding", ["absmax", "6bit"])
+def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any) -> None:
     """One shot takes long, and whoever trains a model on has its mark too; the result is that of the plain weights."""
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "bf16"))
-    rounded = PruneOptions("4:6", "int8", recipe=recipe)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("4:6", "bf16"))
+    rounded = by_magnitude("4:6", "int8", rounding=rounding)
     prune_checkpoint(tmp_path / "s", tmp_path / "t", rounded)
     pruned, after = (Checkpoint(tmp_path / name).tensor("model.layers.0.mlp.up_proj.weight") for name in "st")
     assert bool((after[pruned == 0] == 0).all())
@@ -353,16 +353,19 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, recipe: Any) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (PruneOptions("6:8"), "which type"),
-        (PruneOptions("6:8", recipe="6bit"), "needed int8"),
-        (PruneOptions("6:8", "int4"), "int4"),
-        (PruneOptions("6:8", "fp16"), "keeps the type"),
-        (PruneOptions("6:8", "int8", recipe="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
+        (by_magnitude("6:8"), "which type"),
+        (by_magnitude("6:8", rounding="6bit"), "needed int8"),
+        (by_magnitude("6:8", "int4"), "int4"),
+        (by_magnitude("6:8", "fp16"), "keeps the type"),
+        (by_magnitude("6:8", "int8", rounding="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
         (PruneOptions("6:8", "int8", method="magic"), "magic"),
-        (PruneOptions("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
-        (PruneOptions("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
-        (PruneOptions("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
-        (PruneOptions("6:8", "int8", layers={"re:.*q_proj": "4:6@50%"}), "not a pattern; got '4:6@50%'; needed"),
+        (by_magnitude("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
+        (by_magnitude("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
+        (by_magnitude("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
+        (
+            by_magnitude("6:8", "int8", layers={"re:.*q_proj": "4:6@50%"}),
+            "not a pattern; got '4:6@50%'; needed",
+        ),
     ],
 )
 def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
@@ -385,10 +388,10 @@ def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(
 
     monkeypatch.setattr("slidesparse.offline.treated.read_without_calling", counted)
     with pytest.raises(InputError, match="matches no linear"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("o_proj",)))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=("o_proj",)))
     assert not ran
     alone = ("re:.*o_proj",)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=alone))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=alone))
     assert ran == [sorted([*done.patterns, *(name for name, why in done.dense.items() if "ignore" in why)])]
 
 
@@ -456,7 +459,17 @@ def kill_in_the_second_shard(writer, *args):
 execute.write_tensor = kill_in_the_second_shard
 sys.exit(main())
 """
-    arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    arguments = [
+        "prune",
+        str(tmp_path / "m"),
+        str(tmp_path / "s"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
     assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "s").exists()
@@ -573,7 +586,17 @@ failed = main()
 print(peak() - before, file=sys.stderr)
 sys.exit(failed)
 """
-    arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    arguments = [
+        "prune",
+        str(path),
+        str(tmp_path / "s"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     assert int(run.stderr.splitlines()[-1]) * 1024 < GROWTH
 
@@ -585,7 +608,7 @@ def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> 
         **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
     )
     transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     name = "model.layers.0.self_attn.kv_b_proj"
     assert summary.dense[name] == "latent attention reads its weight without calling it"
     written = Checkpoint(tmp_path / "s").config

@@ -20,7 +20,7 @@ from small_models import make
 
 from slidesparse.cli import main
 
-MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
+MAGNITUDE = ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"]
 
 
 def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
@@ -95,7 +95,7 @@ def test_magnitude_gives_the_bytes_of_one_process(
 
 @pytest.mark.parametrize(
     ("world", "method", "pattern", "more"),
-    [(3, "sparsegpt", "6:8", ["--recipe", "6bit"]), (2, "wanda", "4:6", ["--smooth"])],
+    [(3, "sparsegpt", "6:8", ["--rounding", "6bit"]), (2, "wanda", "4:6", ["--smooth"])],
 )
 def test_calibration_gives_the_bytes_of_one_process(
     tmp_path: Path,
@@ -217,7 +217,9 @@ def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> Non
     model.model.layers[1].mlp.gate_proj.weight.data[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
     for pattern in ("6:8", "4:6"):
-        ended = prune(tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--json"])
+        ended = prune(
+            tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--method", "magnitude", "--json"]
+        )
         assert all(map(has_failed, ended))
         (line,) = lines(ended)
         assert line.startswith("slidesparse: model.layers.1.mlp.gate_proj.weight holds NaN or Inf")
@@ -229,7 +231,7 @@ def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> Non
 
 
 def test_wrong_usage_is_one_line(tmp_path: Path, source: Path) -> None:
-    ended = prune(tmp_path, source, 3, ["--pattern", "6:8", "--no-such-option", "--json"])
+    ended = prune(tmp_path, source, 3, ["--pattern", "6:8", "--method", "magnitude", "--no-such-option", "--json"])
     assert [one.status for one in ended] == [2] * 3
     (line,) = [line for line in lines(ended) if "error" in line]
     assert "--no-such-option" in line
@@ -238,7 +240,18 @@ def test_wrong_usage_is_one_line(tmp_path: Path, source: Path) -> None:
 
 
 def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) -> None:
-    words = ["prune", source, tmp_path / "s", "--dtype", "int8", "--device", "cpu", "--pattern"]
+    words = [
+        "prune",
+        source,
+        tmp_path / "s",
+        "--dtype",
+        "int8",
+        "--device",
+        "cpu",
+        "--method",
+        "magnitude",
+        "--pattern",
+    ]
     ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])
     assert all(map(has_failed, ended))
     (line,) = lines(ended)

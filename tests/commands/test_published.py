@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, write_text
 
 from slidesparse.cli import main
 from slidesparse.offline.calibrate.calibration import Calibration
@@ -50,7 +50,7 @@ def test_help_and_card_recommend_it(
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), samples=4, length=16)
     sparsegpt = PruneOptions("4:6", "bf16", method="sparsegpt", calibration=text)
-    int8 = PruneOptions("4:6", "int8")
+    int8 = by_magnitude("4:6", "int8")
     runs = (("m", "s", sparsegpt), ("m", "magnitude", int8), ("s", "rounded", int8))
     said = {name: prune_checkpoint(tmp_path / source, tmp_path / name, how).describe() for source, name, how in runs}
     assert [BY_SIZE in one for one in said.values()] == [False, True, False]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import edited_config, make_source
+from checkpoints import by_magnitude, edited_config, make_source
 from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
@@ -110,7 +110,7 @@ def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
 def options(source: Path, **changes: Any) -> PruneOptions:
     text = Calibration(str(source.parent / "text.txt"), 4, 16)
     given: dict[str, Any] = {"pattern": "6:8", "dtype": "int8", "method": "sparsegpt", "calibration": text}
-    return PruneOptions(**{**given, "smooth": True, **changes})
+    return by_magnitude(**{**given, "smooth": True, **changes})
 
 
 def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
 
 def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "8", PruneOptions("dense", "int8"))
+    prune_checkpoint(source, tmp_path / "8", by_magnitude("dense", "int8"))
     with edited_config(tmp_path / "8") as config:
         del config[MARKER_KEY]
     with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):

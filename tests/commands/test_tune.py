@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from no_gpu import too_old
 from tuning_fakes import FakeStopwatch, Quick, Wrong
 
@@ -23,7 +23,7 @@ from slidesparse.gemm.speed import Installation, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.offline import tune
 from slidesparse.offline.known_models import MODELS
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.tune_job import PATTERNS, Kind, make_job
 
 HERE = Installation("Test GPU", "9.0", "580.1", {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_tuned_as_a_server_runs_it(family: str, tmp_path: Path) 
 
 def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
-    options = PruneOptions("6:8", "fp8", layers={"re:.*down_proj": "4:6", "re:.*o_proj": "dense"})
+    options = by_magnitude("6:8", "fp8", layers={"re:.*down_proj": "4:6", "re:.*o_proj": "dense"})
     prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     (model,) = make_job([str(tmp_path / "s")], None, None, [64]).models
     assert (set(model.patterns), model.dtypes) == ({"6:8", "4:6"}, ("fp8",))

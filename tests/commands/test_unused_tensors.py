@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.integrations.names import find_layer
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 HEAD = {
     "mtp.fc.weight": (64, 128),
@@ -45,7 +45,7 @@ def config(folder: Path) -> dict[str, Any]:
 def test_linears_that_the_model_does_not_use_are_not_said_to_be_quantised(tmp_path: Path, dtype: str) -> None:
     """vLLM runs such a head as a draft, and would read its float weights as 8 bits without scales."""
     source = make_source(tmp_path / "m", HEAD)
-    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", dtype))
+    prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8", dtype))
     ignore = config(tmp_path / "s")["quantization_config"]["ignore"]
     experts = r"re:mtp\.layers\.0\.mlp\.experts\..*"
     assert ignore == ["lm_head", "mtp.fc", experts, "mtp.layers.0.self_attn.o_proj"]
@@ -58,7 +58,7 @@ def test_linears_that_the_model_does_not_use_are_not_said_to_be_quantised(tmp_pa
 def test_vllms_own_names_of_a_draft_are_known(tmp_path: Path) -> None:
     """What was pruned with such a draft could not be loaded or inspected: the marker named layers beyond the last."""
     source = make_source(tmp_path / "m", {"model.mtp_block.0.mlp.up_proj.weight": (96, 64)})
-    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8", "int8"))
     marker = Marker.require(config(tmp_path / "s"), tmp_path)
     assert marker.ignore == ("lm_head", "model.mtp_block.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
     assert inspect_checkpoint(tmp_path / "s").ok
@@ -68,7 +68,7 @@ def test_vllms_own_names_of_a_draft_are_known(tmp_path: Path) -> None:
 
 def test_linears_that_the_model_does_not_use_have_no_pattern(tmp_path: Path) -> None:
     """Where nothing is quantised the marker alone says which linears of vLLM have zeros."""
-    prune_checkpoint(make_source(tmp_path / "m", HEAD), tmp_path / "s", PruneOptions("6:8", "bf16"))
+    prune_checkpoint(make_source(tmp_path / "m", HEAD), tmp_path / "s", by_magnitude("6:8", "bf16"))
     marker = Marker.require(config(tmp_path / "s"), tmp_path)
     assert marker.ignore == ("lm_head", "mtp.fc", "mtp.layers.0.self_attn.o_proj")
     assert find_layer(marker, "mtp.layers.0.self_attn.o_proj", {}) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -40,15 +40,15 @@ def test_they_are_found_before_calibration(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
 
 
-@pytest.mark.parametrize("recipe", ["absmax", "6bit"])
-def test_a_row_too_small_for_a_scale_is_a_row_of_zeros(tmp_path: Path, recipe: Any) -> None:
+@pytest.mark.parametrize("rounding", ["absmax", "6bit"])
+def test_a_row_too_small_for_a_scale_is_a_row_of_zeros(tmp_path: Path, rounding: Any) -> None:
     """Its values were 127 and its scale 0, which was refused when it was loaded."""
     make_checkpoint(tmp_path / "m", dtype=torch.float32)
     weights = load_file(tmp_path / "m/model.safetensors")
     weights[Q][1] *= 1e-43
     weights[Q][2] *= 1e-41
     save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", recipe=recipe))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", rounding=rounding))
     stored = load_file(tmp_path / "s/model.safetensors")
     assert not stored[Q][1].any()
     assert stored[Q][2].any()

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from checkpoints import add_tokenizer, make_checkpoint, put_bos_first
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, put_bos_first
 from scored_completions import TO_SCORE, TO_WRITE, server
 
 import slidesparse as ss
 from slidesparse.cli import main
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 pytestmark = pytest.mark.skipif(
     find_spec("lm_eval") is None and "LM_EVAL_MUST_BE_THERE" not in os.environ,
@@ -82,7 +82,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "dense", dtype=torch.float32)
     add_tokenizer(folder / "dense")
     put_bos_first(folder / "dense")
-    prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", dtype="int8"), progress=False)
+    prune_checkpoint(folder / "dense", folder / "sparse", by_magnitude("6:8", dtype="int8"), progress=False)
     return folder / "sparse"
 
 

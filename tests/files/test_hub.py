@@ -26,7 +26,7 @@ from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
 
-TO_6_OF_8 = ["--pattern", "6:8", "--dtype", "int8"]
+TO_6_OF_8 = ["--pattern", "6:8", "--method", "magnitude"]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from architectures import ARCHITECTURES
 from checkpoints import (
     SMALL,
     add_tokenizer,
+    by_magnitude,
     contents,
     edited_config,
     make_checkpoint,
@@ -149,7 +150,7 @@ def test_the_seed_decides(source: Path) -> None:
 
 
 def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
-    prune_checkpoint(source, source.parent / "q", PruneOptions("dense", "int8"))
+    prune_checkpoint(source, source.parent / "q", by_magnitude("dense", "int8"))
     with edited_config(source.parent / "q") as config:
         del config["slidesparse_config"]  # an ordinary compressed-tensors checkpoint
     prune_checkpoint(
@@ -178,7 +179,7 @@ c.CheckpointLayerStore.keep = once
 from slidesparse.cli import main
 main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "{method}",
       "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu",
-      "--match", "{match}", "--no-smooth"])
+      "--match-steps", "{match}", "--no-smooth"])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert run.returncode == -signal.SIGKILL
@@ -188,7 +189,7 @@ main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", 
 @pytest.mark.parametrize(("method", "match"), [("wanda", 0), ("sparsegpt", 5)])
 def test_a_killed_run_goes_on(source: Path, method: str, match: int) -> None:
     folder = source.parent
-    options = PruneOptions("6:8", "int8", method, calibration(folder), match=match, smooth=False)
+    options = PruneOptions("6:8", "int8", method, calibration(folder), match_steps=match, smooth=False)
     whole = prune_checkpoint(source, folder / "whole", options)
     interrupted(source, method, match)
     finished = folder / "s.partial/kept/model.layers.0.safetensors"
@@ -378,7 +379,7 @@ def test_a_model_that_cannot_be_tried_is_refused_with_what_works(tmp_path: Path)
     write_text(tmp_path / "text.txt")
     options = PruneOptions("6:8", "int8", "wanda", calibration(tmp_path))
     refuse(tmp_path / "m", r"cannot run Qwen2ForSequenceClassification .*--method magnitude", options)
-    prune_checkpoint(tmp_path / "m", tmp_path / "made", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "made", by_magnitude("6:8", "int8"))
 
 
 def test_tokenizer_of_another_model(tmp_path: Path) -> None:
@@ -397,7 +398,7 @@ def test_output_embedding_and_ternary_are_not_calibrated(source: Path) -> None:
         "or leave them at dense \\(--layer NAME=dense\\), or use --method magnitude",
         replace(options, lm_head=True),
     )
-    refuse(source, "ternary recipe cannot be calibrated", replace(options, recipe="ternary"))
+    refuse(source, "ternary rounding cannot be calibrated", replace(options, rounding="ternary"))
 
 
 def test_models_that_cannot_be_walked() -> None:
@@ -507,7 +508,7 @@ class CountingStack(nn.Module):
 
 
 def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
-    """Calibration runs a layer dense, then pruned; and the dense stack of ``--match`` next to it has its own."""
+    """Calibration runs a layer dense, then pruned; and the dense stack of ``--match-steps`` next to it has its own."""
     torch.manual_seed(0)
     stack = CountingStack()
     layers = find_layer_list(stack, [f"layers.{index}.linear" for index in range(4)])
@@ -584,6 +585,6 @@ def test_a_layer_that_runs_several_times_is_not_calibrated_on_one_of_them(tmp_pa
         "which runs 3 times; needed layers that run once in a forward pass; use --method magnitude"
     )
     refuse(tmp_path / "m", re.escape(told), options)
-    refuse(tmp_path / "m", re.escape(told), replace(options, match=2))
+    refuse(tmp_path / "m", re.escape(told), replace(options, match_steps=2))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(options, method="magnitude", calibration=None))
     assert summary.patterns

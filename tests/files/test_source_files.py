@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
 from slidesparse.files.source_files import Links, SourceFiles, survey
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 REWRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
 
@@ -160,7 +160,7 @@ def test_weights_of_other_parts_of_a_model_are_copied(tmp_path: Path) -> None:
         (tmp_path / "m" / name / "model.safetensors").write_bytes(b"another part")
     modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
     (tmp_path / "m/modules.json").write_text(json.dumps(modules))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert (tmp_path / "s/2_Dense/model.safetensors").read_bytes() == b"another part"
     assert summary.not_copied == ["old/model.safetensors"]
     assert "not copied, other weights or code: old/model.safetensors" in summary.describe()
@@ -177,7 +177,7 @@ def test_names_of_code_are_said_and_not_copied(tmp_path: Path, key: str) -> None
     (tmp_path / "m/processor_config.json").write_text(json.dumps(said).replace("auto_map", key))
     (tmp_path / "m/vocab.json").write_text('{"auto_map": 7}')
     (tmp_path / "m/broken.json").write_text('{"auto_map": ')
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert summary.not_copied == ["auto_map of config.json", "auto_map of processor_config.json"]
     assert "auto_map" not in json.loads((tmp_path / "s/config.json").read_text())
     said = json.loads((tmp_path / "s/processor_config.json").read_text())
@@ -197,7 +197,7 @@ def test_names_of_our_own_and_names_that_are_not_utf8_are_copied(tmp_path: Path)
     for name in ours:
         (tmp_path / "m" / name).write_text("the user's")
     (tmp_path / "m" / os.fsdecode(b"caf\xe9.bin")).write_text("weights")
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert all((tmp_path / "s" / name).read_text() == "the user's" for name in ours)
     assert summary.not_copied == ["caf\\xe9.bin"]
 
@@ -208,7 +208,17 @@ def test_names_of_our_own_and_names_that_are_not_utf8_are_copied(tmp_path: Path)
 def test_prune_refuses_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     (tmp_path / "m/notes.txt").symlink_to("/etc/passwd")
-    command = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    command = [
+        "prune",
+        str(tmp_path / "m"),
+        str(tmp_path / "s"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     capsys.readouterr()
     assert main(command) == 1
     told = capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, contents, make_checkpoint, make_source, write_text
+from checkpoints import add_tokenizer, by_magnitude, contents, make_checkpoint, make_source, write_text
 
 import slidesparse
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
@@ -23,7 +23,7 @@ from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
-INT8 = PruneOptions("6:8", "int8")
+INT8 = by_magnitude("6:8", "int8")
 LAYOUT = {"x": Stored("F32", (3, 4))}
 
 

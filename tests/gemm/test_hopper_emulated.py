@@ -135,7 +135,7 @@ def test_experts_are_multiplied_where_tokens_chose_them(
 ) -> None:
     torch.manual_seed(0)
     memory, tile = GlobalMemory(), next(tile for tile in GROUPED_TILES if tile.tokens == 16)
-    experts = packed_experts(4, 300, 256, INT8, recipe="6bit" if value_bits == 6 else "absmax")
+    experts = packed_experts(4, 300, 256, INT8, rounding="6bit" if value_bits == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)

@@ -56,10 +56,10 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
         assert not matrix[300:].any()
 
 
-@pytest.mark.parametrize("recipe", ["absmax", "6bit"])
+@pytest.mark.parametrize("rounding", ["absmax", "6bit"])
 @pytest.mark.parametrize("columns", [200, 300])  # with counts, and with metadata
-def test_weights_of_experts_come_back(columns: int, recipe: Rounding) -> None:
-    experts = packed_experts(3, 300, columns, INT8, recipe=recipe)
+def test_weights_of_experts_come_back(columns: int, rounding: Rounding) -> None:
+    experts = packed_experts(3, 300, columns, INT8, rounding=rounding)
     weights, form = HopperExperts().prepare(experts)
     column_map = HopperExperts.layout.column_map(experts[0])
     for packed, steps in zip(experts, weights, strict=True):
@@ -67,11 +67,11 @@ def test_weights_of_experts_come_back(columns: int, recipe: Rounding) -> None:
         assert torch.equal(unlifted(matrix, column_map, columns), packed.unpack())
 
 
-@pytest.mark.parametrize(("recipe", "bits"), [("absmax", 8), ("6bit", 6)])
+@pytest.mark.parametrize(("rounding", "bits"), [("absmax", 8), ("6bit", 6)])
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "16:18"])
-def test_experts_take_the_bytes_of_their_form(pattern: str, recipe: Rounding, bits: int) -> None:
+def test_experts_take_the_bytes_of_their_form(pattern: str, rounding: Rounding, bits: int) -> None:
     out, columns = 256, 32 * 720  # whole bundles of all of these patterns
-    experts = packed_experts(2, out, columns, INT8, pattern, recipe=recipe)
+    experts = packed_experts(2, out, columns, INT8, pattern, rounding=rounding)
     parsed = Pattern.parse(pattern)
     share = parsed.bytes_per_weight("counts" if parsed.windows in COUNTED else "2:4", bits)
     nbytes = HopperExperts().prepare(experts).weights.nbytes

@@ -49,8 +49,8 @@ def weights(pattern: str, dtype: str, dense: tuple[int, ...] = (), sparse: str =
     found = []
     for i, (out, columns) in enumerate(SIZES):
         linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else sparse
-        recipe: Rounding = "6bit" if backend == "hopper-6bit" else "absmax"
-        layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend, recipe=recipe)
+        rounding: Rounding = "6bit" if backend == "hopper-6bit" else "absmax"
+        layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend, rounding=rounding)
         tensors = [tensor for form in layer.forms for tensor in form.tensors]
         found.append((tensors, layer.weight_scale, layer.bias, layer.spec))
     return found

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, tokens
+from checkpoints import by_magnitude, make_checkpoint, tokens
 from torch import nn
 
 import slidesparse
 from slidesparse import ops
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.quant import quantize_rows
@@ -76,7 +76,7 @@ def test_compiled_and_captured(dtype: str) -> None:
 def test_checkpoint_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # loading measures layers: not into the user's table
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("4:6", "int8"))
     here = slidesparse.load(tmp_path / "s")(tokens()).logits.float()
     model = slidesparse.load(tmp_path / "s", device="cuda")
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import by_magnitude
 from expert_weights import packed_experts, routed
 from small_mixtures import MIXTURES, packed_mixtures, spread_experts
 from small_models import make
@@ -20,7 +21,7 @@ from slidesparse.layer.experts import SlideExperts
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.quant import Rounding
 
 pytestmark = [
@@ -54,10 +55,10 @@ def tile(request: pytest.FixtureRequest) -> Tile:
 
 
 def products(
-    dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor, out: int = 320, recipe: Rounding = "absmax"
+    dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor, out: int = 320, rounding: Rounding = "absmax"
 ) -> list[torch.Tensor]:
     """The products of the kernel and of the definition, on the rows that have a token."""
-    experts = packed_experts(EXPERTS, out, HIDDEN, dtype, pattern, "cuda", recipe=recipe)
+    experts = packed_experts(EXPERTS, out, HIDDEN, dtype, pattern, "cuda", rounding=rounding)
     at = arrange(chosen, EXPERTS, tile.tokens)
     x, scale = torch.randn(len(at.tokens), HIDDEN, device="cuda", dtype=BF16), torch.stack([p.scale for p in experts])
     here = at.rows[at.rows >= 0]
@@ -81,7 +82,7 @@ def test_int8_has_the_bits_of_the_definition(pattern: str, routing: str, tile: T
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
 def test_six_bits_have_the_bits_of_the_definition(pattern: str, routing: str, tile: Tile) -> None:
-    ours, exact = products(INT8, pattern, tile, ROUTINGS[routing](), recipe="6bit")
+    ours, exact = products(INT8, pattern, tile, ROUTINGS[routing](), rounding="6bit")
     assert torch.equal(ours, exact)
 
 
@@ -163,7 +164,7 @@ def test_a_loaded_mixture_runs_packed_experts(tmp_path: Path, dtype: str) -> Non
     model = make(tmp_path / "m", MIXTURES["qwen3-moe"], **sizes)
     spread_experts(model)
     model.save_pretrained(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype))
     ours = slidesparse.load(tmp_path / "s", device="cuda", tune="off")
     exact = slidesparse.load(tmp_path / "s", device="cuda", backend="reference")
     pairs = list(zip(packed_mixtures(ours), packed_mixtures(exact), strict=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import by_magnitude, make_checkpoint
 from expert_weights import packed_experts
 
 import slidesparse
@@ -20,7 +20,7 @@ from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
@@ -112,7 +112,7 @@ def test_a_second_load_measures_nothing(
     monkeypatch.setattr(at_load, "NOISE", 10.0)  # and disturb its times
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     make_checkpoint(tmp_path / "m", **sizes)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     tokens = torch.randint(3, 90, (2, 11), device="cuda")
     first = slidesparse.load(tmp_path / "s", device="cuda")
     layers = [module for module in first.modules() if isinstance(module, SlideLinear)]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
+from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, make_source, write_text
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.evaluate import evaluate
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune_options import PruneRounding
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.support import check_pattern
 
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6", "8:10", "dense"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "stored", "recipe"),
+    ("name", "dtype", "stored", "rounding"),
     [
         ("qwen3", torch.bfloat16, "int8", "absmax"),
         ("qwen3", torch.float16, "fp8", "absmax"),
@@ -43,23 +43,28 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_magnitude_has_the_bits_of_the_cpu(
-    tmp_path: Path, name: str, dtype: torch.dtype, stored: str, recipe: Recipe, pattern: str
+    tmp_path: Path, name: str, dtype: torch.dtype, stored: str, rounding: PruneRounding, pattern: str
 ) -> None:
     make_checkpoint(tmp_path / "m", name, dtype)
     for device in ("cpu", "cuda"):
-        prune_checkpoint(tmp_path / "m", tmp_path / device, PruneOptions(pattern, stored, recipe=recipe), device=device)
+        prune_checkpoint(
+            tmp_path / "m",
+            tmp_path / device,
+            by_magnitude(pattern, stored, rounding=rounding),
+            device=device,
+        )
     assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_weights_that_are_quantised_already_have_the_bits_of_the_cpu(tmp_path: Path, dtype: str) -> None:
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "w8", PruneOptions("dense", dtype))
+    prune_checkpoint(tmp_path / "m", tmp_path / "w8", by_magnitude("dense", dtype))
     config = json.loads((tmp_path / "w8/config.json").read_text())
     del config["slidesparse_config"]
     (tmp_path / "w8/config.json").write_text(json.dumps(config))
     for device in ("cpu", "cuda"):
-        prune_checkpoint(tmp_path / "w8", tmp_path / device, PruneOptions("4:6"), device=device)
+        prune_checkpoint(tmp_path / "w8", tmp_path / device, by_magnitude("4:6"), device=device)
     assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
 
 
@@ -106,7 +111,17 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, method: str) -> None:
     text = write_text(tmp_path / "text.txt", 2000)
     calibration = None if method == "magnitude" else Calibration(str(text), 256, 32)  # eight batches
     prune_checkpoint(tmp_path / "m", tmp_path / "one", PruneOptions("6:8", "int8", method, calibration), device="cuda")
-    words = ["prune", str(tmp_path / "m"), str(tmp_path / "two"), "--pattern", "6:8", "--dtype", "int8"]
+    words = [
+        "prune",
+        str(tmp_path / "m"),
+        str(tmp_path / "two"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     words += ["--method", method, "--device", "cuda"]
     if calibration is not None:
         words += ["--calibration", str(text), "--samples", "256", "--length", "32"]

@@ -113,12 +113,12 @@ def test_two_gpus_that_share_experts_answer_as_one_does(
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
-@pytest.mark.parametrize(("dtype", "recipe"), [(INT8, "absmax"), (FP8, "absmax"), (INT8, "6bit")], ids=str)
-def test_a_layer_is_as_near_to_the_truth_as_stock(dtype: torch.dtype, recipe: Rounding, tokens: int) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [(INT8, "absmax"), (FP8, "absmax"), (INT8, "6bit")], ids=str)
+def test_a_layer_is_as_near_to_the_truth_as_stock(dtype: torch.dtype, rounding: Rounding, tokens: int) -> None:
     torch.manual_seed(0)
     experts, k, hidden, inner = 16, 4, 2048, 768
-    gate_up = packed_experts(experts, 2 * inner, hidden, dtype, "6:8", "cuda", recipe=recipe)
-    down = packed_experts(experts, hidden, inner, dtype, "6:8", "cuda", recipe=recipe)
+    gate_up = packed_experts(experts, 2 * inner, hidden, dtype, "6:8", "cuda", rounding=rounding)
+    down = packed_experts(experts, hidden, inner, dtype, "6:8", "cuda", rounding=rounding)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     chosen = routed(tokens, experts, k, "cuda")
     weights = torch.rand(tokens, k, device="cuda").softmax(1)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import by_magnitude
 from vllm_families import DRAFTED, SMALL, write_pruned
 from vllm_models import REFERENCE, configured, loaded_by
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse_bench.engine.eagle_head import write_eagle_head
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=WORDS, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, **sizes
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "dense")
-    prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    prune_checkpoint(folder / "dense", folder / "sparse", by_magnitude("6:8", "int8", lm_head=True))
     return folder / "sparse"
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import by_magnitude
 from vllm_families import FAMILIES, SMALL, VISION_MODEL, write_pruned
 from vllm_models import REFERENCE, configured, loaded
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.pattern import DENSE, Pattern
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
@@ -75,7 +76,7 @@ def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
     config = known.config_class(vocab_size=128, max_position_embeddings=64, **sizes, **RENAMED[name])
     known(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     path = tmp_path / "sparse"
-    prune_checkpoint(tmp_path / "dense", path, PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "dense", path, by_magnitude("6:8", "int8"))
     settings = json.loads((path / "config.json").read_text())
     scales = [name for name in Checkpoint(path).files if name.endswith(".weight_scale")]
     settings[MARKER_KEY] |= {"pattern": "2:4", "layers": {name.removesuffix(".weight_scale"): "6:8" for name in scales}}
@@ -146,7 +147,7 @@ def test_what_vllm_holds_in_floats_is_left_to_it(tmp_path: Path) -> None:
         **{"use_mamba_kernels": False, "tie_word_embeddings": False, "max_position_embeddings": 64},
     )
     transformers.JambaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", by_magnitude("6:8", "int8"))
     model = loaded(configured(tmp_path / "sparse"), REFERENCE)
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "slide")}
     assert packed == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import by_magnitude
 from safetensors.torch import save_file
 from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
@@ -29,7 +30,7 @@ from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows, quantize_weight
 
@@ -370,7 +371,7 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
 def test_an_output_embedding_that_stays_dense_is_left_to_vllm(checkpoints: Any, tmp_path: Path) -> None:
     """No graph holds it, so nothing would be joined with it; drafts may share its weight."""
     source = checkpoints("dense", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    prune_checkpoint(source, tmp_path / "sparse", by_magnitude("6:8", "int8", lm_head=True))
     model = loaded(configured(tmp_path / "sparse"), {})
     assert hasattr(model.model.layers[0].mlp.down_proj, "slide")
     assert not hasattr(model.lm_head, "slide")
@@ -393,7 +394,7 @@ def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
 def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, quantization: str) -> None:
     """vLLM's output embedding is no linear: it takes a scale only where the quantisation names the layer."""
     source = checkpoints("dense", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    prune_checkpoint(source, tmp_path / "sparse", by_magnitude("6:8", "int8", lm_head=True))
     head = loaded(configured(tmp_path / "sparse", quantization=quantization), REFERENCE).lm_head
     stored = [Checkpoint(tmp_path / "sparse").tensor(f"lm_head.{name}") for name in ("weight", "weight_scale")]
     if quantization == "compressed-tensors":
@@ -426,7 +427,7 @@ def test_layers_that_draft_tokens_are_left_to_vllm(
     index = json.loads((more / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
     (more / "model.safetensors.index.json").write_text(json.dumps(index))
-    prune_checkpoint(more, tmp_path / "sparse", PruneOptions("6:8", dtype))
+    prune_checkpoint(more, tmp_path / "sparse", by_magnitude("6:8", dtype))
     stored = Checkpoint(tmp_path / "sparse").config
     config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
     config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))

@@ -152,7 +152,9 @@ def test_values_of_eight_bits_are_not_loaded_into_a_layer_of_six(monkeypatch: py
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     linear = torch.nn.Linear(64, 32, bias=False)
     given: Any = {"method": "magnitude", "fallback": "none"}
-    slide, eight = (ss.SlideLinear.from_linear(linear, "6:8", **given, recipe=recipe) for recipe in ("6bit", "absmax"))
+    slide, eight = (
+        ss.SlideLinear.from_linear(linear, "6:8", **given, rounding=rounding) for rounding in ("6bit", "absmax")
+    )
     scale = eight.weight_scale
     assert scale is not None
     pruned = linear.weight.detach() * ss.prune_mask(linear.weight.detach(), "6:8")

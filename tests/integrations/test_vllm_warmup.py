@@ -71,8 +71,10 @@ def test_experts_with_weights_of_another_form_are_warmed_up_too(monkeypatch: pyt
     ran: list[SlideExperts] = []
     monkeypatch.setattr(SlideExperts, "warm_up", lambda layer, *_: ran.append(layer))
     monkeypatch.setattr(HopperExperts, "warm_up", lambda *_: None)
-    recipes: tuple[Rounding, ...] = ("absmax", "6bit", "absmax")
-    gate_up, down = ([packed_experts(2, 512, size, torch.int8, recipe=one) for one in recipes] for size in (512, 256))
+    roundings: tuple[Rounding, ...] = ("absmax", "6bit", "absmax")
+    gate_up, down = (
+        [packed_experts(2, 512, size, torch.int8, rounding=one) for one in roundings] for size in (512, 256)
+    )
     layers = [SlideExperts(gate_up[i], down[j], HopperExperts()) for i in range(3) for j in range(3)]
     warmup = WarmUp(4, torch.bfloat16, LOG)
     for layer in layers:

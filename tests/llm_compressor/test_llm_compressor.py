@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import by_magnitude
 
 import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 pytestmark = pytest.mark.skipif(
     find_spec("llmcompressor") is None and "LLM_COMPRESSOR_MUST_BE_THERE" not in os.environ,
@@ -66,7 +67,7 @@ def test_a_model_of_smoothquant_and_gptq_is_pruned_with_its_scales(tmp_path: Pat
 
     scheme = {"targets": "Linear", "scheme": "W8A8", "ignore": ["lm_head"]}
     source = made(tmp_path, [SmoothQuantModifier(smoothing_strength=0.8), GPTQModifier(**scheme)])
-    prune_checkpoint(source, tmp_path / "pruned", PruneOptions("6:8"), progress=False)
+    prune_checkpoint(source, tmp_path / "pruned", by_magnitude("6:8"), progress=False)
     before, after = Checkpoint(source), Checkpoint(tmp_path / "pruned")
     for name in after.files:
         ours, theirs = after.tensor(name), before.tensor(name)
@@ -90,6 +91,6 @@ def test_a_model_of_its_sparsegpt_is_recognised(tmp_path: Path) -> None:
     layers = inspect_checkpoint(source).layers
     assert len(layers) == 14
     assert {str(layer.tightest) for layer in layers} == {"2:4"}
-    prune_checkpoint(source, tmp_path / "marked", PruneOptions("2:4"), progress=False)
+    prune_checkpoint(source, tmp_path / "marked", by_magnitude("2:4"), progress=False)
     before, after = Checkpoint(source), Checkpoint(tmp_path / "marked")
     assert all(torch.equal(after.tensor(name), before.tensor(name)) for name in after.files)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from checkpoints import by_magnitude
 from small_models import make
 from test_architectures import similarity
 
@@ -18,7 +19,7 @@ from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import OUTPUT
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5", "qwen3-next"])
@@ -28,20 +29,20 @@ def test_they_cannot_be_asked_for_in_8_bits(tmp_path: Path, name: str, dtype: st
     make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
     for run in (dry_run, prune_checkpoint):
         with pytest.raises(InputError, match=f"lm-head.*{HEAD_IN_FLOATS}"):
-            run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, lm_head=True))
+            run(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", dtype, lm_head=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 def test_they_are_pruned_in_floats(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["jamba"], torch.bfloat16)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", lm_head=True))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "bf16", lm_head=True))
     assert done.patterns["lm_head"] == "6:8"
     assert done.dense_head == "lm_head"
 
 
 def test_others_are_treated(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.bfloat16)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", lm_head=True))
     assert done.patterns["lm_head"] == "6:8"
 
 
@@ -49,11 +50,11 @@ def test_others_are_treated(tmp_path: Path) -> None:
 def test_that_of_a_multimodal_model_belongs_to_its_language_part(tmp_path: Path, name: str) -> None:
     """It was left as a joint between parts, and --lm-head had no effect."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", lm_head=True))
     assert done.patterns["lm_head"] == "6:8"
     assert similarity(tmp_path / "s", ARCHITECTURES[name]) > 0.95
     assert inspect_checkpoint(tmp_path / "s").ok
-    without = prune_checkpoint(tmp_path / "m", tmp_path / "d", PruneOptions("6:8", "int8"))
+    without = prune_checkpoint(tmp_path / "m", tmp_path / "d", by_magnitude("6:8", "int8"))
     assert without.dense["lm_head"] == OUTPUT
 
 
@@ -69,14 +70,14 @@ def test_that_of_a_multimodal_model_belongs_to_its_language_part(tmp_path: Path,
 def test_one_that_stays_dense_cannot_be_asked_for(tmp_path: Path, name: str, options: dict[str, Any], why: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     with pytest.raises(InputError, match=f"options without effect; got --lm-head, .* stays dense: {why}"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True, **options))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", lm_head=True, **options))
 
 
 def test_a_model_with_nothing_else_is_refused(tmp_path: Path) -> None:
     """It was pruned, with the output embedding alone in 8 bits."""
     make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16, tie_word_embeddings=False)
     with pytest.raises(InputError, match=r"first Mamba mixers.*--dtype bf16"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", lm_head=True))
 
 
 def test_a_model_in_memory_keeps_what_vllm_holds_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +85,7 @@ def test_a_model_in_memory_keeps_what_vllm_holds_in_floats(tmp_path: Path, caplo
     model = make(tmp_path / "m", ARCHITECTURES["jamba"], torch.bfloat16)
     sparsify_(model, "6:8", "int8", lm_head=True)
     model.save_pretrained(tmp_path / "s")
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "p", PruneOptions("6:8", "int8"))
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "p", by_magnitude("6:8", "int8"))
     saved, pruned = (
         {name for name in Checkpoint(tmp_path / folder).files if name.endswith("weight_scale")} for folder in "sp"
     )

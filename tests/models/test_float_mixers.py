@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, on_meta
+from checkpoints import by_magnitude
 from small_models import make
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
 from slidesparse.models.float_linears import IN_FLOATS, LINEARS, linears_of_float_mixers
 from slidesparse.offline.dry_run import dry_run
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 
 MIXER = {f"model.layers.0.mamba.{leaf}" for leaf in LINEARS}
 
@@ -38,7 +39,7 @@ def test_other_mixers_are_not(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_they_stay_dense_in_8_bits(jamba: Path, dtype: str) -> None:
-    out, options = jamba.parent / "out", PruneOptions("6:8", dtype)
+    out, options = jamba.parent / "out", by_magnitude("6:8", dtype)
     said = dry_run(jamba, out, options)
     done = prune_checkpoint(jamba, out, options)
     assert not MIXER & set(done.patterns)
@@ -55,14 +56,14 @@ def test_they_stay_dense_in_8_bits(jamba: Path, dtype: str) -> None:
 
 
 def test_they_are_pruned_in_floats(jamba: Path) -> None:
-    done = prune_checkpoint(jamba, jamba.parent / "out", PruneOptions("6:8", "bf16"))
+    done = prune_checkpoint(jamba, jamba.parent / "out", by_magnitude("6:8", "bf16"))
     assert MIXER & set(done.patterns) == MIXER - {"model.layers.0.mamba.dt_proj"}
 
 
 def test_where_nothing_else_is_left_the_remedy_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16)
     with pytest.raises(InputError, match=r"8 linears of first Mamba mixers.*--dtype bf16, fp16 or fp32"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp8"))
     with pytest.raises(InputError, match="matches no linear layer"):  # which is wrong for any type
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("re:.*down_proj",)))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=("re:.*down_proj",)))
     assert not (tmp_path / "s").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, make_source
+from checkpoints import add_tokenizer, by_magnitude, make_source
 from correlated_linears import correlated_inputs
 from small_models import make
 from torch import nn
@@ -146,7 +146,7 @@ def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: flo
 def options(folder: Path, match: int, **changes: Any) -> PruneOptions:
     text = Calibration(str(folder / "text.txt"), 64, 32)
     defaults: dict[str, Any] = {"method": "sparsegpt", "calibration": text, "match": match}
-    return PruneOptions("4:6", "fp32", **{**defaults, **changes})
+    return by_magnitude("4:6", "fp32", **{**defaults, **changes})
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_layers_whose_experts_are_pruned_are_refused_in_one_line(tmp_path: Path)
     make_source(tmp_path, "llama", torch.float32)
     make(tmp_path / "mixture", ARCHITECTURES["qwen3-moe"], torch.float32)
     add_tokenizer(tmp_path / "mixture")
-    with pytest.raises(InputError, match="leave out --match, or leave experts dense with --ignore"):
+    with pytest.raises(InputError, match="leave out --match-steps, or leave experts dense with --ignore"):
         prune_checkpoint(tmp_path / "mixture", tmp_path / "s", options(tmp_path, 10))
     assert not list(tmp_path.glob("s*"))
     dense = options(tmp_path, 1, ignore=("re:.*experts",))

@@ -37,8 +37,8 @@ def windows(length: int = 32) -> torch.Tensor:
     [
         ("wanda", "int8", {}),
         ("sparsegpt", "int8", {}),
-        ("sparsegpt", "int8", {"match": 12}),
-        ("wanda", "fp32", {"match": 12}),
+        ("sparsegpt", "int8", {"match_steps": 12}),
+        ("wanda", "fp32", {"match_steps": 12}),
         ("sparsegpt", "fp8", {}),
         ("sparsegpt", "int8", {"rounding": "6bit"}),
     ],
@@ -46,8 +46,7 @@ def windows(length: int = 32) -> torch.Tensor:
 def test_as_prune_does(tmp_path: Path, method: str, dtype: str, how: dict[str, Any]) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     text = Calibration(str(tmp_path / "text.txt"), samples=24, length=64)  # two batches
-    given = {"recipe" if name == "rounding" else name: value for name, value in how.items()}
-    prune_checkpoint(source, tmp_path / "out", PruneOptions("6:8", dtype, method, text, smooth=False, **given))
+    prune_checkpoint(source, tmp_path / "out", PruneOptions("6:8", dtype, method, text, smooth=False, **how))
     model = load(source).train()
     calibration = calibration_windows(source, model.config, text)
     ss.sparsify_(model, "6:8", dtype, method=method, calibration=calibration, **how)

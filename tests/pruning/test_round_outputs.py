@@ -21,7 +21,7 @@ def quantised(weight: torch.Tensor, name: str) -> Quantised:
     """What ``prune`` makes of a weight."""
     if name == "fp8":
         return quantize_weight(weight, torch.float8_e4m3fn)
-    return quantize_weight(weight, torch.int8, recipe="6bit" if name == "6bit" else "absmax")
+    return quantize_weight(weight, torch.int8, rounding="6bit" if name == "6bit" else "absmax")
 
 
 @pytest.mark.parametrize("name", GRIDS)

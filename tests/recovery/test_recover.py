@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+from checkpoints import SMALL, add_tokenizer, by_magnitude, make_checkpoint, reverse_letters, write_text
 from rank_processes import run_ranks
 
 import slidesparse
@@ -25,7 +25,7 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
-from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery import state
 from slidesparse.recovery.networks import StudentNetwork
 from slidesparse.recovery.options import RecoverOptions
@@ -51,7 +51,7 @@ def make_pair(
     make_checkpoint(folder / "base", name, **changes)
     add_tokenizer(folder / "base")
     write_text(folder / "text.txt", 900)
-    prune_checkpoint(folder / "base", folder / "pruned", PruneOptions(pattern, "bf16", layers=layers or {}))
+    prune_checkpoint(folder / "base", folder / "pruned", by_magnitude(pattern, "bf16", layers=layers or {}))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,17 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert bool(changed & embeddings) == (train == "all")
     assert bool({one for one in changed if "norm" in one}) == (train != "linears")
     # It is a source for prune again, which keeps the zeros and quantises.
-    served = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", "int8"]
+    served = [
+        "prune",
+        str(tmp_path / "out"),
+        str(tmp_path / "served"),
+        "--pattern",
+        "2:4",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     assert main(served) == 0
     int8 = tensors(tmp_path / "served")
     assert all(not bool(int8[one][before[one] == 0].any()) for one in linears)
@@ -113,8 +123,8 @@ def test_what_prune_said_of_it_stays(tmp_path: Path) -> None:
     card = (tmp_path / "out/README.md").read_text()
     assert -1 < card.find("`slidesparse recover` trained it on 1024 tokens") < card.find("## Serve and load")
     with pytest.raises(InputError, match=r"as .*out is pruned"):
-        prune_checkpoint(tmp_path / "out", tmp_path / "other", PruneOptions("4:6", "int8"))
-    prune_checkpoint(tmp_path / "out", tmp_path / "served", PruneOptions("6:8", "int8"))
+        prune_checkpoint(tmp_path / "out", tmp_path / "other", by_magnitude("4:6", "int8"))
+    prune_checkpoint(tmp_path / "out", tmp_path / "served", by_magnitude("6:8", "int8"))
     assert Marker.require(Checkpoint(tmp_path / "served").config, tmp_path) == marker
 
 
@@ -298,8 +308,18 @@ def test_it_trains_what_is_served(dtype: Any, rounding: Any, tmp_path: Path) -> 
     wanted = options(tmp_path, steps=8, dtype=dtype, rounding=rounding)
     found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", wanted)
     assert found.after["kl"] < found.before["kl"]
-    words = ["prune", str(tmp_path / "out"), str(tmp_path / "served"), "--pattern", "2:4", "--dtype", dtype]
-    assert main([*words, "--recipe", rounding]) == 0
+    words = [
+        "prune",
+        str(tmp_path / "out"),
+        str(tmp_path / "served"),
+        "--pattern",
+        "2:4",
+        "--method",
+        "magnitude",
+        "--dtype",
+        dtype,
+    ]
+    assert main([*words, "--rounding", rounding]) == 0
     import slidesparse
     from slidesparse.recovery.windows import read_windows
 
@@ -322,7 +342,17 @@ def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "base")
     add_tokenizer(tmp_path / "base")
     write_text(tmp_path / "text.txt", 900)
-    words = ["prune", str(tmp_path / "base"), str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16"]
+    words = [
+        "prune",
+        str(tmp_path / "base"),
+        str(tmp_path / "pruned"),
+        "--pattern",
+        "2:4",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "bf16",
+    ]
     assert main(words) == 0
     found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=10, train="all"))
     assert found.after["kl"] < found.before["kl"]
@@ -487,7 +517,17 @@ def test_a_window_that_the_model_cannot_read(pair: Path) -> None:
 
 
 def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:
-    words = ["prune", str(pair / "base"), str(tmp_path / "int8"), "--pattern", "2:4", "--dtype", "int8"]
+    words = [
+        "prune",
+        str(pair / "base"),
+        str(tmp_path / "int8"),
+        "--pattern",
+        "2:4",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     assert main(words) == 0
     refused(pair, "is quantised; needed weights in a float type", CheckpointError, pruned=tmp_path / "int8")
 

@@ -10,17 +10,17 @@ from slidesparse.weights.quant import dequantize, quantize_rows, quantize_weight
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recipe"), [(torch.int8, "absmax"), (torch.int8, "6bit"), (torch.float8_e4m3fn, "absmax")]
+    ("dtype", "rounding"), [(torch.int8, "absmax"), (torch.int8, "6bit"), (torch.float8_e4m3fn, "absmax")]
 )
-def test_a_linear_multiplies_what_is_served(dtype: torch.dtype, recipe: str) -> None:
+def test_a_linear_multiplies_what_is_served(dtype: torch.dtype, rounding: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 24))
     model[0].weight.data[:, ::4] = 0
     x = torch.randn(3, 5, 64, requires_grad=True)
     weight, bias = model[0].weight.detach().clone(), model[0].bias.detach()
-    round_linears_(model, {"0": recipe}, dtype)
+    round_linears_(model, {"0": rounding}, dtype)
     found = model(x)
-    inputs, weights = quantize_rows(x.detach(), dtype), quantize_weight(weight, dtype, recipe=recipe)
+    inputs, weights = quantize_rows(x.detach(), dtype), quantize_weight(weight, dtype, rounding=rounding)
     products = inputs.values.double() @ weights.values.double().t()
     expected = products * inputs.scale.double() * weights.scale.double().t() + bias
     torch.testing.assert_close(found, expected.float())

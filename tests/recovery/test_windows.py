@@ -181,7 +181,17 @@ def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
     write_text(tmp_path / "text.txt", 200)
     lines = [json.dumps({"text": "a second text, " * 20})] * 4
     (tmp_path / "other.jsonl").write_text("\n".join(lines))
-    words = ["prune", str(tmp_path / "m"), str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8"]
+    words = [
+        "prune",
+        str(tmp_path / "m"),
+        str(tmp_path / "q"),
+        "--pattern",
+        "6:8",
+        "--method",
+        "magnitude",
+        "--dtype",
+        "int8",
+    ]
     words += ["--method", "wanda", "--samples", "8", "--length", "16", "--device", "cpu"]
     texts = ["--calibration", f"{tmp_path / 'text.txt'}:2", "--calibration", str(tmp_path / "other.jsonl")]
     assert main([*words, *texts]) == 0

@@ -47,7 +47,7 @@ class Simulated(nn.Module):
     def set(self, inputs: bool = False, weights: Rounding | None = None, where: slice = slice(None)) -> None:
         self.inputs, self.where = inputs, where
         own = self.weight.data
-        self.rounded = own if weights is None else dequantize(*quantize_weight(own, torch.int8, recipe=weights))
+        self.rounded = own if weights is None else dequantize(*quantize_weight(own, torch.int8, rounding=weights))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, self.weight, self.bias) if self.where != slice(None) else x.new_empty(0)

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SPEEDUPS = {"6:8": "1.14", "4:6": "1.18", "2:4": "1.42"}
 """How much faster served dense INT8 models are at a pattern, by the records' mixed load: depth is cut for the same."""
 
-KINDS = {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--recipe", "6bit"], "fp8": ["--dtype", "fp8"]}
+KINDS = {"int8": ["--dtype", "int8"], "6bit": ["--dtype", "int8", "--rounding", "6bit"], "fp8": ["--dtype", "fp8"]}
 """In which types pruned and recovered models are served."""
 
 TOLD = re.compile(r"KL|tokens/s|^\{|: (code|chats|humaneval|reasoning): |rror")
@@ -91,7 +91,7 @@ class Jobs:
     def pruned(self, pattern: str) -> None:
         """Add one shot, recovery by each budget, and the types in which the best is served."""
         start = f"{pattern} match"
-        self.calibrated(start, pattern, "--match", "200")
+        self.calibrated(start, pattern, "--match-steps", "200")
         best = start
         for tokens in self.options.tokens:
             best = f"{pattern} recover {tokens}"

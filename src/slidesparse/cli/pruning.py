@@ -46,7 +46,7 @@ def add_prune(commands: Commands) -> None:
     what.add_argument("--dtype", help=text)
     text = "how INT8 weights are rounded: a scale a channel, the same in six bits (20 %% less GPU memory on Hopper), or"
     kinds = ("absmax", "6bit", "ternary")
-    what.add_argument("--recipe", choices=kinds, default="absmax", help=f"{text} BitNet's (default: %(default)s)")
+    what.add_argument("--rounding", choices=kinds, default="absmax", help=f"{text} BitNet's (default: %(default)s)")
     what.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
     text = "what is treated of a model of text and images (default: %(default)s)"
     what.add_argument("--part", default="language", choices=("language", "vision", "all"), help=text)
@@ -58,7 +58,7 @@ def add_prune(commands: Commands) -> None:
     text = "how weights are chosen; magnitude reads no text, and loses many times more (default: %(default)s)"
     how.add_argument("--method", choices=METHODS, default="sparsegpt", help=text)
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
-    how.add_argument("--match", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
+    how.add_argument("--match-steps", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with text)"
     how.add_argument("--smooth", action=argparse.BooleanOptionalAction, help=text)
     words = prune.add_argument_group("the calibration text")
@@ -88,7 +88,7 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
-    same = ("pattern", "dtype", "method", "recipe", "lm_head", "part", "match", "smooth")
+    same = ("pattern", "dtype", "method", "rounding", "lm_head", "part", "match_steps", "smooth")
     how = {name: getattr(options, name) for name in same}
     wanted = PruneOptions(calibration=calibration, ignore=tuple(options.ignore), layers=layers, **how)
     check_options(wanted)  # before a model of the hub is fetched

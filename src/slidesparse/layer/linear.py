@@ -108,7 +108,7 @@ class SlideLinear(nn.Module):
         method: str | None = None,
         backend: str = "auto",
         fallback: Fallback = "dense",
-        recipe: Rounding = "absmax",
+        rounding: Rounding = "absmax",
         name: str = "weight",
     ) -> SlideLinear:
         """Make a SlideLinear of a linear layer.
@@ -120,8 +120,8 @@ class SlideLinear(nn.Module):
             method: A pruning method to apply first; None when the weight satisfies the pattern already.
             backend: ``auto`` or a backend's name.
             fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
-            recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless the
-                pattern is dense.
+            rounding: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless
+                the pattern is dense.
             name: The weight's name in error messages.
 
         Raises:
@@ -133,7 +133,7 @@ class SlideLinear(nn.Module):
         weight = linear.weight.detach()
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
-        packed = pack_weight(weight, pattern, storage, recipe, name=name)
+        packed = pack_weight(weight, pattern, storage, rounding, name=name)
         layer = cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
         return layer.train(linear.training)
 

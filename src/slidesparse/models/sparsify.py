@@ -179,18 +179,18 @@ def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[s
     return keep
 
 
-def _pruner(model: nn.Module, method: str | None, calibration: torch.Tensor | None, match: int) -> Pruner | None:
+def _pruner(model: nn.Module, method: str | None, calibration: torch.Tensor | None, match_steps: int) -> Pruner | None:
     """Return the method, after a check that it goes with the calibration; None where nothing is pruned."""
     if method == "auto":
         method = "magnitude" if calibration is None else "sparsegpt"
     pruner = None if method is None else get_pruner(method)
-    if not isinstance(match, int) or match < 0:
-        raise InputError("steps of matching", got=shown(match), needed="0 or more")
+    if not isinstance(match_steps, int) or match_steps < 0:
+        raise InputError("steps of matching", got=shown(match_steps), needed="0 or more")
     needs = pruner is not None and pruner.needs_calibration
     if needs and calibration is None:
         raise InputError(f"{method} needs calibration", needed="calibration=, windows of token numbers")
-    if not needs and (calibration is not None or match):
-        given = "calibration" if calibration is not None else "match"
+    if not needs and (calibration is not None or match_steps):
+        given = "calibration" if calibration is not None else "match_steps"
         raise InputError(f"{given} without effect", got=f"method={method!r}", remedy="use wanda or sparsegpt")
     if calibration is not None:
         check_windows_of_tokens(calibration, model)
@@ -208,7 +208,7 @@ def sparsify_(
     part: Part = "language",
     method: str | None = "auto",
     calibration: torch.Tensor | None = None,
-    match: int = 0,
+    match_steps: int = 0,
     backend: str = "auto",
     fallback: Fallback = "dense",
     rounding: Rounding = "absmax",
@@ -236,7 +236,7 @@ def sparsify_(
         calibration: Token numbers for the methods that need them, int64 [windows, length]: 128 windows of 2048 tokens
             of text like the model's use are usual. The model is a causal language model of transformers. Outliers of
             activations are not folded into weights first, as ``slidesparse prune`` does for INT8 with a text.
-        match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
+        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
         rounding: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
@@ -258,7 +258,7 @@ def sparsify_(
     storage = parse_dtype(dtype)
     check_rounding(rounding, storage)
     bits = rounded_bits(rounding, storage)
-    pruner = _pruner(model, method, calibration, match)
+    pruner = _pruner(model, method, calibration, match_steps)
     chooser = Chooser(backend, fallback)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
@@ -281,7 +281,10 @@ def sparsify_(
     if calibration is not None and pruner is not None:
         sparse = {name: linear for name, linear in targets.linears.items() if patterns[name] != DENSE}
         run = run_once(model)
-        how: Any = {"matching": Matching(match) if match else None, "rounder": rounder_after(pruner, storage, rounding)}
+        how: Any = {
+            "matching": Matching(match_steps) if match_steps else None,
+            "rounder": rounder_after(pruner, storage, rounding),
+        }
         sets = sets_to_prune(model, sparse, patterns, pruner, run)
         pruned = prune_in_memory(model, sparse, sets, patterns, pruner, calibration, run=run, **how)
     aliases: dict[int, list[str]] = {}

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from slidesparse.offline.calibrate.layer_store import BATCH_TOKENS
+from slidesparse.models.gram_tree import BATCH_TOKENS
 from slidesparse.offline.plan import Plan
 from slidesparse.pruning import SparseGPT
 from slidesparse.weights.pattern import DENSE

@@ -59,7 +59,7 @@ class Weights:
             weight = self._calibrated(self.layers, tensor, job, index)
         else:
             weight = self._read(tensor, job, index)
-            if storage.recipe == "ternary":
+            if storage.rounding == "ternary":
                 absmean = ternary_scale(weight.cpu()).to(weight.device)  # on the CPU: a sum depends on its order
             if job.pattern != DENSE:
                 weight = weight if scale is None else dequantize(weight, scale)

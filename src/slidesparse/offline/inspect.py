@@ -49,7 +49,7 @@ class Layer:
         name: Module name.
         shape: [out, in].
         dtype: Storage type.
-        bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
+        bits: Bits in which every value can be kept: 6 after ``prune --rounding 6bit``.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
         tightest: Tightest pattern that holds, or ``dense``; ``-`` for a weight that holds NaN or Inf.

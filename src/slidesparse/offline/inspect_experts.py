@@ -37,7 +37,7 @@ class ExpertLayer:
         count: How many experts there are.
         shape: [out, in] of one; gate and up may be one weight in the model and two in the checkpoint.
         dtype: Storage type.
-        bits: Bits in which every value can be kept: 6 after ``prune --recipe 6bit``.
+        bits: Bits in which every value can be kept: 6 after ``prune --rounding 6bit``.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
         tightest: Tightest pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.

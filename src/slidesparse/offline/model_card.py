@@ -18,7 +18,7 @@ from slidesparse.base.whole_file import read_whole, replace_file
 from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune_options import PruneRounding
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
@@ -26,12 +26,12 @@ FILE_NAME = "README.md"
 SERVE = "## Serve and load"
 """The heading before which ``slidesparse recover`` adds what it did."""
 
-ROUNDED: dict[Recipe, str] = {
+ROUNDED: dict[PruneRounding, str] = {
     "absmax": "",
     "6bit": ", of six bits where pruned",
     "ternary": ", of three values (BitNet b1.58)",
 }
-"""Recipe -> what it makes of a type's values."""
+"""PruneRounding -> what it makes of a type's values."""
 
 BLACKWELL = "INT8 does not start in stock vLLM on Blackwell GPUs: prune into FP8 for these.\n"
 
@@ -59,7 +59,7 @@ def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         "experts": "; ".join(done.treated_experts),
         "method": _method(done),
-        "weights": f"{done.dtype}{ROUNDED[done.recipe]}{scales}, zeros in place",
+        "weights": f"{done.dtype}{ROUNDED[done.rounding]}{scales}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(done.destination_bytes)}, of {readable_size(done.source_bytes)}",
     }

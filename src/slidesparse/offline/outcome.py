@@ -14,7 +14,7 @@ from slidesparse.checkpoints.tokenizer_files import NO_TOKENIZER
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.targets import describe_dense
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune_options import PruneRounding
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import parse_dtype
 
@@ -39,7 +39,7 @@ class PruneOutcome:
     Attributes:
         destination: The new checkpoint.
         dtype: Type of the treated weights.
-        recipe: How INT8 weights are rounded.
+        rounding: How INT8 weights are rounded.
         treated_experts: Lines that describe the treated experts of a mixture.
         in_transformers: Whether the installed transformers loads the new checkpoint; None where it cannot be asked.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
@@ -54,7 +54,7 @@ class PruneOutcome:
 
     destination: str
     dtype: str
-    recipe: Recipe
+    rounding: PruneRounding
     treated_experts: list[str]
     in_transformers: bool | None
     dense_head: str | None
@@ -78,7 +78,7 @@ class PruneOutcome:
         prunes = any(pattern != str(DENSE) for pattern in patterns)
         facts = {
             # Of six bits the sizes of files show nothing.
-            SIX_BITS: self.recipe == "6bit" and prunes,
+            SIX_BITS: self.rounding == "6bit" and prunes,
             EXPERTS_FOLLOW: bool(self.treated_experts),
             head: self.dense_head is not None,
             NO_TOKENIZER: self.lacks_tokenizer,
@@ -107,7 +107,7 @@ class PruneSummary(PruneOutcome):
         source_card: Name of the source's README.md beside the new model card; None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
             before their layer is matched; empty without calibration.
-        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty for other types.
+        input_rounding: The same linears -> what rounding inputs to INT8 costs, in that measure; empty for other types.
         weight_rounding: The same linears -> what rounding their weights to six bits or FP8 costs; empty where neither.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
@@ -122,7 +122,7 @@ class PruneSummary(PruneOutcome):
     resumed: list[str]
     source_card: str | None
     losses: dict[str, float]
-    rounding: dict[str, float]
+    input_rounding: dict[str, float]
     weight_rounding: dict[str, float]
     borrowed: dict[str, str]
     source_bytes: int
@@ -143,7 +143,7 @@ class PruneSummary(PruneOutcome):
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += _spread("calibration loss", self.losses)
-        lines += _spread("rounding inputs to INT8 costs", self.rounding)
+        lines += _spread("rounding inputs to INT8 costs", self.input_rounding)
         lines += _spread("rounding weights costs", self.weight_rounding)
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))

@@ -78,7 +78,7 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
         InputError: An option does not fit the source.
         UnsupportedError: Its experts cannot be treated as they are stored.
     """
-    storage = Storage(*resolve_dtypes(checkpoint, options), options.recipe)
+    storage = Storage(*resolve_dtypes(checkpoint, options), options.rounding)
     source = Source.of(checkpoint)
     refuse_faults(source.meta, checkpoint)
     treated = find_treated(source, options, storage)
@@ -145,22 +145,22 @@ def _layers(
     windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
     experts = {name: one for name, one in treated.experts.items() if patterns[one.layer] != DENSE}
     rows = ExpertRowsByName(find_expert_rows(source.experts, source.meta, source.checkpoint, experts), experts)
-    if options.match and experts:
+    if options.match_steps and experts:
         raise InputError(
             "layers whose experts are pruned cannot be matched",
             got=f"experts such as {next(iter(experts.values())).layer}",
-            remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+            remedy=f"leave out --match-steps, or leave experts dense with {LEAVE_DENSE}",
         )
     pruner, of_linears = get_pruner(options.method), {name: patterns[name] for name in linears}
     sets = sets_to_prune(model, linears, of_linears, pruner, source.run)
     # INT8 gains nothing (docs/log/rounding.md).
-    grid = FP8 if storage.rounds and storage.dtype != torch.int8 else SIX_BITS if options.recipe == "6bit" else None
+    grid = FP8 if storage.rounds and storage.dtype != torch.int8 else SIX_BITS if options.rounding == "6bit" else None
     return LayersToPrune(
         windows=windows,
         pruner=pruner,
         sets=[*(names for names in sets if names[0] in here), *([name] for name in rows.layer_of)],
         patterns={**here, **{name: patterns[layer] for name, layer in rows.layer_of.items()}},
         experts=rows,
-        matching=Matching(options.match, options.calibration.seed) if options.match else None,
+        matching=Matching(options.match_steps, options.calibration.seed) if options.match_steps else None,
         rounder=RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None,
     )

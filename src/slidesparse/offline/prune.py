@@ -89,7 +89,7 @@ class Prepared:
         return {
             "destination": str(self.destination),
             "dtype": dtype_name(made.storage.dtype),
-            "recipe": made.storage.recipe,
+            "rounding": made.storage.rounding,
             "treated_experts": describe_treated(source.experts, patterns),
             "in_transformers": quantization is None or transformers_loads(source.meta.model, quantization, stored),
             "dense_head": None if head is None or made.patterns[head] == DENSE else head,
@@ -179,7 +179,7 @@ def _summary(
         resumed=resumed,
         source_card=source_card,
         losses={" ".join(one.names): one.loss for one in losses},
-        rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
+        input_rounding={" ".join(one.names): one.rounding for one in rounded if one.rounding is not None},
         weight_rounding={" ".join(one.names): one.weights for one in losses if one.weights is not None},
         borrowed={one.names[0]: f"{one.tokens} tokens of {(one.tokens or 0) + one.borrowed}" for one in few},
         source_bytes=made.source.checkpoint.n_bytes,
@@ -193,6 +193,6 @@ def _calibration_words(made: Plan) -> str:
     if made.layers is None or options.calibration is None:
         return ""
     samples, length = made.layers.windows.shape
-    steps = f" and {options.match} steps of matching a layer" if options.match else ""
+    steps = f" and {options.match_steps} steps of matching a layer" if options.match_steps else ""
     smoothed = "" if made.smoothing is None else "smoothing and "
     return f"{smoothed}{options.method}{steps}, {samples} windows of {length} tokens of {options.calibration.names}"

@@ -20,7 +20,7 @@ from slidesparse.offline.dry_run import DryRun
 from slidesparse.offline.dry_run import dry_run as estimate
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune import prune_checkpoint
-from slidesparse.offline.prune_options import PruneOptions, Recipe, check_options
+from slidesparse.offline.prune_options import PruneOptions, PruneRounding, check_options
 from slidesparse.pruning import get_pruner
 
 Texts: TypeAlias = "str | Path | Sequence[str | Path] | Calibration"
@@ -33,14 +33,14 @@ def prune(
     *,
     dtype: str | None = PruneOptions.dtype,
     method: str = PruneOptions.method,
-    match: int = PruneOptions.match,
+    match_steps: int = PruneOptions.match_steps,
     smooth: bool | None = PruneOptions.smooth,
     calibration: Texts | None = None,
     samples: int | None = None,
     length: int | None = None,
     seed: int | None = None,
     bos: bool = True,
-    rounding: Recipe = PruneOptions.recipe,
+    rounding: PruneRounding = PruneOptions.rounding,
     ignore: Sequence[str] = PruneOptions.ignore,
     layers: Mapping[str, str] | None = None,
     lm_head: bool = PruneOptions.lm_head,
@@ -58,9 +58,9 @@ def prune(
         source: A folder with ``config.json`` and safetensors, or ``NAMESPACE/NAME`` of the hub.
         destination: The folder to make.
         pattern: ``6:8``, ``4:6``, ``2:4``, ... of all linears.
-        dtype: ``int8`` or ``fp8``; ``bf16``, ``fp16`` or ``fp32`` to prune only.
+        dtype: ``int8``, ``fp8``, or a float type to prune only; None: ``int8``, or that of a quantised source.
         method: ``sparsegpt``, ``wanda`` or ``magnitude``.
-        match: Steps in which each pruned layer is trained to give the dense one's outputs: 200, or 0 for none.
+        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs: 200, or 0 for none.
         smooth: Fold outliers of activations into weights before rounding; None: for INT8 with calibration.
         calibration: Text for SparseGPT and Wanda, like the model's use: a ``.txt``, ``.jsonl`` or ``.parquet`` file, a
             folder or a data set; or several, each of which may end in ``:WEIGHT``. None: the small set that comes with
@@ -91,9 +91,7 @@ def prune(
 
         import slidesparse as ss
 
-        done = ss.prune(
-            "./Qwen2.5-7B", "./Qwen2.5-7B-6of8", "6:8", dtype="int8", method="sparsegpt", calibration="text.txt"
-        )
+        done = ss.prune("./Qwen2.5-7B", "./Qwen2.5-7B-6of8", "6:8", calibration="text.txt")
         print(done.describe())
     """
     windows = {"samples": samples, "length": length, "seed": seed, "bos": None if bos else False}
@@ -101,10 +99,10 @@ def prune(
         pattern,
         dtype=dtype,
         method=method,
-        match=match,
+        match_steps=match_steps,
         smooth=smooth,
         calibration=_calibration(calibration, method, {name: one for name, one in windows.items() if one is not None}),
-        recipe=rounding,
+        rounding=rounding,
         ignore=tuple(list_of_names(ignore, "ignore")),
         layers={} if layers is None else layers,
         lm_head=lm_head,

@@ -21,8 +21,8 @@ from slidesparse.pruning import get_pruner
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
 
-Recipe = Literal["absmax", "ternary", "6bit"]
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+PruneRounding = Literal["absmax", "ternary", "6bit"]
+ROUNDINGS: tuple[PruneRounding, ...] = get_args(PruneRounding)
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class PruneOptions:
             type of a source that is quantised already.
         method: Pruning method.
         calibration: Text for methods that need it. None: the small set that comes with the package.
-        recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
+        rounding: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
             channel to multiples of 4 where the pattern is not dense
             (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
-        match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
+        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
             is calibrated, as far as the model can be smoothed.
     """
@@ -51,12 +51,12 @@ class PruneOptions:
     dtype: str | None = None
     method: str = "sparsegpt"
     calibration: Calibration | None = None
-    recipe: Recipe = "absmax"
+    rounding: PruneRounding = "absmax"
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     lm_head: bool = False
     part: Part = "language"
-    match: int = 0
+    match_steps: int = 0
     smooth: bool | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
 
     Raises:
         CheckpointError: The source is pruned and quantised already, or is a BitNet checkpoint of packed weights.
-        InputError: The type or the recipe does not fit the source.
+        InputError: The type or the rounding does not fit the source.
     """
     config = checkpoint.config
     if config.get(MARKER_KEY) is not None and QUANTIZATION_KEY in config:
@@ -83,17 +83,17 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
                 "the BitNet checkpoint holds packed ternary weights",
                 needed="its BF16 master (quantization_mode: online)",
             )
-        if options.recipe != "ternary":
-            raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
+        if options.rounding != "ternary":
+            raise InputError("a BitNet master means its weights to be ternary", remedy="pass --rounding ternary")
     source = None if bitnet else quantisation_dtype(config)
     if source is not None:
         other = [] if wanted in (None, source) else [f"--dtype {options.dtype}"]
-        other += [] if options.recipe == "absmax" else [f"--recipe {options.recipe}"]
+        other += [] if options.rounding == "absmax" else [f"--rounding {options.rounding}"]
         if other:
             raise InputError(
                 "the source is quantised already and is not rounded twice",
                 got=", ".join(other),
-                needed=f"--dtype {dtype_name(source)} or none, --recipe absmax",
+                needed=f"--dtype {dtype_name(source)} or none, --rounding absmax",
             )
     return source, source or wanted or torch.int8
 
@@ -116,7 +116,7 @@ def check_options(options: PruneOptions) -> None:
     """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
-    idle = {"--recipe 6bit": options.recipe == "6bit", "--match": options.match > 0}
+    idle = {"--rounding 6bit": options.rounding == "6bit", "--match-steps": options.match_steps > 0}
     floats = options.dtype is not None and parse_dtype(options.dtype) not in QUANTISED
     idle[f"--method {options.method}"] = floats and options.calibration is not None  # in 8 bits a text smooths
     if patterns == {DENSE} and (given := [name for name, holds in idle.items() if holds]):
@@ -126,16 +126,16 @@ def check_options(options: PruneOptions) -> None:
             needed="a pattern: these treat the weights that are pruned",
             remedy=f"use --pattern 6:8, or leave out {given[0].split()[0]}",
         )
-    if options.match < 0:
-        raise InputError("steps of matching", got=options.match, needed="0 or more")
+    if options.match_steps < 0:
+        raise InputError("steps of matching", got=options.match_steps, needed="0 or more")
     _require_text(options)
     _require_type(options, None if options.dtype is None else parse_dtype(options.dtype))
 
 
 def require_one_process(options: PruneOptions, processes: int) -> None:
     """Raise an InputError for matching layers, which several processes cannot share."""
-    if processes > 1 and options.match:
-        remedy = "run without torchrun, or leave out --match"
+    if processes > 1 and options.match_steps:
+        remedy = "run without torchrun, or leave out --match-steps"
         raise InputError("layers are matched by one process", got=f"{processes} processes", remedy=remedy)
 
 
@@ -146,25 +146,25 @@ def _require_text(options: PruneOptions) -> None:
         raise InputError(
             f"{pruner.name} takes no calibration text", got=calibration.file, remedy="use --method wanda or sparsegpt"
         )
-    if pruner.needs_calibration and options.recipe == "ternary":
-        raise InputError("the ternary recipe cannot be calibrated", got=pruner.name, needed="--method magnitude")
-    for option, doing in {"match": "matching", "smooth": "smoothing"}.items():
+    if pruner.needs_calibration and options.rounding == "ternary":
+        raise InputError("the ternary rounding cannot be calibrated", got=pruner.name, needed="--method magnitude")
+    for option, doing in {"match_steps": "matching", "smooth": "smoothing"}.items():
         if calibration is None and getattr(options, option):
             raise InputError(
                 f"{doing} needs calibration text",
                 got=f"--method {options.method}",
-                remedy=f"use --method sparsegpt or wanda, or leave out --{option}",
+                remedy=f"use --method sparsegpt or wanda, or leave out --{option.replace('_', '-')}",
             )
 
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
-    """Refuse a recipe or a step that does not go with the type; None: that of the source, which is not known yet."""
-    if options.recipe not in RECIPES:
-        raise InputError("unknown recipe", got=repr(options.recipe), needed=" or ".join(RECIPES))
+    """Refuse a rounding or a step that does not go with the type; None: that of the source, which is not known yet."""
+    if options.rounding not in ROUNDINGS:
+        raise InputError("unknown rounding", got=repr(options.rounding), needed=" or ".join(ROUNDINGS))
     if dtype is None:
         return
-    if options.recipe != "absmax" and dtype != torch.int8:
-        what = f"the {options.recipe} recipe ends in INT8 storage"
-        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8, or --recipe absmax")
+    if options.rounding != "absmax" and dtype != torch.int8:
+        what = f"the {options.rounding} rounding ends in INT8 storage"
+        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8, or --rounding absmax")
     if options.smooth and dtype not in QUANTISED:
         raise InputError("smoothing helps rounding to 8 bits", got=f"--dtype {dtype_name(dtype)}", needed="int8 or fp8")

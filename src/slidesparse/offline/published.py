@@ -6,7 +6,7 @@ import math
 
 from slidesparse.weights.pattern import Pattern
 
-BEST = "--match 200 with text like the model's use, then slidesparse recover"
+BEST = "--match-steps 200 with text like the model's use, then slidesparse recover"
 """What lost least of all that was measured."""
 
 COSTS = (
@@ -25,9 +25,9 @@ def expected_cost(zeros: float, n_bytes: int) -> str:
     """Return what the pattern nearest to a share of zeros cost the model of the nearest size, by bytes in BF16.
 
     >>> expected_cost(0.3, 10**9)
-    '4:6 cost Qwen2.5-Coder-0.5B-Instruct 9.3 % of perplexity in one shot with --match 200, 3.0 % recovered'
+    '4:6 cost Qwen2.5-Coder-0.5B-Instruct 9.3 % of perplexity in one shot with --match-steps 200, 3.0 % recovered'
     """
     nearest = min(abs(Pattern.parse(one[2]).sparsity - zeros) for one in COSTS)
     alike = [one for one in COSTS if abs(Pattern.parse(one[2]).sparsity - zeros) == nearest]
     model, _, pattern, *costs = min(alike, key=lambda one: abs(math.log(2 * one[1] / max(n_bytes, 1))))
-    return f"{pattern} cost {model} {costs[0]} of perplexity in one shot with --match 200, {costs[1]} recovered"
+    return f"{pattern} cost {model} {costs[0]} of perplexity in one shot with --match-steps 200, {costs[1]} recovered"

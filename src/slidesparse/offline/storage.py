@@ -10,7 +10,7 @@ import torch
 from slidesparse.checkpoints.expert_tensors import ExpertTensor
 from slidesparse.checkpoints.single_experts import SingleExperts
 from slidesparse.files.stored import STORED_NAMES, Stored
-from slidesparse.offline.prune_options import Recipe
+from slidesparse.offline.prune_options import PruneRounding
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANTISED, Rounding, loadable, quantize_weight, rounding_of, ternary_weight
 
@@ -41,12 +41,12 @@ class Storage:
     Attributes:
         source: Type of a source in 8 bits, whose scales are kept; None: it is in a float type.
         dtype: Type of the new weights.
-        recipe: How INT8 weights are rounded.
+        rounding: How INT8 weights are rounded.
     """
 
     source: torch.dtype | None
     dtype: torch.dtype
-    recipe: Recipe
+    rounding: PruneRounding
 
     @property
     def quantised(self) -> bool:
@@ -59,9 +59,9 @@ class Storage:
         return self.source is None and self.quantised
 
     @property
-    def rounding(self) -> Rounding:
-        """How weights are rounded that the recipe does not make ternary."""
-        return "6bit" if self.recipe == "6bit" else "absmax"
+    def weight_rounding(self) -> Rounding:
+        """Rounding of pruned weights; ternary ones have three values already."""
+        return "6bit" if self.rounding == "6bit" else "absmax"
 
     def job(
         self,
@@ -97,7 +97,7 @@ class Storage:
     ) -> dict[str, torch.Tensor]:
         """Return a pruned weight [out, in] of a float source as it is stored, its rows cut among names, with scales.
 
-        The ternary recipe scales by ``absmean``, that of the weight before it was pruned.
+        The ternary rounding scales by ``absmean``, that of the weight before it was pruned.
         """
         if not self.quantised:
             return {names[0]: weight}
@@ -106,6 +106,8 @@ class Storage:
             if absmean is not None:
                 found[name], found[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
             else:
-                rounded = quantize_weight(rows, self.dtype, name=name, recipe=rounding_of(self.rounding, pattern))
+                rounded = quantize_weight(
+                    rows, self.dtype, name=name, rounding=rounding_of(self.weight_rounding, pattern)
+                )
                 found[name], found[f"{name}_scale"] = loadable(rounded)
         return found

@@ -57,9 +57,9 @@ def find_treated(source: Source, options: PruneOptions, storage: Storage) -> Tre
     why_left, tensors = _experts(source, options, storage)
     treated = {name: tensor for name, tensor in tensors.items() if tensor.layer not in why_left}
     left = {name: tensor for name, tensor in tensors.items() if tensor.layer in why_left}
-    if options.recipe == "ternary" and treated:
+    if options.rounding == "ternary" and treated:
         layer = next(iter(treated.values())).layer
-        raise InputError("the ternary recipe is not for experts", got=layer, remedy=f"add {LEAVE_DENSE}")
+        raise InputError("the ternary rounding is not for experts", got=layer, remedy=f"add {LEAVE_DENSE}")
     for name, tensor in treated.items():
         check_type(name, source.checkpoint.stored(name), storage.source, storage.dtype)
         if storage.quantised:

@@ -81,7 +81,7 @@ def _measure(
     kind: Kind, backends: Sequence[str], tokens: Sequence[int], device: torch.device, stopwatch: Stopwatch
 ) -> tuple[list[LayerSpeed], list[WrongForm]]:
     dtype = parse_dtype(kind.dtype)
-    bits = rounded_bits(kind.recipe, dtype)
+    bits = rounded_bits(kind.rounding, dtype)
     problem = Problem(Pattern.parse(kind.pattern), dtype, kind.out, kind.columns, device, bits=bits)
     able = [name for name in backends if get_backend(name).why_not(problem) is None]
     if not able:
@@ -98,7 +98,7 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
     pattern = Pattern.parse(kind.pattern)
     weight = gaussian(kind.out, kind.columns, dtype=source, device=device, seed=1) * kind.columns**-0.5
     weight = torch.where(prune_mask(weight, pattern), weight, 0)
-    return pack_weight(weight, pattern, parse_dtype(kind.dtype), kind.recipe)
+    return pack_weight(weight, pattern, parse_dtype(kind.dtype), kind.rounding)
 
 
 def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:

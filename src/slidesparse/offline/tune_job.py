@@ -51,7 +51,7 @@ class Kind:
     out: int
     columns: int
     pattern: str
-    recipe: Rounding = "absmax"
+    rounding: Rounding = "absmax"
 
     def __str__(self) -> str:
         """Return ``int8 4608x3584 6:8``."""
@@ -76,19 +76,19 @@ class TuneJob:
         """Return the kinds of layers, each once, those of a model one after another."""
         recipes = dict.fromkeys(map(recipe_for, self.backends))
         found = (
-            Kind(dtype, out, columns, pattern, recipe)
+            Kind(dtype, out, columns, pattern, rounding)
             for model in self.models
             for dtype in model.dtypes
             for _, out, columns in model.sizes
             for pattern in model.patterns
-            for recipe in recipes
-            if recipe == "absmax" or dtype == "int8"
+            for rounding in recipes
+            if rounding == "absmax" or dtype == "int8"
         )
         return list(dict.fromkeys(found))
 
     def backends_of(self, kind: Kind) -> list[str]:
         """Return the backends that read such weights."""
-        return [name for name in self.backends if recipe_for(name) == kind.recipe]
+        return [name for name in self.backends if recipe_for(name) == kind.rounding]
 
     def packed_shapes(self) -> list[tuple[str, int, int]]:
         """Return (type, out, K') of the 2:4 forms of all weights, each once."""

@@ -66,16 +66,16 @@ def _packer(device: torch.device) -> Packer:
 
 
 def pack_weight(
-    weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, recipe: Rounding = "absmax", *, name: str = "weight"
+    weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, rounding: Rounding = "absmax", *, name: str = "weight"
 ) -> PackedWeight:
     """Quantise or cast a float weight [out, in] that satisfies its pattern, and pack it.
 
     Raises:
-        InputError: There is no such recipe for the type.
+        InputError: There is no such rounding for the type.
     """
-    check_rounding(recipe, dtype)
+    check_rounding(rounding, dtype)
     if dtype in QUANTISED:
-        rounded = quantize_weight(weight, dtype, name=name, recipe=rounding_of(recipe, pattern))
+        rounded = quantize_weight(weight, dtype, name=name, rounding=rounding_of(rounding, pattern))
         values, scale = loadable(rounded)
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

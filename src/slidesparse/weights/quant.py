@@ -90,26 +90,26 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
-def rounded_bits(recipe: Rounding, dtype: torch.dtype) -> int:
+def rounded_bits(rounding: Rounding, dtype: torch.dtype) -> int:
     """Return the bits in which values of a type can be kept after they were rounded so."""
-    return 6 if recipe == "6bit" else 8 * dtype.itemsize
+    return 6 if rounding == "6bit" else 8 * dtype.itemsize
 
 
-def rounding_of(recipe: Rounding, pattern: Pattern) -> Rounding:
+def rounding_of(rounding: Rounding, pattern: Pattern) -> Rounding:
     """Return how a weight is rounded: a dense one would lose accuracy by six bits, and gain nothing."""
-    return "absmax" if pattern == DENSE else recipe
+    return "absmax" if pattern == DENSE else rounding
 
 
-def check_rounding(recipe: object, dtype: torch.dtype) -> None:
+def check_rounding(rounding: object, dtype: torch.dtype) -> None:
     """Refuse what is no :data:`Rounding`, or none for a type.
 
     Raises:
         InputError: With what is known, or needed.
     """
-    if not isinstance(recipe, str) or recipe not in get_args(Rounding):
-        raise InputError("unknown recipe", got=shown(recipe), needed=" or ".join(get_args(Rounding)))
-    if recipe == "6bit" and dtype != torch.int8:
-        raise InputError("the 6bit recipe ends in INT8 storage", got=dtype_name(dtype), needed="int8")
+    if not isinstance(rounding, str) or rounding not in get_args(Rounding):
+        raise InputError("unknown rounding", got=shown(rounding), needed=" or ".join(get_args(Rounding)))
+    if rounding == "6bit" and dtype != torch.int8:
+        raise InputError("the 6bit rounding ends in INT8 storage", got=dtype_name(dtype), needed="int8")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -182,7 +182,7 @@ def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
 
 
 def quantize_weight(
-    weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight", recipe: Rounding = "absmax"
+    weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight", rounding: Rounding = "absmax"
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 
@@ -190,18 +190,18 @@ def quantize_weight(
         weight: [out, in], bfloat16, float16 or float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
         name: The weight's name in error messages.
-        recipe: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
+        rounding: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
 
     Raises:
-        InputError: When the weight holds NaN or Inf, or is no float matrix; when the type has no such recipe.
+        InputError: When the weight holds NaN or Inf, or is no float matrix; when the type has no such rounding.
     """
-    check_rounding(recipe, dtype)
+    check_rounding(rounding, dtype)
     check_weight(weight, name)
     if weight.dtype in QUANTISED:
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
     weight = weight.detach()  # a parameter's scales would join its graph, and keep a layer from being copied
     blocks = weight.split(ROWS_AT_ONCE)
-    parts = [quantize_rows_to_six_bits(rows) if recipe == "6bit" else quantize_rows(rows, dtype) for rows in blocks]
+    parts = [quantize_rows_to_six_bits(rows) if rounding == "6bit" else quantize_rows(rows, dtype) for rows in blocks]
     return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
 
 
@@ -240,7 +240,7 @@ def ternary_weight(
     """
     check_weight(weight, name)
     if dtype != torch.int8:
-        raise InputError("the ternary recipe ends in INT8 storage", got=dtype, needed="int8")
+        raise InputError("the ternary rounding ends in INT8 storage", got=dtype, needed="int8")
     values = 4 * (weight.to(torch.float32) / absmean).round().clamp(-1, 1).to(torch.int8)
     return Quantised(values, (absmean.to(torch.float32) / 4).expand(weight.shape[0], 1).contiguous())
 

@@ -49,7 +49,7 @@ def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
 def value_bits(weight: torch.Tensor) -> int:
     """Return the bits in which every value of a weight can be kept: 6 for INT8 multiples of 4, else those of its type.
 
-    ``slidesparse prune --recipe 6bit`` makes such weights. On a GPU this waits for the device.
+    ``slidesparse prune --rounding 6bit`` makes such weights. On a GPU this waits for the device.
     """
     narrow = weight.dtype == torch.int8 and not bool((weight & 3).any())
     return 6 if narrow else 8 * weight.itemsize

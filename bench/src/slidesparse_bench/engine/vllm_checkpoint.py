@@ -152,7 +152,7 @@ def write_checkpoint(
     dtype: torch.dtype,
     pattern: Pattern,
     device: torch.device,
-    recipe: Rounding = "absmax",
+    rounding: Rounding = "absmax",
     lm_head: bool = False,
     four_bits: str | None = None,
 ) -> None:
@@ -164,12 +164,12 @@ def write_checkpoint(
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
         pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
         device: Device on which the weights are drawn.
-        recipe: How weights are rounded.
+        rounding: How weights are rounded.
         lm_head: Whether the output embedding is stored as linears are.
         four_bits: ``w4a8`` or ``w4a16`` in place of the type; nothing is pruned then.
     """
     folder.mkdir(parents=True)
-    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), recipe, four_bits)
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), rounding, four_bits)
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
@@ -221,7 +221,7 @@ class _Writer:
     dtype: torch.dtype
     pattern: Pattern
     generator: torch.Generator
-    recipe: Rounding
+    rounding: Rounding
     four_bits: str | None
 
     def __post_init__(self) -> None:
@@ -253,7 +253,7 @@ class _Writer:
             elif self.dtype == torch.bfloat16:
                 tensors[f"{name}.weight"] = part
             else:
-                values, scale = quantize_weight(part, self.dtype, recipe=rounding_of(self.recipe, self.pattern))
+                values, scale = quantize_weight(part, self.dtype, rounding=rounding_of(self.rounding, self.pattern))
                 tensors[f"{name}.weight"] = values
                 tensors[f"{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:

@@ -77,7 +77,7 @@ class DenseExperts:
 
 @lru_cache(maxsize=KEPT)
 def packed_experts(
-    sizes: ExpertSizes, pattern: str, dtype: str, device: torch.device, recipe: Rounding = "absmax"
+    sizes: ExpertSizes, pattern: str, dtype: str, device: torch.device, rounding: Rounding = "absmax"
 ) -> PackedExperts | str:
     """Return random experts, pruned and packed, or why nothing can run them."""
     found = grouped_product(Problem(Pattern.parse(pattern), parse_dtype(dtype), *sizes.shape(GATE_UP), device))
@@ -88,7 +88,7 @@ def packed_experts(
         rows, columns = sizes.shape(part)
         weight = weight_of(pattern, dtype, sizes.experts * rows, columns, device)
         packed[part] = split_rows(
-            pack_weight(weight, Pattern.parse(pattern), parse_dtype(dtype), recipe), sizes.experts
+            pack_weight(weight, Pattern.parse(pattern), parse_dtype(dtype), rounding), sizes.experts
         )
     return PackedExperts(SlideExperts(packed[GATE_UP], packed[DOWN], found), packed)
 

@@ -61,8 +61,8 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
     Raises:
         UnsupportedError: The backend cannot run it.
     """
-    recipe = recipe_for(name, case.dtype)
-    packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device, recipe)
+    rounding = recipe_for(name, case.dtype)
+    packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device, rounding)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
     chosen = layer.choice.at(case.tokens)

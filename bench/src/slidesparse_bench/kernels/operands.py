@@ -54,11 +54,11 @@ def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.de
 
 @lru_cache(maxsize=KEPT)
 def packed_weight(
-    variant: str, dtype: str, out: int, columns: int, device: torch.device, recipe: Rounding = "absmax"
+    variant: str, dtype: str, out: int, columns: int, device: torch.device, rounding: Rounding = "absmax"
 ) -> PackedWeight:
     """Return :func:`weight_of` quantised and packed."""
     pattern, _ = pattern_and_columns(variant, columns)
-    return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype), recipe)
+    return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype), rounding)
 
 
 AUTO_SIX_BITS = "auto-6bit"
@@ -73,8 +73,8 @@ def recipe_for(backend: str, dtype: str) -> Rounding:
 @lru_cache(maxsize=KEPT)
 def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
     """Return a backend's form of :func:`packed_weight`."""
-    recipe = recipe_for(backend, dtype)
-    return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device, recipe))
+    rounding = recipe_for(backend, dtype)
+    return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device, rounding))
 
 
 def weight_bytes(packed: PackedWeight, form: Sequence[torch.Tensor]) -> int:

@@ -52,8 +52,8 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern, and as many bits, share it."""
     pattern = key.pattern.replace(":", "of")
-    recipe = recipe_for(key.backend, key.weights)
-    return scratch / f"{key.model}-{key.layers}-{key.weights}-{pattern}{'' if recipe == 'absmax' else f'-{recipe}'}"
+    rounding = recipe_for(key.backend, key.weights)
+    return scratch / f"{key.model}-{key.layers}-{key.weights}-{pattern}{'' if rounding == 'absmax' else f'-{rounding}'}"
 
 
 def checkpoint_bytes(key: EngineKey) -> int:
@@ -137,7 +137,7 @@ def _write(folder: Path, key: EngineKey) -> None:
     if key.weights in ACTIVATIONS:
         write_checkpoint(partial, config, torch.bfloat16, pattern, device, four_bits=key.weights)
     else:
-        recipe, lm_head = recipe_for(key.backend, key.weights), ARCHITECTURES[key.model].lm_head
-        write_checkpoint(partial, config, parse_dtype(key.weights), pattern, device, recipe, lm_head)
+        rounding, lm_head = recipe_for(key.backend, key.weights), ARCHITECTURES[key.model].lm_head
+        write_checkpoint(partial, config, parse_dtype(key.weights), pattern, device, rounding, lm_head)
     torch.cuda.empty_cache()
     partial.rename(folder)

@@ -149,7 +149,7 @@ class Hopper(Backend):
 class HopperSixBits(Hopper):
     """The same for INT8 weights whose values are all multiples of 4, stored in six bits.
 
-    ``slidesparse prune --recipe 6bit`` makes such weights.
+    ``slidesparse prune --rounding 6bit`` makes such weights.
     """
 
     name = "hopper-6bit"

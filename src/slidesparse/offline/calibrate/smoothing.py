@@ -163,7 +163,7 @@ def plan_smoothing(
         if options.smooth:
             raise
         return None
-    return Smoothing(tuple(folds), storage.dtype, storage.rounding, bool(options.smooth))
+    return Smoothing(tuple(folds), storage.dtype, storage.weight_rounding, bool(options.smooth))
 
 
 def smooth_checkpoint(
