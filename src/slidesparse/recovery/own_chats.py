@@ -68,8 +68,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     part = path.with_name(f"{path.name}.{_key(model, options)}.part")
     with open(part, "a+b") as file, progress_bar("answers", len(ids), unit="answers") as advance:
         advance(first := _answers_in(file, part))
-        words = "%d answers of at most %d tokens, by %s on %s; %d are there from an interrupted run"
-        LOG.warning(words, len(ids), longest, kind.name, device, first)
+        again = f"; {first} are there from an interrupted run" if first else ""
+        LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
         for start in range(first, len(ids), kind.at_once):
             began, some = time.monotonic(), slice(start, start + kind.at_once)
             answers = writer.answer(ids[some], longest, options.seed + start)

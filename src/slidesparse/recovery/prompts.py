@@ -1,7 +1,7 @@
 """Prompts for a general chat model, for a user who has no prompts of the model's own use.
 
-The templates of ``prompts.json`` are filled with topics, names and numbers drawn at random. One prompt in six is about
-code, out of the documentation of the Python packages that are installed here, so that nothing is fetched.
+The templates of ``prompts.json`` are filled at random, and one prompt in six is about the documentation of an installed
+Python package, so that nothing is fetched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 FORMS: dict[str, list[str]] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
 
-MOST_FUNCTIONS = 1000  # each is asked about in several ways, and reading more packages takes long
+MOST_FUNCTIONS = 1000  # each is asked about in several ways, and reading more takes long
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 

@@ -14,6 +14,7 @@ from slidesparse.base.other_libraries import LOCAL, need, other_library
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 
 WriterName = Literal["auto", "vllm", "transformers"]  # auto: vLLM on a GPU where it is installed
+
 SAMPLING = {"temperature": 0.8, "min_p": 0.05}  # so that answers vary and make sense
 
 
