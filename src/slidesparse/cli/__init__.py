@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as error:
             from slidesparse.cli.failure import report
 
-            report(error, "--json" in words)
+            report(error, words)
             signals.status = signals.exit_status()
         if arguments is None and something_is_left():
             _leave(signals.status)
@@ -84,7 +84,7 @@ def _answer(words: list[str], signals: Signals) -> int:
             return BROKEN_PIPE
         if verbose and not isinstance(error, SlideSparseError):
             print(printable(traceback.format_exc(), keep="\n"), file=sys.stderr)
-        report(error, "--json" in words)
+        report(error, words)
         return 1
 
 
