@@ -132,10 +132,13 @@ def explained() -> Iterator[None]:
         raise LostRank("another process of the run has ended", got=got, remedy="torchrun says which") from error
 
 
-def is_first_to_fail() -> bool:
-    """Return whether this process is the one of its run that says why it ended: the first that asks, or one alone."""
+def is_first_to_fail(alone: bool) -> bool:
+    """Return whether this process is the first of its run that asks this, and so says why the run ended.
+
+    ``alone`` is the answer for a process that has joined no run.
+    """
     if not _SPEAKER:
-        return True
+        return alone
     try:
         told: str = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"]).decode()
     except RuntimeError:  # the process that held the store has ended

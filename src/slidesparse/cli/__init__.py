@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as error:
             from slidesparse.cli.failure import report
 
-            report(error, "--json" in words)
+            report(error, words)
             signals.status = signals.exit_status()
         return signals.status
 
@@ -71,7 +71,7 @@ def _answer(words: list[str], signals: Signals) -> int:
             return BROKEN_PIPE
         if verbose and not isinstance(error, SlideSparseError):
             print(printable(traceback.format_exc(), keep="\n"), file=sys.stderr)
-        report(error, "--json" in words)
+        report(error, words)
         return 1
 
 

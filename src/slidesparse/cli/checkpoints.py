@@ -76,7 +76,7 @@ def _demo(options: argparse.Namespace) -> int:
     plot = f"\nplot: {options.plot}" if failed is None else ""
     show(options, found, lambda: report.table() + plot)
     if failed is not None:
-        failure.report(failed, as_json=False)
+        failure.report(failed, words=())
     return 0 if report.exact and failed is None else 1
 
 

@@ -7,26 +7,28 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 
 from slidesparse.base.ranks import is_first_to_fail
 from slidesparse.cli import interruption
+from slidesparse.cli.together import is_said_by_another
 from slidesparse.errors import SlideSparseError, first_line, printable
 
 REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
 
 
-def report(error: BaseException, as_json: bool) -> None:
-    """Print what went wrong; as JSON, ``{"error": {...}}``, to standard output too, which stays one JSON value.
+def report(error: BaseException, words: Sequence[str]) -> None:
+    """Print what went wrong with a command of these words, unless another process of the same run does.
 
-    Of the processes of one run the first that fails prints, and the others end without a word.
+    With ``--json``, ``{"error": {...}}`` goes to standard output too, which stays one JSON value.
     """
-    if not is_first_to_fail():
+    if not is_first_to_fail(alone=not is_said_by_another(words)):
         return
     line = describe(error)
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # of a terminal that is closed
             print(f"slidesparse: {printable(line)}", file=sys.stderr)
-    if as_json:
+    if "--json" in words:
         print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
     try:
         if sys.stdout is not None:
