@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
+from inspect import signature
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,14 @@ from slidesparse import (
     Pattern,
     SlideLinear,
     SlideSparseError,
+    evaluate,
     lift,
     load,
     matmul,
     pack,
+    prune,
     prune_mask,
+    recover,
     sparsify_,
 )
 from slidesparse.weights.support import tightest_pattern
@@ -80,6 +86,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "sparsify_ ignore": lambda v: sparsify_(two_layers(), "6:8", ignore=v),
     "sparsify_ layers": lambda v: sparsify_(two_layers(), "6:8", layers=v),
     "sparsify_ method": lambda v: sparsify_(two_layers(), "6:8", method=v),
+    "sparsify_ calibration": lambda v: sparsify_(two_layers(), "6:8", calibration=v),
+    "sparsify_ match": lambda v: sparsify_(two_layers(), "6:8", match=v),
     "load path": load,
     "load device": lambda v: load("nowhere", v),
     "load tune": lambda v: load("nowhere", tune=v),
@@ -104,6 +112,18 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "PackedWeight.lift": INT8.lift,
     "PackedWeight.column_map": INT8.column_map,
 }
+
+NOWHERE = Path("nowhere")
+FUNCTIONS: list[tuple[Callable[..., object], dict[str, Any]]] = [
+    (prune, {"source": NOWHERE, "destination": "x", "dtype": "int8", "method": "wanda"}),
+    (recover, {"pruned": NOWHERE, "dense": NOWHERE, "destination": "x", "texts": "text.txt", "tokens": 10**6}),
+    (evaluate, {"checkpoint": NOWHERE, "text": "nowhere.txt"}),
+]
+for function, given in FUNCTIONS:
+    for argument in signature(function).parameters:
+        CALLS[f"{function.__name__} {argument}"] = partial(
+            lambda call, usual, name, v: call(**{**usual, name: v}), function, given, argument
+        )
 
 VALUES: dict[str, Any] = {
     "None": None,
@@ -155,7 +175,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_nothing_but_our_own_errors() -> None:
+def test_nothing_but_our_own_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for (call, run), (name, value) in product(CALLS.items(), VALUES.items()):
         try:
             run(value)

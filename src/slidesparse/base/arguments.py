@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from slidesparse.errors import InputError
+
+PLAIN = {int: "a whole number of 64 bits", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+"""Plain types, and their names in errors."""
 
 
 def require_kind(value: Any, kind: type | tuple[type, ...], name: str, needed: str) -> None:
@@ -19,6 +23,29 @@ def require_integer(value: Any, name: str) -> None:
     """Raise an InputError for a value that is no whole number of 64 bits; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value).bit_length() > 64:
         raise InputError(name, got=shown(value), needed="a whole number of 64 bits")
+
+
+def require_plain(function: Callable[..., object], given: Mapping[str, Any]) -> None:
+    """Raise an InputError for an argument that does not fit the function's annotation, where that has plain types only.
+
+    A function asks first of all, with its ``locals()``. Texts that a Literal lists are plain.
+    """
+    for name, hint in get_type_hints(function).items():
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if name not in given or not all(kind in PLAIN or get_origin(kind) is Literal for kind in kinds):
+            continue
+        if not any(_fits(given[name], kind) for kind in kinds):
+            words = (PLAIN.get(kind) or " or ".join(map(str, get_args(kind))) for kind in kinds)
+            raise InputError(name, got=shown(given[name]), needed=" or ".join(words))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= 64
+    if kind in (int, float):
+        return is_whole or (kind is float and isinstance(value, float))
+    return isinstance(value, kind)
 
 
 def list_of_names(value: Any, name: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from slidesparse.errors import InputError
@@ -28,6 +29,8 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         raise InputError(name, got=repr(text), needed="a name without NUL")
     try:
         Path(text).resolve()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(text)  # says whether a name is too long
     except RuntimeError as error:  # Python 3.13 has an OSError in its place
         raise InputError(f"{name} {text} cannot be used", got="links that lead in circles") from error
     except OSError as error:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.arguments import require_kind
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.base.ranks import ALONE
@@ -23,11 +22,12 @@ from slidesparse.models.parts import text_config
 from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.pruning import Pruner
 from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.support import require_dense
 
 
 def check_windows_of_tokens(windows: torch.Tensor, model: nn.Module) -> None:
     """Raise an InputError for calibration windows that a model cannot read."""
-    require_kind(windows, torch.Tensor, "calibration", "windows of token numbers, int64 [windows, length]")
+    require_dense(windows, "calibration")
     needed = "int64 [windows, length], with 2 tokens or more in a window"
     if windows.dtype != torch.int64 or windows.dim() != 2 or not len(windows) or windows.shape[1] < 2:
         raise InputError("calibration windows", got=f"{windows.dtype} {list(windows.shape)}", needed=needed)

@@ -181,7 +181,7 @@ def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[s
 
 def _pruner(model: nn.Module, method: str | None, calibration: torch.Tensor | None, match_steps: int) -> Pruner | None:
     """Return the method, after a check that it goes with the calibration; None where nothing is pruned."""
-    if method == "auto":
+    if isinstance(method, str) and method == "auto":
         method = "magnitude" if calibration is None else "sparsegpt"
     pruner = None if method is None else get_pruner(method)
     if not isinstance(match_steps, int) or match_steps < 0:

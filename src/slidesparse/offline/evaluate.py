@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.arguments import list_of_names, require_plain
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
+from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import advice, progress_bar, say
 from slidesparse.checkpoints.check_config import unread_quantisation
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults
@@ -133,6 +135,8 @@ def evaluate(
         dense, pruned = (ss.evaluate(model, "text.txt").perplexity for model in ("./Qwen2.5-7B", "./Qwen2.5-7B-6of8"))
         print(f"perplexity rises by {100 * (pruned.perplexity / dense.perplexity - 1):.1f} %")
     """
+    require_plain(evaluate, locals())
+    tasks = list_of_names(tasks, "tasks")
     if text is None and not tasks:
         raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
     for name, value in (("batch", batch), ("limit", limit)):
@@ -145,7 +149,9 @@ def evaluate(
         _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
     check_windows(window, stride)
     where = usable_device(device)
-    documents = None if text is None else read_documents(text)
+    if text is not None:
+        usable_path(text, "text")
+    documents = None if text is None else read_documents(text)  # as it was written: a Path is no data set's name
     harness = _harness() if tasks else None
     source = Checkpoint(source_folder(checkpoint, revision))
     refuse_masked(model_class(source)[0])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import torch
 
-from slidesparse.base.arguments import list_of_names, shown
+from slidesparse.base.arguments import list_of_names, require_plain
 from slidesparse.base.device import usable_device
 from slidesparse.errors import InputError
 from slidesparse.files.hub import source_folder
@@ -23,7 +23,7 @@ from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions, PruneRounding, check_options
 from slidesparse.pruning import get_pruner
 
-Texts: TypeAlias = "str | Path | Sequence[str | Path] | Calibration"
+Texts: TypeAlias = str | Path | Sequence[str | Path] | Calibration
 
 
 def prune(
@@ -94,6 +94,7 @@ def prune(
         done = ss.prune("./Qwen2.5-7B", "./Qwen2.5-7B-6of8", "6:8", calibration="text.txt")
         print(done.describe())
     """
+    require_plain(prune, locals())
     windows = {"samples": samples, "length": length, "seed": seed, "bos": None if bos else False}
     options = PruneOptions(
         pattern,
@@ -108,8 +109,6 @@ def prune(
         lm_head=lm_head,
         part=part,
     )
-    if links not in get_args(Links):
-        raise InputError("links", got=shown(links), needed=" or ".join(get_args(Links)))
     check_options(options)  # before a model of the hub is fetched
     folder, where = source_folder(source, revision), usable_device(device)
     if dry_run:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.base.arguments import list_of_names
+from slidesparse.base.arguments import list_of_names, require_plain
 from slidesparse.base.device import usable_device
 from slidesparse.errors import InputError
 from slidesparse.files.hub import source_folder
@@ -85,6 +85,7 @@ def recover(
         done = ss.recover("./pruned", "./Qwen2.5-7B", "./recovered", tokens="20M", texts=["text.txt"])
         print(done.describe())
     """
+    require_plain(recover, locals())
     files = [texts] if isinstance(texts, str | Path) else list_of_names(texts, "texts")
     options = RecoverOptions(
         texts=tuple(map(str, files)),
