@@ -30,13 +30,9 @@ from slidesparse.weights.support import check_weight
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a new checkpoint, made when they are asked for.
+    """The weights of a new checkpoint, made when they are asked for, of the source or its smoothed form.
 
-    Attributes:
-        plan: What becomes of each tensor.
-        checkpoint: The source, or its smoothed form.
-        device: Where weights are pruned and quantised.
-        layers: What a calibration text has pruned; None: there was none.
+    ``layers`` is what a calibration text has pruned; None: there was none.
     """
 
     plan: Plan
