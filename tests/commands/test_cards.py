@@ -9,6 +9,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import quantisation_dtype
 from slidesparse.cli import main
 from slidesparse.gemm import Problem, cards, get_backend
 from slidesparse.gemm.cards import CARDS, find_card
@@ -55,12 +57,17 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
 # -- prune and inspect ---------------------------------------------------------------------------------------------
 
 
-def test_prune_asks_for_a_type_and_says_what_to_add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_makes_int8_on_any_machine(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--method", "magnitude"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "got no --dtype; needed int8 or fp8" in error
-    assert error.endswith("; add --dtype int8, the faster one on a Hopper GPU, or fp8 (docs/cards.md)\n")
-    assert not (tmp_path / "s").exists()
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--method", "magnitude"]) == 0
+    assert quantisation_dtype(Checkpoint(tmp_path / "s").config) == torch.int8
+
+
+@pytest.mark.parametrize(("capability", "wrong"), [((8, 0), ["fp8"]), ((9, 0), []), ((10, 0), ["int8"]), (None, [])])
+def test_a_type_is_warned_of_where_the_gpu_here_cannot_use_it(
+    capability: tuple[int, int] | None, wrong: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+    assert [name for name, dtype in types.items() if cards.warn_of_type(dtype) is not None] == wrong

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import by_magnitude, make_source, write_text
+from checkpoints import make_source, write_text
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.weights.quant import quantize_weight
 
 FIRST = [f"model.layers.0.{leaf}_proj.weight" for leaf in ("self_attn.q", "self_attn.o", "mlp.up", "mlp.down")]
@@ -25,9 +26,9 @@ ROUNDED = {"dtype": "int8", "rounding": "6bit"}, {"dtype": "fp8"}
 def test_values_are_not_the_nearest_and_scales_are(match: int, how: dict[str, Any], tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    options = {"pattern": "6:8", "method": "sparsegpt", "calibration": text, "match": match}
-    plain = prune_checkpoint(source, tmp_path / "float", by_magnitude(dtype="bf16", **options))
-    rounded = prune_checkpoint(source, tmp_path / "rounded", by_magnitude(**how, **options))
+    options = {"pattern": "6:8", "method": "sparsegpt", "calibration": text, "match_steps": match}
+    plain = prune_checkpoint(source, tmp_path / "float", PruneOptions(dtype="bf16", **options))
+    rounded = prune_checkpoint(source, tmp_path / "rounded", PruneOptions(**how, **options))
     assert plain.weight_rounding == {}
     assert rounded.weight_rounding.keys() == rounded.losses.keys()
     # To nearest it is a twelfth of the square of a step: (absmax / 31)^2 of weights up to 2.7 deviations, 6e-4; and of

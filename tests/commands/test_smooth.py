@@ -110,7 +110,7 @@ def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
 def options(source: Path, **changes: Any) -> PruneOptions:
     text = Calibration(str(source.parent / "text.txt"), 4, 16)
     given: dict[str, Any] = {"pattern": "6:8", "dtype": "int8", "method": "sparsegpt", "calibration": text}
-    return by_magnitude(**{**given, "smooth": True, **changes})
+    return PruneOptions(**{**given, "smooth": True, **changes})
 
 
 def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
