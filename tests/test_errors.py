@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 
-from slidesparse.base.ranks import FailedRank, LostRank
+from slidesparse.base.ranks import LostRank
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.tuning.checking import WrongResult
 
-KINDS = [InputError, UnsupportedError, CheckpointError, WrongResult, LostRank, FailedRank]
+KINDS = [InputError, UnsupportedError, CheckpointError, WrongResult, LostRank]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\u2028", "\x85"])

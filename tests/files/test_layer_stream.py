@@ -238,14 +238,11 @@ def refuse(source: Path, says: str, options: PruneOptions) -> None:
 def test_unusable_text(source: Path) -> None:
     folder = source.parent
     options = PruneOptions("6:8", "int8", "wanda", calibration(folder))
-    refuse(source, "wanda needs calibration text", replace(options, calibration=None))
     refuse(source, "magnitude takes no calibration", replace(options, method="magnitude"))
     refuse(source, "cannot read .*missing.txt", replace(options, calibration=Calibration(str(folder / "missing.txt"))))
-    refuse(
-        source,
-        r"too short .* windows of 32; needed 5000",
-        replace(options, calibration=calibration(folder, samples=5000)),
-    )
+    (folder / "short.txt").write_text("too few words")
+    short = calibration(folder, file=str(folder / "short.txt"))
+    refuse(source, r"too short for calibration; got \d+ tokens; needed 32", replace(options, calibration=short))
     refuse(
         source,
         "got 9000000 tokens; needed at most",

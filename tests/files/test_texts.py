@@ -248,7 +248,7 @@ def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calibration_windows(tmp_path / "m", config, Calibration("default")).shape == (128, 32)
     monkeypatch.chdir(tmp_path)
     prune_checkpoint("m", "q", PruneOptions("6:8", "int8", "wanda", Calibration("default", samples=4)))
-    assert "wanda, 4 windows of 128 tokens of default" in Path("q/README.md").read_text()
+    assert "wanda, 4 windows of 128 tokens of this package's own pages" in Path("q/README.md").read_text()
     write_text(tmp_path / "default")  # a file of that name comes first
     own = calibration_windows(tmp_path / "m", config, Calibration("default", samples=4))
     assert not torch.equal(own, windows[:4, :32])

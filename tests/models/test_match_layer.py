@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, by_magnitude, make_source
+from checkpoints import add_tokenizer, make_source
 from correlated_linears import correlated_inputs
 from small_models import make
 from torch import nn
@@ -145,8 +145,8 @@ def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: flo
 
 def options(folder: Path, match: int, **changes: Any) -> PruneOptions:
     text = Calibration(str(folder / "text.txt"), 64, 32)
-    defaults: dict[str, Any] = {"method": "sparsegpt", "calibration": text, "match": match}
-    return by_magnitude("4:6", "fp32", **{**defaults, **changes})
+    defaults: dict[str, Any] = {"method": "sparsegpt", "calibration": text, "match_steps": match}
+    return PruneOptions("4:6", "fp32", **{**defaults, **changes})
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from slidesparse.checkpoints.check_tensors import refuse_faults
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.expert_tensors import ExpertRowsByName, find_expert_rows
@@ -30,8 +28,8 @@ from slidesparse.offline.prune_options import PruneOptions, check_type, resolve_
 from slidesparse.offline.source import Source
 from slidesparse.offline.storage import Storage, TensorJob
 from slidesparse.offline.treated import Treated, find_treated
-from slidesparse.pruning import RoundForOutputs, SparseGPT, get_pruner
-from slidesparse.pruning.round_outputs import FP8, SIX_BITS
+from slidesparse.pruning import get_pruner
+from slidesparse.pruning.round_outputs import rounder_after
 from slidesparse.weights.pattern import DENSE, Pattern
 
 
@@ -153,8 +151,6 @@ def _layers(
         )
     pruner, of_linears = get_pruner(options.method), {name: patterns[name] for name in linears}
     sets = sets_to_prune(model, linears, of_linears, pruner, source.run)
-    # INT8 gains nothing (docs/log/rounding.md).
-    grid = FP8 if storage.rounds and storage.dtype != torch.int8 else SIX_BITS if options.rounding == "6bit" else None
     return LayersToPrune(
         windows=windows,
         pruner=pruner,
@@ -162,5 +158,5 @@ def _layers(
         patterns={**here, **{name: patterns[layer] for name, layer in rows.layer_of.items()}},
         experts=rows,
         matching=Matching(options.match_steps, options.calibration.seed) if options.match_steps else None,
-        rounder=RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None,
+        rounder=rounder_after(pruner, storage.dtype, storage.weight_rounding) if storage.rounds else None,
     )

@@ -12,6 +12,7 @@ from slidesparse.base.arguments import require_kind
 from slidesparse.errors import InputError
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.select import choose, get_backend
+from slidesparse.ops.inference_only import no_backward
 from slidesparse.weights.packed import PackedWeight, check_scale
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import checked_bias, require_dense
@@ -74,12 +75,18 @@ def matmul(
     out_dtype = _checked(x, packed, out_dtype)
     bias = None if bias is None else checked_bias(bias, packed.shape[0], "bias of matmul")
     name, column_map, order, operand = _prepared(packed, backend)
-    tokens, scale_x = x.reshape(-1, packed.shape[1]), None
-    if packed.dtype in QUANTISED:
-        lifted, scale_x = ops.quantize_lift(tokens, column_map, packed.dtype, name, order)
-    else:
-        lifted = ops.lift(tokens, column_map, name, order)
-    y: torch.Tensor = ops.gemm(lifted, scale_x, operand, packed.scale, bias, packed.shape[0], out_dtype, name)
+
+    def multiply(tokens: torch.Tensor) -> torch.Tensor:
+        scale_x = None
+        if packed.dtype in QUANTISED:
+            lifted, scale_x = ops.quantize_lift(tokens, column_map, packed.dtype, name, order)
+        else:
+            lifted = ops.lift(tokens, column_map, name, order)
+        y: torch.Tensor = ops.gemm(lifted, scale_x, operand, packed.scale, bias, packed.shape[0], out_dtype, name)
+        return y
+
+    tokens = x.reshape(-1, packed.shape[1])
+    y = no_backward(multiply, tokens) if torch.is_grad_enabled() else multiply(tokens)
     return y.view(*x.shape[:-1], packed.shape[0])
 
 
