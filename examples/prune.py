@@ -7,7 +7,7 @@ import slidesparse as ss
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", nargs="?", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a folder, or a hub's name")
 parser.add_argument("--out", default="6of8", help="folder to make")
-parser.add_argument("--text", help="text like the model's use (default: a small set, which any text of yours beats)")
+parser.add_argument("--text", help="text like the model's use (default: Python's standard library)")
 arguments = parser.parse_args()
 
 options = {"dtype": "int8", "method": "sparsegpt", "calibration": arguments.text}

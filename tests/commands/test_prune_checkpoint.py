@@ -358,7 +358,6 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any)
         (by_magnitude("6:8", "int4"), "int4"),
         (by_magnitude("6:8", "fp16"), "keeps the type"),
         (by_magnitude("6:8", "int8", rounding="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
-        (PruneOptions("6:8", "int8", method="magic"), "magic"),
         (by_magnitude("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
         (by_magnitude("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
         (by_magnitude("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
@@ -373,6 +372,11 @@ def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
     with pytest.raises(InputError, match=words):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown pruning method; got 'magic'"):
+        PruneOptions("6:8", method="magic")
 
 
 def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(

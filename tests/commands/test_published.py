@@ -61,6 +61,6 @@ def test_help_recommends_it_and_cards_say_what_was_done(
     assert [name for name, one in said.items() if BY_SIZE in one] == ["magnitude"]
     assert [name for name, one in said.items() if OTHER_TEXT in one] == ["usual"]
     cards = {name: (tmp_path / name / "README.md").read_text() for name in runs}
-    assert "tokens of this package's own pages |" in cards["usual"]
+    assert "tokens of Python's standard library |" in cards["usual"]
     assert "| method | zeros of the source kept; what was done before: README.source.md |" in cards["rounded"]
     assert all("is not measured here" in card for card in cards.values())

@@ -18,7 +18,8 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
-from slidesparse.offline.calibrate.texts import DEFAULT_FILE, read_documents
+from slidesparse.offline.calibrate.standard_library import CHARACTERS, LONGEST, standard_library
+from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
@@ -233,22 +234,21 @@ def test_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == []
 
 
-def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert DEFAULT_FILE.stat().st_size < 100_000
-    text = DEFAULT_FILE.read_text("utf-8")
-    assert not [line for line in text.splitlines() if "http" in line or "/home" in line or "/tmp/wt" in line]
-    assert len(text) / 128 > 132 * 4.8  # enough windows for prune at 4.8 signs a token, which is many
+def test_the_default_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = standard_library()
+    assert documents == standard_library()
+    assert 2 * CHARACTERS <= sum(map(len, documents)) < 2 * (CHARACTERS + LONGEST)
+    assert any("def " in one for one in documents)
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "m")
     windows = calibration_windows(tmp_path / "m", config, Calibration("default"))
-    assert windows.shape == (128, 128)
-    assert calibration_windows(tmp_path / "m", config, Calibration("default", length=300)).shape == (128, 300)
+    assert windows.shape == (128, min(512, config.max_position_embeddings))
     config.max_position_embeddings = 32
     assert calibration_windows(tmp_path / "m", config, Calibration("default")).shape == (128, 32)
     monkeypatch.chdir(tmp_path)
-    prune_checkpoint("m", "q", PruneOptions("6:8", "int8", "wanda", Calibration("default", samples=4)))
-    assert "wanda, 4 windows of 128 tokens of this package's own pages" in Path("q/README.md").read_text()
+    prune_checkpoint("m", "q", PruneOptions("6:8", "int8", "wanda", Calibration("default", samples=4, length=128)))
+    assert "wanda, 4 windows of 128 tokens of Python's standard library" in Path("q/README.md").read_text()
     write_text(tmp_path / "default")  # a file of that name comes first
     own = calibration_windows(tmp_path / "m", config, Calibration("default", samples=4))
     assert not torch.equal(own, windows[:4, :32])

@@ -62,7 +62,9 @@ def add_prune(commands: Commands) -> None:
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with text)"
     how.add_argument("--smooth", action=argparse.BooleanOptionalAction, help=text)
     words = prune.add_argument_group("the calibration text")
-    text = "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: this package's own pages)"
+    text = (
+        "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: Python's library)"
+    )
     add_calibration(words, text)
     machine = prune.add_argument_group("the run")
     text = "say what would be done, how large it would be, and how long it takes; write nothing"

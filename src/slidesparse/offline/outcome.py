@@ -26,7 +26,7 @@ SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU 
 
 BY_SIZE = "pruned by magnitude, for a smoke test only: --method sparsegpt loses many times less"
 
-OTHER_TEXT = "calibrated on this package's own pages: text like the model's use loses less (--calibration FILE)"
+OTHER_TEXT = "calibrated on Python's standard library: text like the model's use loses less (--calibration FILE)"
 
 MOST_NAMES = 3
 """Most names of tensors in a line."""
@@ -47,7 +47,7 @@ class PruneOutcome:
         method: Pruning method.
         was_pruned: Whether the source was pruned, and its zeros are kept.
         calibrated: What a calibrated method does and sees, in words; empty without one.
-        own_pages: Whether the calibration text is the small set that comes with the package.
+        default_text: Whether the calibration text is the default one.
         not_copied: Files of the source that hold or describe code or other copies of the weights.
         destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
     """
@@ -62,7 +62,7 @@ class PruneOutcome:
     method: str
     was_pruned: bool
     calibrated: str
-    own_pages: bool
+    default_text: bool
     not_copied: list[str]
     destination_bytes: int
 
@@ -85,7 +85,7 @@ class PruneOutcome:
             NOT_IN_TRANSFORMERS: self.in_transformers is False,
         }
         by_size = self.method == "magnitude" and not self.was_pruned and prunes
-        better = {BY_SIZE: by_size, OTHER_TEXT: self.own_pages, warn_of_type(parse_dtype(self.dtype)): True}
+        better = {BY_SIZE: by_size, OTHER_TEXT: self.default_text, warn_of_type(parse_dtype(self.dtype)): True}
         return [
             *advice(line for line, holds in better.items() if line is not None and holds),
             *(line for line, holds in facts.items() if holds),

@@ -30,7 +30,7 @@ from slidesparse.models.config_keys import MARKER_VERSION, QUANTIZATION_KEY
 from slidesparse.models.experts import describe_treated
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import treated_head
-from slidesparse.offline.calibrate.calibration import digest, uses_own_pages
+from slidesparse.offline.calibrate.calibration import digest, uses_default_text
 from slidesparse.offline.calibrate.smoothing import smooth_checkpoint
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.execute import execute, require_finite
@@ -97,7 +97,7 @@ class Prepared:
             "method": made.options.method,
             "was_pruned": source.marker is not None,
             "calibrated": _calibration_words(made),
-            "own_pages": made.layers is not None and uses_own_pages(made.options.calibration),
+            "default_text": made.layers is not None and uses_default_text(made.options.calibration),
             "not_copied": list(self.files.not_copied),
         }
 

@@ -63,8 +63,8 @@ def prune(
         match_steps: Steps in which each pruned layer is trained to give the dense one's outputs: 200, or 0 for none.
         smooth: Fold outliers of activations into weights before rounding; None: for INT8 with calibration.
         calibration: Text for SparseGPT and Wanda, like the model's use: a ``.txt``, ``.jsonl`` or ``.parquet`` file, a
-            folder or a data set; or several, each of which may end in ``:WEIGHT``. None: the small set that comes with
-            the package, which knows nothing of the model's use.
+            folder or a data set; or several, each of which may end in ``:WEIGHT``. None: Python's
+            standard library.
         samples: Calibration windows; None: 128.
         length: Tokens of a window; None: 2048, or as many as the model can read.
         seed: Seed of the choice of windows; None: 0.

@@ -34,7 +34,7 @@ class PruneOptions:
         dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: ``int8``, or the
             type of a source that is quantised already.
         method: Pruning method.
-        calibration: Text for methods that need it. None: the small set that comes with the package.
+        calibration: Text for methods that need it. None: Python's standard library.
         rounding: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
             channel to multiples of 4 where the pattern is not dense
             (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).

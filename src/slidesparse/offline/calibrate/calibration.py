@@ -22,20 +22,21 @@ from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
-from slidesparse.offline.calibrate.texts import DEFAULT, DEFAULT_FILE, as_text, read_documents
+from slidesparse.offline.calibrate.standard_library import standard_library
+from slidesparse.offline.calibrate.texts import DEFAULT, as_text, read_documents
 
 SAMPLES = 128
 MAX_LENGTH = 2048
-OWN_PAGES = "this package's own pages"
-"""The small set that comes with the package, in words."""
+LIBRARY = "Python's standard library"
+"""The default text, in words."""
 
-DEFAULT_LENGTH = 128
-"""Tokens of a window of the small set that comes with the package, which has few."""
+DEFAULT_LENGTH = 512
+"""Tokens of a window of the default text: a CPU calibrates a small model on 128 of them in minutes."""
 
 MAX_SEED = 2**63 - 1
 
 FEW_TOKENS = 16_384
-"""Tokens below which a warning says that a text is short: as many as the small set of the package has."""
+"""Tokens below which a warning says that a text is short."""
 
 STRETCH = 1 << 16
 """Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
@@ -50,9 +51,9 @@ class Calibration:
 
     Attributes:
         file: What :func:`offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
-            the small set that comes with the package.
+            :mod:`slidesparse.offline.calibrate.standard_library`.
         samples: Windows of text, or as many as a shorter text has.
-        length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
+        length: Tokens of a window; None: 2048 (512 of the default text), or as many as the model has positions if these
             are fewer.
         seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
         more: Other texts. Each, and ``file`` too, may end in ``:WEIGHT``: its share of the windows.
@@ -88,7 +89,7 @@ class Calibration:
     @property
     def names(self) -> str:
         """The names of all texts, without their folders."""
-        return ", ".join(OWN_PAGES if is_default(one.file) else Path(one.file).name for one in self.texts)
+        return ", ".join(LIBRARY if is_default(one.file) else Path(one.file).name for one in self.texts)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -222,23 +223,23 @@ def digest(windows: torch.Tensor) -> str:
 
 
 def is_default(file: str) -> bool:
-    """Return whether a name means the small set that comes with the package: a file of that name comes first."""
+    """Return whether a name means the default text: a file of that name comes first."""
     return file == DEFAULT and not os.path.lexists(file)
 
 
-def uses_own_pages(calibration: Calibration | None) -> bool:
-    """Return whether a calibration reads the small set that comes with the package."""
+def uses_default_text(calibration: Calibration | None) -> bool:
+    """Return whether a calibration reads the default text."""
     return calibration is not None and any(is_default(one.file) for one in calibration.texts)
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length]."""
-    usual = positions(config, DEFAULT_LENGTH if uses_own_pages(calibration) else MAX_LENGTH)
+    usual = positions(config, DEFAULT_LENGTH if uses_default_text(calibration) else MAX_LENGTH)
     length = usual if calibration.length is None else calibration.length
     if length > positions(config, at_most=length):
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
     counts = shares(calibration.texts, calibration.samples)
-    documents = [read_documents(DEFAULT_FILE if is_default(one.file) else one.file) for one in calibration.texts]
+    documents = [standard_library() if is_default(one.file) else read_documents(one.file) for one in calibration.texts]
     tokenizer = load_tokenizer(folder)
     before = tokens_before(tokenizer) if calibration.bos else torch.tensor([], dtype=torch.int64)
     found = []

@@ -25,9 +25,7 @@ from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 Document: TypeAlias = "str | Chat"
 
 DEFAULT = "default"
-"""The name of the small set that comes with the package, where there is no file of that name."""
-
-DEFAULT_FILE = Path(__file__).with_name("default_text.txt")
+"""The name of :mod:`slidesparse.offline.calibrate.standard_library`, where there is no file of that name."""
 
 LINES = (".jsonl", ".ndjson")
 KINDS = (".txt", ".md", ".text", *LINES, ".json", ".parquet")
