@@ -211,3 +211,13 @@ def test_a_run_that_would_go_on_needs_only_the_rest_of_the_space(
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert dry_run(tmp_path / "m", tmp_path / "q", INT8).fits == (free == rest)
     assert listed(tmp_path) == before
+
+
+def test_the_time_of_calibration_is_estimated(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8"))
+    assert said.seconds is not None
+    assert 0 < said.seconds < 600
+    assert "of Python's standard library: less than a minute" in said.describe()
+    assert dry_run(tmp_path / "m", tmp_path / "q", by_magnitude("6:8")).seconds is None

@@ -353,8 +353,6 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (by_magnitude("6:8"), "which type"),
-        (by_magnitude("6:8", rounding="6bit"), "needed int8"),
         (by_magnitude("6:8", "int4"), "int4"),
         (by_magnitude("6:8", "fp16"), "keeps the type"),
         (by_magnitude("6:8", "int8", rounding="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
