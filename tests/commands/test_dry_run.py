@@ -19,6 +19,7 @@ from slidesparse.files.write_errors import locked
 from slidesparse.offline import execute
 from slidesparse.offline.dry_run import DryRun, dry_run
 from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.offline.prune_options import PruneOptions
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
