@@ -23,15 +23,7 @@ from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_options import ServeOptions
 from slidesparse_bench.serve.serve_profile import ServeProfile, adapt
 from slidesparse_bench.served_figures import Latency, Power
-from slidesparse_bench.served_records import (
-    ServeRecord,
-    Step,
-    TimelineRecord,
-    Way,
-    Workload,
-    read,
-    to_line,
-)
+from slidesparse_bench.served_records import ServeRecord, Step, TimelineRecord, Way, Workload, read, to_line
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}

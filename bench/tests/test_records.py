@@ -39,10 +39,7 @@ def test_a_record_survives_its_line(made: Record) -> None:
         (changed(tried=[{"name": "a", "median_us": "1", "why_not": None}]), "record.tried[0].median_us; got '1'"),
         (changed(machine="H200"), "record.machine; got 'H200'; needed an object"),
         (changed(why_not="both"), "either a time or a reason"),
-        (
-            json.dumps({k: v for k, v in json.loads(changed()).items() if k != "noise"}),
-            "record lacks noise",
-        ),
+        (json.dumps({k: v for k, v in json.loads(changed()).items() if k != "noise"}), "record lacks noise"),
     ],
 )
 def test_what_is_no_record_is_refused_by_name(line: str, words: str) -> None:

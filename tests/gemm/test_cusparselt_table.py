@@ -28,11 +28,7 @@ from slidesparse.gemm.cusparselt.table import (
 from slidesparse.gemm.cusparselt.tune import candidates
 
 KEY = Key("NVIDIA H200", "0.8.0", 4608, 5376, "int8", "int32")
-TRIALS = (
-    Trial(0, 1, 0, 24.0, None),
-    Trial(7, -1, 0, 21.5, None),
-    Trial(9, 1, 0, None, "wrong product"),
-)
+TRIALS = (Trial(0, 1, 0, 24.0, None), Trial(7, -1, 0, 21.5, None), Trial(9, 1, 0, None, "wrong product"))
 RECORD = AlgorithmRecord(*KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
 
 

@@ -76,10 +76,7 @@ def kernel(tile: Tile) -> Kernel:
     return Kernel("function", "context", tile, tile.shared_bytes(1), multiprocessors=132)
 
 
-@pytest.mark.parametrize(
-    ("tile", "tiles", "grid"),
-    [(PLAIN, 7, 7), (SMALL, 1000, 396), (SPLIT, 500, 1000)],
-)
+@pytest.mark.parametrize(("tile", "tiles", "grid"), [(PLAIN, 7, 7), (SMALL, 1000, 396), (SPLIT, 500, 1000)])
 def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     listen: Any, tile: Tile, tiles: int, grid: int
 ) -> None:

@@ -177,8 +177,7 @@ def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band,
 
 
 @pytest.mark.parametrize(
-    ("channels", "slabs", "multiprocessors"),
-    [(4608, 42, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
+    ("channels", "slabs", "multiprocessors"), [(4608, 42, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)]
 )
 def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
     near = {at + by for at in range(0, MOST_TOKENS, 192) for by in (0, 1, 15, 16, 17)}

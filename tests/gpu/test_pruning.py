@@ -48,10 +48,7 @@ def test_magnitude_has_the_bits_of_the_cpu(
     make_checkpoint(tmp_path / "m", name, dtype)
     for device in ("cpu", "cuda"):
         prune_checkpoint(
-            tmp_path / "m",
-            tmp_path / device,
-            by_magnitude(pattern, stored, rounding=rounding),
-            device=device,
+            tmp_path / "m", tmp_path / device, by_magnitude(pattern, stored, rounding=rounding), device=device
         )
     assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
 

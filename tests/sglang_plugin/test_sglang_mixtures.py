@@ -316,11 +316,7 @@ def test_tokens_that_come_in_another_form_are_left_to_sglang(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"enable_eplb": True}, "--enable-eplb"),
-        ({"dwdp_size": 2}, "--dwdp-size"),
-    ],
+    ("arguments", "why"), [({"enable_eplb": True}, "--enable-eplb"), ({"dwdp_size": 2}, "--dwdp-size")]
 )
 def test_experts_that_sglang_changes_after_loading_are_left_to_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], why: str
