@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_mixtures import pruned_mixture
+from tuning_fakes import ExpertTuner
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
 
-pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu", "without_expert_kernels")
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -95,7 +96,6 @@ def expected(path: Path, layer: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize(("name", "dtype", "ignore"), CASES)
 def test_attention_is_packed_and_experts_are_loaded(
     tmp_path: Path, name: str, dtype: str, ignore: tuple[str, ...]
@@ -125,7 +125,6 @@ def test_attention_is_packed_and_experts_are_loaded(
             assert found.dtype == value.dtype
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_stock_vllm_loads_it_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsLinearMethod,
@@ -146,7 +145,6 @@ def experts_of(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_scale")}
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_are_packed_on_request_and_compute_what_they_did(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,45 +179,18 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
     assert said in caplog.text
 
 
-class Tuner:
-    """In place of what measures: takes the times that it was given, and runs both forms once."""
-
-    expert_sizes = (16, 64)
-
-    def __init__(self, sparse: bool) -> None:
-        self.sparse = sparse
-        self.seen: dict[Any, dict[str, torch.Tensor]] = {}
-
-    def wants(self, *_: Any) -> bool:
-        return False
-
-    def wants_experts(self, kind: Any) -> bool:
-        return kind not in self.seen
-
-    def measure_experts(self, kind: Any, forms: dict[str, Any]) -> None:
-        x, chosen = torch.ones(3, kind.hidden).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
-        self.seen[kind] = {name: run(x, torch.full((3, 2), 0.5), chosen) for name, run in forms.items()}
-
-    def choose(self, kind: Any, tokens: Any) -> Any:
-        from slidesparse.gemm.expert_times import ExpertChoice
-
-        assert kind in self.seen
-        assert tokens == self.expert_sizes
-        return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 def test_auto_goes_by_the_times_of_both_forms(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    without_expert_kernels: None,
-    sparse: bool,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sparse: bool
 ) -> None:
     from slidesparse.integrations import experts
     from slidesparse.integrations.vllm import model_state
 
-    tuner, create = Tuner(sparse), model_state.ModelState.create
+    def three_tokens(kind: Any) -> tuple[torch.Tensor, ...]:
+        chosen = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+        return torch.ones(3, kind.hidden).bfloat16(), torch.full((3, 2), 0.5), chosen
+
+    tuner, create = ExpertTuner(sparse, three_tokens), model_state.ModelState.create
     made = []
 
     def with_tuner(config: Any) -> Any:
@@ -269,7 +240,6 @@ def test_auto_goes_by_the_times_of_both_forms(
     assert told in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_was_never_measured_stays_dense(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
@@ -287,7 +257,6 @@ def test_what_was_never_measured_stays_dense(
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_with_adapters_stay_vllms_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +284,7 @@ def with_dense_attention(path: Path, marked: bool) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
+@pytest.mark.usefixtures("no_dense_kernels")
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
@@ -359,7 +328,6 @@ def with_other_weights(path: Path, additional: dict[str, Any]) -> Any:
     return VllmConfig(model_config=model, additional_config=additional)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +341,6 @@ def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
         loaded_by(with_balancing(path, SPARSE, monkeypatch))
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_vllm_quantises_anew_are_left_to_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,7 +356,6 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
         loaded_by(with_other_weights(path, SPARSE))
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +376,6 @@ def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
         loaded(configured(path, quantization="slidesparse"), SPARSE)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -446,7 +411,6 @@ def with_marker(path: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = with_marker(with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
@@ -454,14 +418,12 @@ def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest
     assert "mlp.experts: dense, experts: their weights satisfy no pattern (2 layers)" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_break_the_pattern_of_the_marker_are_refused(tmp_path: Path) -> None:
     path = with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"))
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.mlp\.experts\.w13_weight violates 6:8"):
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_were_left_alone_are_not_searched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +435,6 @@ def test_experts_that_were_left_alone_are_not_searched(
     assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
