@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chained_linears import Weight, chained, one_by_one
-from runner_listener import listen
+from runner_listener import forget_runners, listen
 from torch import nn
 
 from slidesparse import InputError, ops
@@ -20,7 +20,6 @@ from slidesparse.gemm.spec import parse_chain
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting import kernel as lift
-from slidesparse.ops.resolve import _made_before, resolve_chain, resolve_lift, resolve_linear
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.support import as_bits
 
@@ -96,9 +95,9 @@ def test_chains_of_other_activations(dtype: torch.dtype, answers: list[bool]) ->
 
 def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8"), inputs(600)
-    caches = lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, _made_before, resolve_chain
-    for cache in caches:
+    for cache in (lift._launcher, lift.find_kernel_lift):
         cache.cache_clear()
+    forget_runners()
     warmup, (tensors, text) = WarmUp(700, BF16, LOG), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
     for linear in parse_chain(text):
