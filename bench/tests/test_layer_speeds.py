@@ -118,7 +118,7 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
 
 
 def test_records_without_layers_are_refused() -> None:
-    with pytest.raises(InputError, match="records without a layer's time"):
+    with pytest.raises(InputError):
         speed.layer_speeds([record(case(), DENSE_VARIANT, 1.0, backend="dense")])
 
 

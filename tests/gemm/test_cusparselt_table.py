@@ -132,7 +132,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, where: str, value: object) ->
 def test_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
-    with pytest.raises(InputError, match="damaged search results"):
+    with pytest.raises(InputError):
         load_algorithms(path)
 
 

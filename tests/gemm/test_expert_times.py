@@ -174,13 +174,3 @@ def test_experts_that_were_wrong_stay_dense_until_the_kernel_changes(monkeypatch
     assert choose_experts(KIND, TOKENS).reason == NOT_MEASURED
     keep_expert_times(KIND, times(0.8, 0.9, tokens=(16, 1024)))
     assert choose_experts(KIND, TOKENS).sparse
-
-
-def test_times_of_another_kernel_are_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
-    before = Hopper().library()
-    monkeypatch.setattr(Hopper, "library", lambda _: "slidesparse hopper-99")
-    choice = choose_experts(KIND, TOKENS)
-    assert choice.sparse
-    assert choice.reason.endswith(f"prior: measured at 64x64 with {before}; this is slidesparse hopper-99")
-    assert measured_here(KIND) == ()

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused(listen: Listener, wrong: dict[str, int]) -
     product = HopperExperts()
     operand = product.prepare(packed_experts(4, 320, 256, INT8))
     at = arrange(torch.randint(0, 4, (9, 2)), 4, 16)
-    with pytest.raises(InputError, match="grouped product"):
+    with pytest.raises(InputError):
         product.multiply(
             lifted(sizes.rows, sizes.columns), operand, torch.rand(sizes.experts, 320), at, BF16, listen.tile
         )

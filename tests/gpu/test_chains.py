@@ -154,9 +154,8 @@ def test_what_a_chain_does_not_take_is_run_or_refused_by_its_linears(answers: li
     assert same(ops.chain(x.t().contiguous().t(), residual, tensors, text), expected)
     unaligned = torch.empty(residual.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(residual).copy_(residual)
     assert same(ops.chain(x, unaligned, tensors, text), expected)
-    wrong = {"residual": (x, residual[:-1], tensors), "activations to lift": (x[:, :-8], residual, tensors)}
-    for message, arguments in wrong.items():
-        with pytest.raises(InputError, match=message):
+    for arguments in ((x, residual[:-1], tensors), (x[:, :-8], residual, tensors)):
+        with pytest.raises(InputError):
             ops.chain(*arguments, text)
     for i, tensor in enumerate(tensors):
         if tensor.dtype == torch.float32 or (tensor.dtype == BF16 and tensor.numel() == HIDDEN):

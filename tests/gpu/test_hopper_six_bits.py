@@ -102,13 +102,5 @@ def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
 def test_ten_thousand_launches_give_the_same_bits() -> None:
     packed = packed_weight("6:8", 3584, 3584)
     backend, x = HopperSixBits(), torch.randint(-128, 128, (64, 3584), dtype=INT8, device="cuda")
-    given = (
-        in_slabs(x, packed, HopperSixBits),
-        torch.rand(64, 1, device="cuda"),
-        backend.prepare(packed),
-        packed.scale,
-        None,
-        3584,
-        BF16,
-    )
-    assert_same_every_time(lambda: backend.matmul(*given), 10_000)
+    x, scale_x, operand = in_slabs(x, packed, HopperSixBits), torch.rand(64, 1, device="cuda"), backend.prepare(packed)
+    assert_same_every_time(lambda: backend.matmul(x, scale_x, operand, packed.scale, None, 3584, BF16), 10_000)

@@ -524,7 +524,7 @@ def test_a_shard_whose_place_is_unknown_is_refused() -> None:
 
     layer = torch.nn.Module()
     assert _rank(layer, "o_proj", 64, 64) == 0
-    with pytest.raises(UnsupportedError, match="o_proj: a shard"):
+    with pytest.raises(UnsupportedError):
         _rank(layer, "o_proj", 32, 64)
     layer.tp_rank, layer.tp_size = 1, 2
     assert _rank(layer, "o_proj", 32, 64) == 1
