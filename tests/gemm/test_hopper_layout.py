@@ -232,13 +232,6 @@ def test_bundles_are_used_where_they_hardly_pad(pattern: str, columns: int, bund
     assert bundle_of(_packed(pattern, torch.bfloat16, 2, columns)) == 1
 
 
-def test_bundles_take_fewer_bytes() -> None:
-    for pattern, share in (("4:6", 0.792), ("6:8", 0.844), ("8:10", 0.9), ("14:16", 0.938)):
-        columns = 32 * Pattern.parse(pattern).group
-        packed = _packed(pattern, torch.int8, 256, columns)
-        assert Bundles().prepare(packed)[0].nbytes / (256 * columns) == pytest.approx(share, abs=1e-3)
-
-
 def test_padding_has_legal_metadata() -> None:
     packed = _packed("6:8", torch.int8, 3, 8)
     steps = Bundles().prepare(packed)[0].numpy()

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from slidesparse.base.log import log_once
-from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import linear as hopper_linear
-from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.addresses import LiftInputs
-from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
@@ -185,17 +182,3 @@ def test_activations_that_the_lift_does_not_take_are_left_to_the_parts(
         assert linear(rows(), None, weight(), 0.0) is PARTS
     assert not launches.lifted
     assert caplog.messages == ([] if reason is None else [f"slidesparse: hopper nothing runs by its parts: {reason}"])
-
-
-def test_the_backend_gives_a_whole_linear_where_there_is_something_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, hopper = Launches(), Hopper()
-    monkeypatch.setattr(hopper_linear, "find_launch", lambda *_: launches)
-    runner = hopper.runner(launches.lift, OUT)
-    assert isinstance(runner, HopperLinear)
-    assert isinstance(runner._by_parts, LiftThenMultiply)
-    assert (runner._by_parts.backend, runner._by_parts.lift) == (hopper, launches.lift)
-    torchs = TorchLift(LiftSpec("none", torch.bfloat16, torch.int8, (), hopper.layout))
-    assert isinstance(hopper.runner(torchs, OUT), LiftThenMultiply)
-    assert isinstance(hopper.runner(launches.lift, 0), LiftThenMultiply)
-    launches.lift.tokens = 0
-    assert isinstance(hopper.runner(launches.lift, OUT), LiftThenMultiply)
