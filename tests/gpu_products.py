@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from slidesparse.gemm.hopper.backend import Hopper
@@ -14,6 +15,15 @@ from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.slide import gather
 
 INT8 = torch.int8
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def skip_without_fp8(dtype: torch.dtype | str) -> None:
+    if dtype in (torch.float8_e4m3fn, "fp8") and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
 
 
 def packed_weight(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chained_linears import Weight, chained, one_by_one
+from gpu_products import needs_hopper
 from runner_listener import forget_runners, listen
 from torch import nn
 
@@ -23,18 +24,12 @@ from slidesparse.lifting import kernel as lift
 from slidesparse.weights.quant import Rounding
 from slidesparse.weights.support import as_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 BF16 = torch.bfloat16
 HIDDEN, WIDE = 512, 1024
 SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (768, HIDDEN)]
 """Rows and columns of o, gate and up, down, and query, key and value."""
-
-
-@pytest.fixture(autouse=True)
-def _can_run() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is written for compute capability 9.0")
 
 
 @pytest.fixture

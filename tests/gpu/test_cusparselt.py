@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_products import assert_compiled_and_captured, assert_same_on_two_streams, packed_weight, tokens_of
+from gpu_products import (
+    assert_compiled_and_captured,
+    assert_same_on_two_streams,
+    packed_weight,
+    skip_without_fp8,
+    tokens_of,
+)
 from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -123,8 +129,7 @@ def test_int8_layer_has_the_bits_of_the_reference(pattern: str, biased: bool, ki
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_fp8_stays_within_the_table(pattern: str, out_dtype: torch.dtype) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(FP8)
     packed = _packed(FP8, pattern, columns=900)
     backend = get_backend("cusparselt")
     # As large as the products: a larger one would widen what assert_product allows.
@@ -225,8 +230,7 @@ def test_more_than_2_31_outputs() -> None:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
 def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtype) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
     ours, library = compress_matrix(matrix), api.load_library()
     accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
@@ -259,8 +263,7 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
 
 @pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6", "int8"), ("6:8", "fp8"), ("6:8", "bf16")])
 def test_compiled_and_captured(pattern: str, dtype: str) -> None:
-    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     layer = _layer(pattern, dtype)
     assert_compiled_and_captured(layer, torch.randn(199, COLUMNS, dtype=BF16, device="cuda"), poison_mb=64)
 
@@ -324,8 +327,7 @@ def test_a_bucket_is_one_plan() -> None:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
 def test_search_results_are_used(dtype: torch.dtype) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     told = []
     records = tune_shapes([(512, 768), (512, 768)], [100, 101], dtype, progress=told.append)
     assert told == records

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fused_lifts import quantize_lift
-from gpu_products import in_slabs, tokens_of
+from gpu_products import in_slabs, needs_hopper, tokens_of
 from hopper_forms import Bundles
 from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
@@ -21,12 +21,7 @@ from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 INT8, FP8, BF16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
 PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_products import assert_same_every_time, in_slabs
+from gpu_products import assert_same_every_time, in_slabs, needs_hopper
 from hopper_forms import SixBitBundles
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
@@ -16,12 +16,7 @@ from slidesparse.layer.linear import SlideLinear
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 INT8, BF16 = torch.int8, torch.bfloat16
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
