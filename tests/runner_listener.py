@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from slidesparse.ops import resolve
+
 
 def listen(monkeypatch: pytest.MonkeyPatch, runner: type, default: type, module: Any) -> list[bool]:
     """Listen to a class of runners that launch by addresses, and call a default where they cannot.
@@ -48,3 +50,9 @@ def listen(monkeypatch: pytest.MonkeyPatch, runner: type, default: type, module:
     monkeypatch.setattr(default, "__call__", heard_default)
     monkeypatch.setattr(module, "empty_here", poisoned)
     return own
+
+
+def forget_runners() -> None:
+    """Let every linear, lift and chain be resolved anew."""
+    for cache in (resolve.resolve_lift, resolve.resolve_linear, resolve.resolve_chain, resolve._made_before):
+        cache.cache_clear()

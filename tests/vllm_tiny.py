@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from vllm_answers import Answers
 from vllm_families import SMALL, VISION_MODEL, write_pruned
 
 from slidesparse.errors import SlideSparseError
@@ -60,13 +61,6 @@ class Case(NamedTuple):
     family: str = "llama3"
     dtype: str = "int8"
     model: str = "first"
-
-
-class Answers(NamedTuple):
-    """What an engine said, prompt by prompt: continuations, and the likeliest first tokens."""
-
-    tokens: list[list[int]]
-    likeliest: list[dict[int, float]]
 
 
 class Served(NamedTuple):

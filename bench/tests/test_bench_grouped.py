@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_records import IDLE, LOADED, MACHINE
 from test_bench import FakeStopwatch
+from test_bench import session as session_of
 
 from slidesparse.cli import main
 from slidesparse_bench import runner
-from slidesparse_bench.comparison import Session
 from slidesparse_bench.expert_sizes import MIXTURES, ExpertSizes
 from slidesparse_bench.kernels import expert_operands, grouped, grouped_stock
 from slidesparse_bench.kernels.grouped_stock import Stock
@@ -27,6 +27,7 @@ from slidesparse_bench.report.numbers import comparisons
 
 CPU = torch.device("cpu")
 SIZES = ExpertSizes(hidden=32, inner=16, experts=4, top_k=2)
+session = partial(session_of, patterns=("6:8",))
 
 
 @pytest.fixture
@@ -36,13 +37,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Profile:
     expert_operands.dense_experts.cache_clear()
     return replace(
         profile_of(PROFILES["quick"]), models=("Tiny",), dtypes=("int8", "fp8"), tokens=(1, 9), model_patterns=("6:8",)
-    )
-
-
-def session(stopwatch: FakeStopwatch | None = None) -> Session:
-    clocks = itertools.cycle([IDLE, LOADED])
-    return Session(
-        stopwatch or FakeStopwatch(), MACHINE, lambda: next(clocks), 1e-4, lambda _: ("6:8",), ("reference",), CPU
     )
 
 

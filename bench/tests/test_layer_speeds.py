@@ -118,7 +118,7 @@ def test_times_of_experts_are_those_of_whole_layers() -> None:
 
 
 def test_records_without_layers_are_refused() -> None:
-    with pytest.raises(InputError, match="records without a layer's time"):
+    with pytest.raises(InputError):
         speed.layer_speeds([record(case(), DENSE_VARIANT, 1.0, backend="dense")])
 
 
@@ -168,11 +168,7 @@ def test_records_of_another_gpu_are_refused(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("then", "got"),
-    [
-        ({"vllm": "0.22.1"}, "vLLM 0.22, torch 2.11"),
-        ({"cusparselt": "0.9.1"}, "cuSPARSELt 0.9"),
-    ],
+    ("then", "got"), [({"vllm": "0.22.1"}, "vLLM 0.22, torch 2.11"), ({"cusparselt": "0.9.1"}, "cuSPARSELt 0.9")]
 )
 def test_records_of_other_libraries_are_refused(
     then: dict[str, str], got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,25 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse.gemm.autotune import cold_copies, copies_to_rotate, l2_bytes
+from slidesparse.gemm.autotune import copies_to_rotate, l2_bytes
 
 H200_L2 = 50 << 20
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "at_most", "copies"),
-    [
-        (H200_L2, 99, 3),
-        (H200_L2 + 1, 99, 3),
-        (H200_L2 - 1, 99, 4),
-        (1 << 40, 99, 1),
-        (1, 99, 99),
-        (0, 99, 99),
-        (1, 0, 1),
-    ],
-)
-def test_copies_fill_three_caches(n_bytes: int, at_most: int, copies: int) -> None:
-    assert cold_copies(n_bytes, H200_L2, at_most) == copies
 
 
 @pytest.mark.parametrize(("n_bytes", "copies"), [(1 << 40, 2), (H200_L2, 4), (H200_L2 - 1, 5), (1 << 20, 64)])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse import Pattern, UnsupportedError, ops
+from slidesparse import InputError, Pattern, UnsupportedError, ops
 from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
@@ -55,21 +55,16 @@ def test_spare_rows_are_found_after_the_activations() -> None:
     assert torch.equal(more, buffer[1:])
 
 
-@pytest.mark.parametrize("rows", [8, 20])
-def test_activations_without_spare_rows_are_copied(rows: int) -> None:
-    x = torch.arange(40, dtype=torch.int8).view(8, 5)[1:]
+@pytest.mark.parametrize("rows", [7, 20])
+@pytest.mark.parametrize("strided", [False, True])
+def test_activations_without_spare_rows_are_copied(rows: int, strided: bool) -> None:
+    x = torch.arange(70, dtype=torch.int8)
+    x = x.view(7, 10)[:, :5] if strided else x[35:].view(7, 5)
     more = with_rows(x, rows)
     assert more.shape == (rows, 5)
+    assert more.is_contiguous()
     assert torch.equal(more[:7], x)
-    assert more.data_ptr() != x.data_ptr()
-
-
-def test_strided_activations_become_contiguous() -> None:
-    x = torch.arange(60, dtype=torch.int8).view(6, 10)[:, :5]
-    for rows in (6, 9):
-        more = with_rows(x, rows)
-        assert more.is_contiguous()
-        assert torch.equal(more[:6], x)
+    assert (more.data_ptr() != x.data_ptr()) == (strided or rows > 7)
 
 
 def test_operators_leave_room_for_the_backend() -> None:
@@ -182,6 +177,10 @@ def test_gpus_run_what_they_have_kernels_for(monkeypatch: pytest.MonkeyPatch) ->
         assert _why(monkeypatch, INT8, capability=capability, version=(0, 10, 0)) is None
     for dtype in (FP8, torch.bfloat16, torch.float16):
         assert _why(monkeypatch, dtype, capability=(10, 3), version=(0, 10, 0)) is None
+    assert _why(monkeypatch, torch.float16, capability=(8, 0)) is None
+    assert _why(monkeypatch, torch.float16, version=(0, 9, 1)) is None
+    assert _why(monkeypatch, FP8, capability=(8, 9)) is None
+    assert _why(monkeypatch, pattern="4:6") is None
 
 
 @pytest.mark.parametrize(
@@ -203,18 +202,11 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, problem: dict[str, ob
     assert "\n" not in why
 
 
-def test_what_the_guards_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _why(monkeypatch, torch.float16, capability=(8, 0)) is None
-    assert _why(monkeypatch, torch.float16, version=(0, 9, 1)) is None
-    assert _why(monkeypatch, FP8, capability=(8, 9)) is None
-    assert _why(monkeypatch, pattern="4:6") is None
-
-
 def test_auto_never_takes_the_inexact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_backend("cusparselt").accelerated
     assert not get_backend("cusparselt-bf16").accelerated
     assert _why(monkeypatch, backend="cusparselt-bf16") is None
-    with pytest.raises(ValueError, match="unknown intermediate; got 'fp4'"):
+    with pytest.raises(InputError):
         CuSparseLt("fp4")
 
 
@@ -261,11 +253,7 @@ def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypa
     problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
     why = get_backend("cusparselt").why_not(problem)
     assert why == "cusparseLtInit of cuSPARSELt 0.8.0 failed; got architecture mismatch (4)"
-    assert choose(problem).backends == ("dense",)
     assert why in choose(problem).reason
-    assert choose(problem, fallback="none").backends == ("reference",)
-    with pytest.raises(UnsupportedError, match="architecture mismatch"):
-        choose(problem, "cusparselt")
 
 
 def _cannot_open(name: str, mode: int = 0) -> ctypes.CDLL:
@@ -323,12 +311,8 @@ def test_structures_fit(header: str) -> None:
     )
 
 
-C_TYPES = {
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "int32_t": ctypes.c_int32,
-    "size_t": ctypes.c_size_t,
-}
+C_TYPES = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int64", "uint32", "int32")}
+C_TYPES["size_t"] = ctypes.c_size_t
 """By-value parameters of the header; every other one is an enumeration, an int in C. A cudaStream_t is a pointer."""
 
 
@@ -379,9 +363,7 @@ def test_the_wheels_library_loads_and_speaks(monkeypatch: pytest.MonkeyPatch) ->
     _wheel_file(api.SONAME)
     library = api.load_library()
     assert library.version >= api.OLDEST
-    with pytest.raises(
-        UnsupportedError, match=r"somewhere of cuSPARSELt \d+\.\d+\.\d+ failed; got invalid value \(3\)"
-    ):
+    with pytest.raises(UnsupportedError, match=r"somewhere of cuSPARSELt [\d.]+ failed; got invalid value \(3\)"):
         library.check(3, "somewhere")
 
 

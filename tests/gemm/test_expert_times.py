@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,21 +105,6 @@ def test_experts_with_two_patterns_have_times_of_their_own() -> None:
     assert [layer.experts for layer in layers] == [Experts(8, 8, 2), Experts(8, 8, 2, down="2:4")]
 
 
-def test_names_of_older_versions_are_no_linears() -> None:
-    """They told experts in the names of times: a file that has some is not read."""
-    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
-    path = speed_files.tuned_path(select.installation(CPU))
-    older = json.loads(path.read_text()) | {"version": 2}
-    (layer,) = older["layers"]
-    del layer["experts"]
-    layer["us"] = {f"8 experts, 2 a token: {name}": us for name, us in layer["us"].items()}
-    path.write_text(json.dumps(older))
-    assert choose_experts(KIND, TOKENS).reason == NOT_MEASURED
-    assert find_measured(Problem(KIND.pattern, KIND.dtype, 64, 64, CPU), ["dense", "hopper"]) is None
-    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
-    assert choose_experts(KIND, TOKENS).sparse
-
-
 @pytest.mark.parametrize(
     ("experts", "text"),
     [
@@ -190,13 +174,3 @@ def test_experts_that_were_wrong_stay_dense_until_the_kernel_changes(monkeypatch
     assert choose_experts(KIND, TOKENS).reason == NOT_MEASURED
     keep_expert_times(KIND, times(0.8, 0.9, tokens=(16, 1024)))
     assert choose_experts(KIND, TOKENS).sparse
-
-
-def test_times_of_another_kernel_are_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
-    before = Hopper().library()
-    monkeypatch.setattr(Hopper, "library", lambda _: "slidesparse hopper-99")
-    choice = choose_experts(KIND, TOKENS)
-    assert choice.sparse
-    assert choice.reason.endswith(f"prior: measured at 64x64 with {before}; this is slidesparse hopper-99")
-    assert measured_here(KIND) == ()

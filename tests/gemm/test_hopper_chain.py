@@ -316,40 +316,26 @@ def test_linears_that_do_not_fit_each_other_are_run_one_by_one(
     assert message.endswith("as the one before it gives" if aligned else "rows that are no multiple of 16 numbers")
 
 
-def _transposed(tensor: torch.Tensor) -> None:
-    tensor.t_()
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "transposed": lambda tensor: tensor.t_(),
+    "resized": lambda tensor: tensor.resize_(tensor.shape[0] - 1, tensor.shape[1]),
+    "flattened": lambda tensor: tensor.resize_(tensor.numel()),
+    "restrided": lambda tensor: tensor.as_strided_(tensor.shape, (1, tensor.shape[0])),
+    "retyped": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+    "moved": lambda tensor: setattr(tensor, "data", tensor.data.clone()),
+}
 
 
-def _resized(tensor: torch.Tensor) -> None:
-    tensor.resize_(tensor.shape[0] - 1, tensor.shape[1])
-
-
-def _flattened(tensor: torch.Tensor) -> None:
-    tensor.resize_(tensor.numel())
-
-
-def _restrided(tensor: torch.Tensor) -> None:
-    tensor.as_strided_(tensor.shape, (1, tensor.shape[0]))
-
-
-def _retyped(tensor: torch.Tensor) -> None:
-    tensor.data = tensor.data.view(torch.int32)
-
-
-def _moved(tensor: torch.Tensor) -> None:
-    tensor.data = tensor.data.clone()
-
-
-@pytest.mark.parametrize("change", [_transposed, _resized, _flattened, _restrided, _retyped, _moved])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("which", [0, 1])
-def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: Callable[[torch.Tensor], None]) -> None:
+def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: str) -> None:
     # The same objects with, but for the last change, the same bytes at the same address.
     known, tensors = KnownWeights(), [torch.randn(16, 32), torch.randn(16, 16)]
     address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, None, None, 0), None)]
     known.add(tensors, weights)
     assert known.find(tensors) is weights
-    change(tensors[which])
-    assert (tensors[which].data_ptr() == address) == (change is not _moved)
+    CHANGES[change](tensors[which])
+    assert (tensors[which].data_ptr() == address) == (change != "moved")
     assert known.find(tensors) is None
     known.add(tensors, weights)
     assert known.find(tensors) is weights

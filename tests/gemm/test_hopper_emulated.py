@@ -55,8 +55,7 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
 
 
 @pytest.mark.parametrize(
-    ("pattern", "backend"),
-    [("6:8", Bundles), ("2:4", Hopper), ("6:8", HopperSixBits), ("6:8", SixBitBundles)],
+    ("pattern", "backend"), [("6:8", Bundles), ("2:4", Hopper), ("6:8", HopperSixBits), ("6:8", SixBitBundles)]
 )
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
@@ -181,11 +180,7 @@ WRONG = {
 
 
 WRONG_OF_BUNDLES = {
-    "words are not awaited": (
-        "if (bundle.window == 0) await_stage();",
-        "",
-        "metadata",
-    ),
+    "words are not awaited": ("if (bundle.window == 0) await_stage();", "", "metadata"),
     "slots are too few": ("SLOTS = COUNT_BITS == 0 ? 0 : 1 +", "SLOTS = COUNT_BITS == 0 ? 0 : 1 + 0 *", "metadata"),
     "words are not counted": ("+ (words ? SLOT_BYTES : 0)", "", "nobody can go on"),
 }

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from slidesparse.base.log import log_once
-from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import linear as hopper_linear
-from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.addresses import LiftInputs
-from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import ColumnOrder, LiftSpec, LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
@@ -120,25 +117,6 @@ def test_the_workspace_has_values_and_scales(monkeypatch: pytest.MonkeyPatch, qu
     assert linear.workspace_bytes == VALUES + (4 * TOKENS if quantised else 0)
 
 
-def test_another_number_of_tokens_has_its_own_lift_launch_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, more, backend = Launches(), Launches(), Hopper()
-    more.slab_bytes, more.lift.tokens = 5 * VALUES, 40
-    launches.lift.for_tokens = lambda tokens: more.lift if tokens == 40 else None
-    launches.for_tokens = lambda tokens: more if tokens == 40 else None  # type: ignore[attr-defined]
-    launches.backend = backend  # type: ignore[attr-defined]
-    linear = made(monkeypatch, launches)
-    other = linear.for_tokens(40)
-    assert (other.lift, other.out, other.kind) == (more.lift, OUT, linear.kind)
-    assert other.workspace_bytes == 5 * VALUES + 4 * 40
-    parts = other._by_parts
-    assert (parts.backend, parts.lift, parts.out_features) == (backend, more.lift, OUT)
-    more.lift.shape = (40, ORDER.in_features)
-    y, _ = other(rows().repeat(8, 1), None, weight(), 0.0)
-    assert y.shape == (40, OUT)
-    assert (len(more.lifted), len(more.multiplied), launches.lifted, launches.multiplied) == (1, 1, [], [])
-    assert other.weight_addresses(weight()._replace(operand=[STEPS[:, :0]])) is None
-
-
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     gain = torch.ones(ORDER.in_features, dtype=BF16)
@@ -192,35 +170,15 @@ def test_a_weight_that_the_kernel_could_not_read_is_left_to_the_parts(
     assert caplog.messages == [f"slidesparse: hopper nothing runs by its parts: {reason}"]
 
 
+@pytest.mark.parametrize("reason", [None, "they are somewhere else"])
 def test_activations_that_the_lift_does_not_take_are_left_to_the_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str | None
 ) -> None:
-    caplog.set_level(logging.INFO, logger="slidesparse")
-    launches = Launches(takes=False, reason="they are somewhere else")
+    caplog.set_level(logging.DEBUG, logger="slidesparse")
+    launches = Launches(takes=False, reason=reason)
+    launches.lift.launcher.ready = reason is not None  # without a reason only a compilation is missing
     linear = made(monkeypatch, launches)
     for _ in range(2):
         assert linear(rows(), None, weight(), 0.0) is PARTS
     assert not launches.lifted
-    assert caplog.messages == ["slidesparse: hopper nothing runs by its parts: they are somewhere else"]
-
-
-def test_the_first_compilation_is_no_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="slidesparse")
-    launches = Launches(takes=False)
-    launches.lift.launcher.ready = False
-    assert made(monkeypatch, launches)(rows(), None, weight(), 0.0) is PARTS
-    assert not caplog.messages
-
-
-def test_the_backend_gives_a_whole_linear_where_there_is_something_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, hopper = Launches(), Hopper()
-    monkeypatch.setattr(hopper_linear, "find_launch", lambda *_: launches)
-    runner = hopper.runner(launches.lift, OUT)
-    assert isinstance(runner, HopperLinear)
-    assert isinstance(runner._by_parts, LiftThenMultiply)
-    assert (runner._by_parts.backend, runner._by_parts.lift) == (hopper, launches.lift)
-    torchs = TorchLift(LiftSpec("none", torch.bfloat16, torch.int8, (), hopper.layout))
-    assert isinstance(hopper.runner(torchs, OUT), LiftThenMultiply)
-    assert isinstance(hopper.runner(launches.lift, 0), LiftThenMultiply)
-    launches.lift.tokens = 0
-    assert isinstance(hopper.runner(launches.lift, OUT), LiftThenMultiply)
+    assert caplog.messages == ([] if reason is None else [f"slidesparse: hopper nothing runs by its parts: {reason}"])

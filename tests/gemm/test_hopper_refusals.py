@@ -114,5 +114,5 @@ def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
 @pytest.mark.parametrize("bias", [torch.rand(5), torch.ones(8, dtype=torch.int32)])
 def test_a_bias_that_does_not_fit(bias: torch.Tensor) -> None:
     packed = pack_by(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
-    with pytest.raises(InputError, match="bias of SlideLinear"):
+    with pytest.raises(InputError):
         SlideLinear(packed, bias=bias)

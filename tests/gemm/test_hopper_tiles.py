@@ -13,15 +13,12 @@ import pytest
 
 from slidesparse.gemm.hopper.choose_tiles import (
     MOST_TOKENS,
-    MULTIPROCESSORS,
     SECOND_LAUNCH,
     TWO_BAND_TOKENS,
     Band,
-    blocks_of,
     cheapest,
     choose_bands,
     concurrent_blocks,
-    work,
 )
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.speed_files import PACKAGED, load_speeds
@@ -123,20 +120,6 @@ def test_every_tile_is_chosen_somewhere() -> None:
     assert {cheapest(m, out, slabs) for m, out, slabs in sizes} == set(TILES)
 
 
-@pytest.mark.parametrize(("tokens", "channels"), [(8, 3584), (64, 1024), (1000, 3584), (16384, 37888)])
-def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels: int) -> None:
-    for tile in TILES:
-        blocks = tile.count(tokens, channels) * tile.split
-        at = (tile,), blocks_of((tile,), tokens, channels, MULTIPROCESSORS), 100, MULTIPROCESSORS
-        steps, tiles = (float(part) for part in work(*at))
-        assert tiles == math.ceil(blocks / concurrent_blocks(tile) / tile.blocks)
-        if tile.sums_in_ring and tiles > 1:
-            assert steps == math.inf
-            continue
-        even = max(1, blocks / concurrent_blocks(tile)) * 100 / tile.split
-        assert even <= steps <= (even if tile.blocks > 1 else even + 100 / tile.split)
-
-
 @pytest.mark.parametrize(("tokens", "channels", "columns"), [(64, 4096, 4096), (128, 2048, 8192)])
 def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, channels: int, columns: int) -> None:
     # 32 of them: served and shipped times had o and down of Llama-3-8B, and down of Llama-3.2-1B, 1.4 times as long.
@@ -194,31 +177,10 @@ def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band,
 
 
 @pytest.mark.parametrize(
-    ("channels", "slabs", "multiprocessors"),
-    [(4608, 42, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
+    ("channels", "slabs", "multiprocessors"), [(4608, 42, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)]
 )
 def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
     near = {at + by for at in range(0, MOST_TOKENS, 192) for by in (0, 1, 15, 16, 17)}
     for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_TOKENS, MOST_TOKENS + 1, 10**6):
         chosen = choose_bands(tokens, channels, slabs, multiprocessors)
         assert chosen == fewest_cycles(tokens, channels, slabs, multiprocessors)
-
-
-@pytest.mark.parametrize("multiprocessors", [114, 78])  # of an H100 PCIe and an H20
-def test_tiles_fill_the_waves_of_the_gpu_that_runs_them(multiprocessors: int) -> None:
-    other = 0
-    for channels, slabs in ((4608, 42), (37888, 42), (3584, 222)):
-        for tokens in range(64, 2049, 64):
-            here = choose_bands(tokens, channels, slabs, multiprocessors)
-            other += here != choose_bands(tokens, channels, slabs)
-            if len(here) == 2:  # less than a row of tiles is missing to whole waves
-                large, own = here[0]
-                assert -large.count(tokens, own) % multiprocessors < -(-tokens // large.tokens)
-            for tile, own in here:
-                if tile.sums_in_ring:
-                    assert (
-                        tile.count(tokens, own) * tile.split
-                        <= concurrent_blocks(tile, multiprocessors)
-                        <= multiprocessors
-                    )
-    assert other > 48

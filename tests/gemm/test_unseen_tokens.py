@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runner_listener import forget_runners
 
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.kernel import Kernel
@@ -49,10 +50,11 @@ def block() -> tuple[LinearSpec, ...]:
     return tuple(linear(*size, prologue) for size, prologue in zip((o, gate_up, down, qkv), PROLOGUES, strict=True))
 
 
-CACHES: tuple[Any, ...] = (
-    *(resolve.resolve_lift, resolve.resolve_linear, resolve.resolve_chain, resolve._made_before),
-    *(hopper_launch._launch, lift_launch.device_arch),
-)
+def forget(*more: Any) -> None:
+    """What was made for other numbers of tokens, and for another GPU."""
+    forget_runners()
+    for cache in (hopper_launch._launch, lift_launch.device_arch, *more):
+        cache.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +67,13 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return found or kernels.setdefault((tile, *types), Kernel("function", "context", tile, 0, 132))
 
     lift = pytest.importorskip("slidesparse.lifting.kernel", reason="Triton is not installed")
-    caches = (*CACHES, lift.find_kernel_lift, lift._launcher)
+    caches = lift.find_kernel_lift, lift._launcher
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "multiprocessors", lru_cache(lambda device: 132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for cache in caches:
-        cache.cache_clear()
+    forget(*caches)
     yield
-    for cache in caches:  # they hold kernels that are none
-        cache.cache_clear()
+    forget(*caches)  # they hold kernels that are none
 
 
 def calls_of(run: Callable[[], object]) -> int:
@@ -112,13 +112,11 @@ def test_a_new_number_of_tokens_costs_the_host_little() -> None:
 def test_a_linear_for_other_tokens_is_the_one_that_would_be_made(spec: LinearSpec) -> None:
     for first in (1, 512, 513, 5000):
         given = spec.weight.text, spec.prologue
-        for cache in CACHES:
-            cache.cache_clear()
+        forget()
         resolve.resolve_linear(*given, first, SOURCE, DEVICE)
         others = {m: resolve.resolve_linear(*given, m, SOURCE, DEVICE).runner for m in (1, 7, 512, 513, 700, 16384)}
         for tokens, other in others.items():
-            for cache in CACHES:
-                cache.cache_clear()
+            forget()
             fresh = resolve.resolve_linear(*given, tokens, SOURCE, DEVICE).runner
             assert isinstance(other, HopperLinear)
             assert isinstance(fresh, HopperLinear)

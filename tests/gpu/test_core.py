@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import by_magnitude, make_checkpoint, tokens
+from gpu_products import assert_compiled_and_captured
 from torch import nn
 
 import slidesparse
@@ -61,16 +62,7 @@ def test_int8_layer_has_the_bits_of_the_cpu(pattern: str, m: int) -> None:
 def test_compiled_and_captured(dtype: str) -> None:
     linear = nn.Linear(256, 128).to(torch.bfloat16).cuda()
     layer = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="reference")
-    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
-    eager = layer(x)
-    torch._dynamo.reset()  # it compiles one function for so many layers, then for no more
-    assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x)
-    captured.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(captured, eager)
+    assert_compiled_and_captured(layer, torch.randn(64, 256, dtype=torch.bfloat16, device="cuda"), dynamic=None)
 
 
 def test_checkpoint_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_products import (
+    assert_compiled_and_captured,
+    assert_same_on_two_streams,
+    packed_weight,
+    skip_without_fp8,
+    tokens_of,
+)
 from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -23,7 +30,6 @@ from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import with_rows
-from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
@@ -54,19 +60,11 @@ def _can_run() -> None:
 def _packed(
     dtype: torch.dtype, pattern: str, out: int = OUT, columns: int = COLUMNS, *, scaled: bool = True
 ) -> PackedWeight:
-    if dtype == INT8:
-        weight = torch.randint(-128, 128, (out, columns), dtype=INT8, device="cuda")
-        weight = weight * prune_mask(weight, pattern)
-    else:
-        weight = torch.randn(out, columns, device="cuda")
-        weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
+    return packed_weight(dtype, pattern, out, columns, scaled=scaled)
 
 
 def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
-    if dtype == INT8:
-        return torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
-    return torch.randn(m, columns, device="cuda").to(dtype)
+    return tokens_of(dtype, m, columns)
 
 
 def _lifted(x: torch.Tensor, packed: PackedWeight, backend: str = "cusparselt") -> torch.Tensor:
@@ -131,8 +129,7 @@ def test_int8_layer_has_the_bits_of_the_reference(pattern: str, biased: bool, ki
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_fp8_stays_within_the_table(pattern: str, out_dtype: torch.dtype) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(FP8)
     packed = _packed(FP8, pattern, columns=900)
     backend = get_backend("cusparselt")
     # As large as the products: a larger one would widen what assert_product allows.
@@ -233,8 +230,7 @@ def test_more_than_2_31_outputs() -> None:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
 def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtype) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
     ours, library = compress_matrix(matrix), api.load_library()
     accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
@@ -267,25 +263,9 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
 
 @pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6", "int8"), ("6:8", "fp8"), ("6:8", "bf16")])
 def test_compiled_and_captured(pattern: str, dtype: str) -> None:
-    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     layer = _layer(pattern, dtype)
-    x = torch.randn(199, COLUMNS, dtype=BF16, device="cuda")
-    eager = layer(x)
-    torch._dynamo.reset()  # it compiles one function for so many layers, then for no more
-    assert torch.equal(torch.compile(layer, fullgraph=True, dynamic=True)(x), eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x)
-    for other in (x, torch.randn_like(x)):
-        x.copy_(other)
-        expected = layer(x)
-        captured.fill_(float("nan"))
-        # Memory that the graph took for itself must not be handed to others.
-        poison = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8, device="cuda") for _ in range(64)]
-        graph.replay()
-        assert torch.equal(captured, expected)
-        del poison
+    assert_compiled_and_captured(layer, torch.randn(199, COLUMNS, dtype=BF16, device="cuda"), poison_mb=64)
 
 
 def test_a_captured_plan_survives_the_cache() -> None:
@@ -314,19 +294,7 @@ def test_a_plan_cannot_be_made_while_capturing() -> None:
 
 
 def test_two_streams() -> None:
-    layers = [_layer("6:8", "int8"), _layer("4:6", "int8")]
-    streams = [torch.cuda.Stream() for _ in layers]
-    inputs = [[torch.randn(m, COLUMNS, dtype=BF16, device="cuda") for m in (1000, 17) * 20] for _ in layers]
-    expected = [[layer(x) for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
-    torch.cuda.synchronize()
-    found: list[list[torch.Tensor]] = [[], []]
-    for i in range(40):
-        for stream, layer, xs, ys in zip(streams, layers, inputs, found, strict=True):
-            with torch.cuda.stream(stream):
-                ys.append(layer(xs[i]))
-    torch.cuda.synchronize()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert_same_on_two_streams([_layer("6:8", "int8"), _layer("4:6", "int8")], COLUMNS)
 
 
 def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +327,7 @@ def test_a_bucket_is_one_plan() -> None:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
 def test_search_results_are_used(dtype: torch.dtype) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     told = []
     records = tune_shapes([(512, 768), (512, 768)], [100, 101], dtype, progress=told.append)
     assert told == records

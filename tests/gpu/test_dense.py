@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from runner_listener import listen
+from gpu_products import assert_compiled_and_captured, skip_without_fp8
+from runner_listener import forget_runners, listen
 from tolerances import ACCUMULATION, FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -17,7 +18,7 @@ from slidesparse.gemm import dense, get_backend
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
+from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.packing import pack_weight
@@ -35,12 +36,9 @@ SIZES = ((100, 333), (128, 1024))
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
     """No test has what was made with other kernels at hand."""
-    caches = resolve_linear, _made_before, resolve_chain
-    for cache in caches:
-        cache.cache_clear()
+    forget_runners()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget_runners()
 
 
 @pytest.fixture(params=["vllm", "torch"])
@@ -59,8 +57,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _f
 def test_quantised_stays_within_the_table(
     dtype: torch.dtype, out_dtype: torch.dtype, biased: bool, size: tuple[int, int]
 ) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     out, columns = size
     if dtype == INT8:
         weight = torch.randint(-128, 128, size, dtype=INT8, device="cuda")
@@ -101,8 +98,7 @@ def _by_parts(*sizes: Any) -> ResolvedLinear:
 def test_a_whole_linear_has_the_bits_of_its_parts(
     dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     out, columns = SIZES[1]
     bias = torch.randn(out, dtype=BF16, device="cuda") if biased else None
     kept = torch.randn(out, columns, device="cuda")
@@ -179,17 +175,7 @@ def test_floats_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 def test_compiled_and_captured(dtype: str) -> None:
-    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
+    skip_without_fp8(dtype)
     linear = nn.Linear(256, 128).to(BF16).cuda()
     layer = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="dense")
-    x = torch.randn(7, 256, dtype=BF16, device="cuda")
-    eager = layer(x)
-    torch._dynamo.reset()  # it compiles one function for so many layers, then for no more
-    assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x)
-    captured.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(captured, eager)
+    assert_compiled_and_captured(layer, torch.randn(7, 256, dtype=BF16, device="cuda"), dynamic=None)

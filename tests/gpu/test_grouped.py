@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import by_magnitude
 from expert_weights import packed_experts, routed
+from gpu_products import needs_hopper
 from small_mixtures import MIXTURES, packed_mixtures, spread_experts
 from small_models import make
 
@@ -24,12 +25,7 @@ from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.quant import Rounding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 EXPERTS, HIDDEN, INNER = 8, 512, 384

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fused_lifts import quantize_lift
+from gpu_products import in_slabs, needs_hopper, tokens_of
 from hopper_forms import Bundles
 from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
@@ -19,14 +20,8 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
-from slidesparse.weights.slide import gather
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 INT8, FP8, BF16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
 PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16")
@@ -54,28 +49,13 @@ def packed_weight(dtype: torch.dtype, pattern: str, out: int, columns: int, k_of
     return pack_by(weight, pattern, scale=scale, k_offset=k_offset)
 
 
-def tokens_of(dtype: torch.dtype, m: int, columns: int) -> torch.Tensor:
-    if dtype == INT8:
-        return torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
-    return torch.randn(m, columns, device="cuda").to(dtype)
-
-
-def lifted(x: torch.Tensor, packed: PackedWeight, backend: type[Hopper] = Bundles) -> torch.Tensor:
-    """In slabs; what stands past the tokens is poison, which must not reach a result."""
-    rows, tokens = gather(x, backend.layout.column_map(packed)), x.shape[0]
-    padded = rows.new_empty(SLABS.padded(tokens), rows.shape[1])
-    padded.view(torch.uint8).fill_(0x7F)  # FP8: NaN
-    padded[:tokens] = rows
-    return SLABS.arrange(padded).view(padded.shape)[:tokens]
-
-
 def assert_exact(packed: PackedWeight, tile: Tile, tokens: tuple[int, ...] = TOKENS) -> None:
     backend, (out, columns) = Bundles(), packed.shape
     operand, weight, bias = backend.prepare(packed), packed.unpack(), torch.randn(out, device="cuda")
     assert operand[0].dim() == 3
     for m in tokens:
         x, scale_x = tokens_of(INT8, m, columns), torch.rand(m, 1, device="cuda")
-        y = backend.matmul(lifted(x, packed), scale_x, operand, packed.scale, bias, out, BF16, tile)
+        y = backend.matmul(in_slabs(x, packed, Bundles), scale_x, operand, packed.scale, bias, out, BF16, tile)
         assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, BF16)), m
 
 
@@ -121,7 +101,7 @@ def test_fp8_stays_within_the_table(pattern: str, tile: Tile) -> None:
     operand, weight, scale_w = backend.prepare(packed), packed.unpack().double(), packed.scale
     for m in TOKENS:
         x, scale_x = tokens_of(FP8, m, 1000), torch.rand(m, 1, device="cuda")
-        y = backend.matmul(lifted(x, packed), scale_x, operand, scale_w, None, 300, BF16, tile)
+        y = backend.matmul(in_slabs(x, packed, Bundles), scale_x, operand, scale_w, None, 300, BF16, tile)
         scale = scale_x.double() * scale_w.double()
         exact, magnitude = (scale * (a @ b.T) for a, b in ((x.double(), weight), (x.double().abs(), weight.abs())))
         assert_product(y, exact, magnitude, FP8, FP8_TENSOR_CORE)
@@ -157,7 +137,7 @@ def test_the_emulator_reads_what_the_kernel_reads() -> None:
 @pytest.mark.parametrize("tokens", [16, 100, 1500])
 def test_many_launches_and_graphs_give_the_same_bits(dtype: torch.dtype, tokens: int) -> None:
     packed, backend = packed_weight(dtype, "6:8", 1024, 2048), Bundles()
-    x, operand = lifted(tokens_of(dtype, tokens, 2048), packed), backend.prepare(packed)
+    x, operand = in_slabs(tokens_of(dtype, tokens, 2048), packed, Bundles), backend.prepare(packed)
 
     def run() -> torch.Tensor:
         return backend.matmul(x, None, operand, packed.scale, None, 1024, BF16)
@@ -179,7 +159,7 @@ def test_many_launches_and_graphs_give_the_same_bits(dtype: torch.dtype, tokens:
 def test_both_forms_give_the_same_product() -> None:
     packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
     ours, plain = (
-        backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
+        backend().matmul(in_slabs(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
         for backend in (Bundles, Hopper)
     )
     assert torch.equal(ours, plain)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_products import assert_same_every_time, in_slabs, needs_hopper
 from hopper_forms import SixBitBundles
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
-from slidesparse.weights.slide import gather
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 INT8, BF16 = torch.int8, torch.bfloat16
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
@@ -47,14 +41,6 @@ def packed_weight(pattern: str, out: int, columns: int) -> PackedWeight:
     return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3)
 
 
-def lifted(x: torch.Tensor, packed: PackedWeight, backend: type[Hopper] = HopperSixBits) -> torch.Tensor:
-    """In slabs; what stands past the tokens is poison, which must not reach a result."""
-    rows, tokens = gather(x, backend.layout.column_map(packed)), x.shape[0]
-    padded = rows.new_full((SLABS.padded(tokens), rows.shape[1]), 0x7F)
-    padded[:tokens] = rows
-    return SLABS.arrange(padded).view(padded.shape)[:tokens]
-
-
 def assert_exact(
     packed: PackedWeight,
     tile: Tile | tuple[Band, ...],
@@ -66,7 +52,7 @@ def assert_exact(
     for m in tokens:
         x = torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
         scale_x = torch.rand(m, 1, device="cuda")
-        y = backend.matmul(lifted(x, packed, kind), scale_x, operand, packed.scale, bias, out, BF16, tile)
+        y = backend.matmul(in_slabs(x, packed, kind), scale_x, operand, packed.scale, bias, out, BF16, tile)
         assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, BF16)), m
 
 
@@ -111,8 +97,5 @@ def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
 def test_ten_thousand_launches_give_the_same_bits() -> None:
     packed = packed_weight("6:8", 3584, 3584)
     backend, x = HopperSixBits(), torch.randint(-128, 128, (64, 3584), dtype=INT8, device="cuda")
-    given = lifted(x, packed), torch.rand(64, 1, device="cuda"), backend.prepare(packed), packed.scale, None, 3584, BF16
-    first, different = backend.matmul(*given), torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(10_000):
-        different += (backend.matmul(*given) != first).any()
-    assert int(different) == 0
+    x, scale_x, operand = in_slabs(x, packed, HopperSixBits), torch.rand(64, 1, device="cuda"), backend.prepare(packed)
+    assert_same_every_time(lambda: backend.matmul(x, scale_x, operand, packed.scale, None, 3584, BF16), 10_000)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import by_magnitude, make_checkpoint
 from expert_weights import packed_experts
+from gpu_products import needs_hopper
 
 import slidesparse
 from slidesparse.gemm import Problem, choose
@@ -72,9 +73,7 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert [line for line in caplog.messages if "measured int8" in line or "measured f" in line or "measured b" in line]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+@needs_hopper
 def test_experts_are_measured_once_within_their_memory_and_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     hidden, inner, count, device = 2048, 768, 32, torch.device("cuda", torch.cuda.current_device())

@@ -48,10 +48,7 @@ def test_magnitude_has_the_bits_of_the_cpu(
     make_checkpoint(tmp_path / "m", name, dtype)
     for device in ("cpu", "cuda"):
         prune_checkpoint(
-            tmp_path / "m",
-            tmp_path / device,
-            by_magnitude(pattern, stored, rounding=rounding),
-            device=device,
+            tmp_path / "m", tmp_path / device, by_magnitude(pattern, stored, rounding=rounding), device=device
         )
     assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
 
@@ -111,17 +108,7 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, method: str) -> None:
     text = write_text(tmp_path / "text.txt", 2000)
     calibration = None if method == "magnitude" else Calibration(str(text), 256, 32)  # eight batches
     prune_checkpoint(tmp_path / "m", tmp_path / "one", PruneOptions("6:8", "int8", method, calibration), device="cuda")
-    words = [
-        "prune",
-        str(tmp_path / "m"),
-        str(tmp_path / "two"),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
+    words = ["prune", str(tmp_path / "m"), str(tmp_path / "two"), "--pattern", "6:8", "--dtype", "int8"]
     words += ["--method", method, "--device", "cuda"]
     if calibration is not None:
         words += ["--calibration", str(text), "--samples", "256", "--length", "32"]

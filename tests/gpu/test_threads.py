@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from chained_linears import Weight, chained
+from gpu_products import needs_hopper
 from torch import nn
 
 from slidesparse import ops
 from slidesparse.layer.linear import SlideLinear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 BF16 = torch.bfloat16
 HIDDEN, WIDE = 512, 1024
@@ -30,12 +31,6 @@ CALLS = 300
 Results = tuple[torch.Tensor, ...]
 Call = Callable[[int, int], Results]
 """(thread, number of the input) -> what the operator gives for that input of the thread."""
-
-
-@pytest.fixture(autouse=True)
-def _can_run() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is written for compute capability 9.0")
 
 
 @pytest.fixture(autouse=True)

@@ -114,10 +114,7 @@ def test_cutlass_gets_every_expert(monkeypatch: pytest.MonkeyPatch, chosen: torc
 
 @pytest.mark.parametrize(
     ("dtype", "module", "name"),
-    [
-        (torch.int8, "fused_moe", "fused_experts"),
-        (torch.float8_e4m3fn, "experts.cutlass_moe", "run_cutlass_moe_fp8"),
-    ],
+    [(torch.int8, "fused_moe", "fused_experts"), (torch.float8_e4m3fn, "experts.cutlass_moe", "run_cutlass_moe_fp8")],
 )
 def test_a_layer_is_called_as_this_vllm_wants_it(
     monkeypatch: pytest.MonkeyPatch, chosen: torch.Tensor, dtype: torch.dtype, module: str, name: str

@@ -118,11 +118,7 @@ def test_a_pruned_output_embedding_keeps_its_weight_for_adapters(
     from vllm.config import VllmConfig
     from vllm.config.lora import LoRAConfig
 
-    prune_checkpoint(
-        checkpoints("dense", torch.bfloat16),
-        tmp_path / "s",
-        by_magnitude("6:8", "int8", lm_head=True),
-    )
+    prune_checkpoint(checkpoints("dense", torch.bfloat16), tmp_path / "s", by_magnitude("6:8", "int8", lm_head=True))
     lora = LoRAConfig(max_lora_rank=RANK, max_loras=1, lora_dtype=torch.bfloat16)
     config = VllmConfig(model_config=configured(tmp_path / "s"), additional_config=REFERENCE, lora_config=lora)
     model = loaded_by(config)

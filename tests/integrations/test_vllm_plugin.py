@@ -24,7 +24,6 @@ from vllm_models import REFERENCE, configured, loaded, loaded_by
 import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
-from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
@@ -213,28 +212,6 @@ def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -
         for layer in (sparse, dense):
             layer._input_quant_key = "a kernel's"
         assert [get_input_quant_key(layer) for layer in (sparse, dense)] == [None, "a kernel's"]
-
-
-def test_layers_are_measured_before_they_choose(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.tuning.at_load import LoadTuner
-
-    asked: list[tuple[tuple[int, int], str, str]] = []
-    measured: list[tuple[int, int]] = []
-
-    def wants(self: LoadTuner, problem: Problem, backend: str, fallback: str) -> bool:
-        asked.append(((problem.out_features, problem.in_features), str(problem.pattern), f"{backend} {fallback}"))
-        return True
-
-    monkeypatch.setattr(LoadTuner, "wants", wants)
-    monkeypatch.setattr(LoadTuner, "measure", lambda self, problem, packed, fallback: measured.append(packed.shape))
-    model = configured(checkpoints("6:8"))
-    loaded(model, REFERENCE)
-    assert {pattern for _, pattern, _ in asked} == {"6:8"}
-    assert {given for _, _, given in asked} == {"reference dense"}
-    assert measured == [size for size, _, _ in asked]
-    assert len(measured) == 4
-    loaded(model, {"slidesparse": {"backend": "reference", "tune": "off"}})
-    assert len(measured) == 4
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -547,7 +524,7 @@ def test_a_shard_whose_place_is_unknown_is_refused() -> None:
 
     layer = torch.nn.Module()
     assert _rank(layer, "o_proj", 64, 64) == 0
-    with pytest.raises(UnsupportedError, match="o_proj: a shard"):
+    with pytest.raises(UnsupportedError):
         _rank(layer, "o_proj", 32, 64)
     layer.tp_rank, layer.tp_size = 1, 2
     assert _rank(layer, "o_proj", 32, 64) == 1

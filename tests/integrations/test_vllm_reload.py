@@ -64,12 +64,17 @@ def addresses(model: Any) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def started(path: Path, options: dict[str, Any] = REFERENCE, **settings: Any) -> tuple[Any, Any, Any, list[int]]:
+    """A model and its configuration; what its layers give, and where graphs read them."""
+    config = configured(path, **settings)
+    model = loaded(config, options)
+    return model, config, outputs(model), addresses(model)
+
+
 @pytest.mark.parametrize("pattern", ["6:8", "4:6"])
 def test_new_weights_are_packed_where_captured_graphs_read_them(checkpoints: Any, pattern: str) -> None:
     path = checkpoints(pattern)
-    config = configured(path)
-    model = loaded(config, REFERENCE)
-    before, places = outputs(model), addresses(model)
+    model, config, before, places = started(path)
     assert len(before) == 4
     reload(model, config, weights(path, rolled))
     for name, y in outputs(model).items():
@@ -88,9 +93,7 @@ def test_new_weights_are_packed_where_captured_graphs_read_them(checkpoints: Any
 def test_linears_that_stay_dense_take_any_weight(checkpoints: Any) -> None:
     """They are ours where something may be joined with them, and no graph knows of zeros in them."""
     path = checkpoints("6:8")
-    config = configured(path)
-    model = loaded(config, {})
-    before, places = outputs(model), addresses(model)
+    model, config, before, places = started(path, {})
     assert {layer.slide.choice.backends for layer in linears(model).values()} == {("dense",)}
     reload(model, config, weights(path, lambda name, tensor: tensor.masked_fill(tensor == 0, 1)))
     assert not any(torch.equal(y, before[name]) for name, y in outputs(model).items())
@@ -101,9 +104,7 @@ def test_linears_that_stay_dense_take_any_weight(checkpoints: Any) -> None:
 
 def test_weights_of_a_float_checkpoint_are_loaded_again(checkpoints: Any) -> None:
     path = checkpoints("6:8", torch.bfloat16)
-    config = configured(path, quantization="slidesparse")
-    model = loaded(config, REFERENCE)
-    before, places = outputs(model), addresses(model)
+    model, config, before, places = started(path, quantization="slidesparse")
     reload(model, config, weights(path, lambda name, tensor: 2 * tensor if "_proj" in name else tensor))
     after = outputs(model)
     assert all(torch.equal(after[name], 2 * before[name]) for name in before)
@@ -112,9 +113,7 @@ def test_weights_of_a_float_checkpoint_are_loaded_again(checkpoints: Any) -> Non
 
 def test_what_is_loaded_only_in_part_keeps_its_other_weights(checkpoints: Any) -> None:
     path = checkpoints("6:8")
-    config = configured(path)
-    model = loaded(config, REFERENCE)
-    before, places = outputs(model), addresses(model)
+    model, config, before, places = started(path)
     reload(model, config, ((name, tensor) for name, tensor in weights(path, rolled) if "mlp" in name))
     after = outputs(model)
     assert [name for name in after if not torch.equal(after[name], before[name])] == [
@@ -131,9 +130,7 @@ def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def test_weights_that_do_not_fit_are_refused(checkpoints: Any) -> None:
     told = "proj violates 6:8 at row 0, group 0.*needed zeros of 6:8, as when the engine started"
     path = checkpoints("6:8")
-    config = configured(path)
-    model = loaded(config, REFERENCE)
-    before = outputs(model)
+    model, config, before, _ = started(path)
     start = r"the weight of model\.layers\.0\.\S+_proj cannot be loaded into the running engine; "
     with pytest.raises(UnsupportedError, match=start + f".*{told}.*start vLLM again") as error:
         reload(model, config, weights(path, dense))
@@ -168,8 +165,7 @@ def test_values_of_eight_bits_are_not_loaded_into_a_layer_of_six(monkeypatch: py
 
 def test_compiled_code_reads_new_weights(checkpoints: Any) -> None:
     path = checkpoints("6:8")
-    config = configured(path)
-    model = loaded(config, REFERENCE)
+    model, config, _, _ = started(path)
     mlp = model.model.layers[0].mlp.down_proj
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():

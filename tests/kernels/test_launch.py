@@ -38,28 +38,19 @@ def test_rows_are_held_as_long_as_they_fit(columns: int, tokens: int) -> None:
     assert not variant_of(odd, configure(tokens, odd, 2, "none")).held
 
 
-def test_held_rows_get_few_lanes_and_few_rows_many() -> None:
-    warps = {k: configure(4096, ColumnOrder.identity(k), 2, "none").num_warps for k in (2048, 3584, 8192, 18944)}
-    assert warps == {2048: launch.FEWEST_HOLDING, 3584: 2, 8192: 4, 18944: 16}
-    assert configure(1, ColumnOrder.identity(3584), 2, "none").num_warps == 8
-    assert configure(1, ColumnOrder.identity(600), 2, "none").num_warps == 2
-    assert configure(4096, ColumnOrder.identity(3584), 2, "add_rms_norm").num_warps == 8
-    assert configure(4096, ColumnOrder.identity(18944), 2, "add_rms_norm").num_warps == 16
+def chosen(columns: int, prologue: str = "none", tokens: int = 4096, itemsize: int = 2, held: bool = True) -> Launch:
+    return configure(tokens, ColumnOrder.identity(columns), itemsize, prologue, held)
+
+
+def test_held_rows_get_few_lanes_few_rows_many_and_walked_rows_in_flight_fit_l1() -> None:
+    held = {columns: chosen(columns).num_warps for columns in (2048, 3584, 8192, 18944)}
+    assert held == {2048: launch.FEWEST_HOLDING, 3584: 2, 8192: 4, 18944: 16}
+    assert [chosen(columns, tokens=1).num_warps for columns in (600, 3584)] == [2, 8]
+    assert [chosen(columns, "add_rms_norm").num_warps for columns in (3584, 18944)] == [8, 16]
+    assert [chosen(columns, held=False).num_warps for columns in (3584, 8192, 18944)] == [4, 8, 16]
+    assert chosen(4096, "silu_mul", held=False).num_warps == chosen(3584, tokens=1, held=False).num_warps == 8
 
 
 def test_three_programs_share_a_multiprocessor_where_they_can() -> None:
-    def registers(columns: int, itemsize: int = 2, prologue: str = "none") -> int:
-        return configure(4096, ColumnOrder.identity(columns), itemsize, prologue).registers
-
-    assert [registers(columns) for columns in (8192, 18944, 24576, 32768)] == [0, 40, 40, 0]
-    assert registers(18944, itemsize=4) == registers(18944, prologue="silu_mul") == 0
-
-
-def test_walked_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
-    def warps(columns: int, tokens: int = 4096, prologue: str = "none") -> int:
-        return configure(tokens, ColumnOrder.identity(columns), 2, prologue, False).num_warps
-
-    assert {columns: warps(columns) for columns in (3584, 8192)} == {3584: 4, 8192: 8}
-    assert warps(18944) == 16
-    assert warps(4096, prologue="silu_mul") == 8
-    assert warps(3584, tokens=1) == 8
+    assert [chosen(columns).registers for columns in (8192, 18944, 24576, 32768)] == [0, 40, 40, 0]
+    assert chosen(18944, itemsize=4).registers == chosen(18944, "silu_mul").registers == 0

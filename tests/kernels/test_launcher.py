@@ -258,24 +258,6 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
     assert dict(zip(kernel.arg_names, arguments[9:], strict=True)) == NUMBERS | {"P": "constants"}
 
 
-def test_triton_is_told_the_same_parameters() -> None:
-    told: list[tuple[Any, ...]] = []
-    lift = KernelLift(SPEC, 5, torch.device("cpu"))
-    lift.launcher = SimpleNamespace(ready=False, compile_and_launch=lambda *given: told.append(given))
-    x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
-    gain = torch.ones(64, dtype=torch.bfloat16)
-    lifted = lift.run(x, residual, gain, 0.25)
-    ((programs, arguments, _),) = told
-    given = dict(zip(held_kernel.arg_names, arguments, strict=False))
-    assert [*given] == [*NUMBERS]
-    assert programs == 5
-    tensors = {"x_ptr": x, "residual_ptr": residual, "gain_ptr": gain, "residual_out_ptr": lifted.residual}
-    tensors |= {"scales_ptr": lifted.scale}
-    assert all(given[name] is tensor for name, tensor in tensors.items())
-    assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()
-    assert [given[name] for name in ("tokens", "x_stride", "residual_stride", "eps")] == [5, 128, 128, 0.25]
-
-
 def test_a_kernel_that_is_ready_is_told_the_same_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     lift = KernelLift(SPEC._replace(layout=Layout(rows=lambda _: 8)), 5, torch.device("cpu"))

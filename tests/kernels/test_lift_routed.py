@@ -68,7 +68,5 @@ def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
 def test_rows_of_another_number_are_refused(device: str) -> None:
     x, at = torch.randn(3, 64, dtype=BF16, device=device), arrange(torch.tensor([[0], [1]], device=device), 2, 8)
     for gather, needed in ((True, 2), (False, 16)):
-        with pytest.raises(
-            InputError, match=rf"rows of a mixture to lift; got \[3, 64\] on {device}.*; needed {needed}"
-        ):
+        with pytest.raises(InputError, match=f"needed {needed}"):
             lift_routed(x, at, torch.arange(64), LiftSpec("none", BF16, INT8, (), LAYOUT), gather=gather)

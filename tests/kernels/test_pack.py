@@ -37,34 +37,24 @@ def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, ro
     return torch.where(kept, whole, -0.0)[:, k_offset:].to(dtype).contiguous()
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "22:24"])
-@pytest.mark.parametrize("k_offset", [0, 3])
-def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
-    parsed = Pattern.parse(pattern)
-    weight = sparse(pattern, 100, torch.int8, k_offset)
+@pytest.mark.parametrize(
+    ("pattern", "columns", "k_offset", "dtype"),
+    [
+        *((pattern, 100, start, torch.int8) for pattern in ("2:4", "6:8", "14:16", "22:24") for start in (0, 3)),
+        *(("6:8", 50, 0, dtype) for dtype in TYPES),
+        ("2:4", 4 * BLOCK + 6, 0, torch.int8),  # more groups than one program treats
+    ],
+)
+def test_values_and_codes_are_those_of_the_definition(
+    device: str, pattern: str, columns: int, k_offset: int, dtype: torch.dtype
+) -> None:
+    weight = sparse(pattern, columns, dtype, k_offset)
     wanted = pack_by(weight, pattern, k_offset=k_offset)
-    values, code = compress_groups(weight.to(device), parsed, k_offset=k_offset)
-    assert torch.equal(values.cpu(), wanted.values)
-    assert torch.equal(code.cpu(), wanted.code)
-    assert code.dtype == wanted.code.dtype
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_every_type(device: str, dtype: torch.dtype) -> None:
-    weight = sparse("6:8", 50, dtype)
-    wanted = pack_by(weight, "6:8")
-    values, code = compress_groups(weight.to(device), Pattern(6, 8))
+    values, code = compress_groups(weight.to(device), Pattern.parse(pattern), k_offset=k_offset)
     assert values.dtype == dtype
     assert torch.equal(as_bits(values).cpu(), as_bits(wanted.values))
     assert torch.equal(code.cpu(), wanted.code)
-
-
-def test_more_groups_than_one_program_treats(device: str) -> None:
-    weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
-    wanted = pack_by(weight, "2:4")
-    values, code = compress_groups(weight.to(device), Pattern(2, 4))
-    assert torch.equal(values.cpu(), wanted.values)
-    assert torch.equal(code.cpu(), wanted.code)
+    assert code.dtype == wanted.code.dtype
 
 
 def test_rows_may_lie_anywhere(device: str) -> None:
@@ -98,7 +88,7 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
     weight = sparse("6:8", 64, dtype)
     weight[2, 5] = fault
     weight[2, 0:2] = 0
-    with pytest.raises(InputError, match="NaN or Inf"):
+    with pytest.raises(InputError):
         compress_groups(weight.to(device), Pattern(6, 8))
 
 

@@ -23,6 +23,8 @@ from slidesparse.integrations.warmup import WarmUp
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.weights.quant import quantize_weight
 
+pytestmark = pytest.mark.usefixtures("server_of_models")
+
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16, "rms_norm_eps": 1e-6},
@@ -153,7 +155,6 @@ def lifts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.usefixtures("server_of_models")
 @pytest.mark.parametrize("module", MODELS)
 def test_a_model_gives_the_same_bits_fused(module: str, monkeypatch: pytest.MonkeyPatch, lifts: Counter[str]) -> None:
     apart, fused = (model_of(module, monkeypatch, fuse) for fuse in (False, True))
@@ -200,17 +201,9 @@ def straight(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
     return [block.linear(normed)[0]]
 
 
-def scaled(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
-    return [block.linear(normed * 3)[0]]
-
-
 def scaled_in_place(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
     normed[:, 1:].mul_(3)
     return [block.linear(normed)[0]]
-
-
-def returned_too(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
-    return [block.linear(normed)[0], normed + 0]
 
 
 def read_by_address(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
@@ -233,16 +226,18 @@ def by_two_linears(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
     return [block.linear(normed)[0], block.second(normed)[0]]
 
 
-def by_the_other_linear(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
-    return [block.second(normed)[0]]
-
-
-def twice(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
-    return [block.linear(normed)[0].mul_(2), block.linear(normed)[0]]
-
-
-def with_another_bias(block: Block, normed: torch.Tensor) -> list[torch.Tensor]:
-    return [block.linear.quant_method.apply(block.linear, normed, torch.ones(24))]
+BETWEEN: dict[str, Between] = {
+    "scaled": lambda block, normed: [block.linear(normed * 3)[0]],
+    "scaled in place": scaled_in_place,
+    "returned too": lambda block, normed: [block.linear(normed)[0], normed + 0],
+    "read by address": read_by_address,
+    "read by compiled code": read_by_compiled_code,
+    "asked about": asked_about,
+    "by two linears": by_two_linears,
+    "by the other linear": lambda block, normed: [block.second(normed)[0]],
+    "twice": lambda block, normed: [block.linear(normed)[0].mul_(2), block.linear(normed)[0]],
+    "with another bias": lambda block, normed: [block.linear.quant_method.apply(block.linear, normed, torch.ones(24))],
+}
 
 
 def rows(seed: int, tokens: int = 5) -> list[torch.Tensor]:
@@ -254,18 +249,11 @@ def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.usefixtures("server_of_models")
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(
-    "between",
-    [
-        *(scaled, scaled_in_place, returned_too, read_by_address, read_by_compiled_code),
-        *(by_two_linears, by_the_other_linear, twice, with_another_bias, asked_about),
-    ],
-)
+@pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("found", [False, True])
-def test_a_model_that_does_something_in_between_is_right(between: Between, with_residual: bool, found: bool) -> None:
-    apart, fused = (fill(Block(fuse)) for fuse in (False, True))
+def test_a_model_that_does_something_in_between_is_right(name: str, with_residual: bool, found: bool) -> None:
+    between, (apart, fused) = BETWEEN[name], (fill(Block(fuse)) for fuse in (False, True))
     if found:  # the model begins to do it when the linear has been found
         fused(rows(9)[0], straight)
         assert readers(fused)["norm"] is not None
@@ -274,11 +262,10 @@ def test_a_model_that_does_something_in_between_is_right(between: Between, with_
         given = ([residual.clone()] if with_residual else []), ([residual] if with_residual else [])
         assert same(fused(x.clone(), between, *given[0]), apart(x, between, *given[1]))
     if found:
-        assert (readers(fused)["norm"] is None) == (between is not asked_about)  # SGLang's again
+        assert (readers(fused)["norm"] is None) == (name != "asked about")  # SGLang's again
     assert same(fused(rows(7)[0], straight), apart(rows(7)[0], straight))
 
 
-@pytest.mark.usefixtures("server_of_models")
 @pytest.mark.parametrize(
     ("norm", "settings"),
     [
@@ -300,14 +287,12 @@ def test_norms_that_compute_something_else_are_left_alone(norm: str, settings: d
     assert type(block.norm(rows(0)[0])) is torch.Tensor
 
 
-@pytest.mark.usefixtures("server_of_models")
 def test_two_linears_that_read_one_result_are_seen_at_once() -> None:
     block = fill(Block(True))
     block(rows(0)[0], by_two_linears)
     assert readers(block) == {"norm": None}
 
 
-@pytest.mark.usefixtures("server_of_models")
 def test_calls_that_the_operator_does_not_know_are_sglangs() -> None:
     apart, fused = (fill(Block(fuse)) for fuse in (False, True))
     fused(rows(9)[0], straight)
@@ -325,7 +310,6 @@ def test_calls_that_the_operator_does_not_know_are_sglangs() -> None:
     assert same([x, residual], list(before))  # SGLang computed it of copies
 
 
-@pytest.mark.usefixtures("server_of_models")
 def test_nothing_is_joined_inside_a_compiled_model() -> None:
     block, wanted = fill(Block(True)), fill(Block(False))(rows(0)[0], straight)
     compiled = torch.compile(block, backend="eager", fullgraph=True)
@@ -338,7 +322,6 @@ def test_nothing_is_joined_inside_a_compiled_model() -> None:
     assert same(compiled(rows(0)[0], straight), wanted)
 
 
-@pytest.mark.usefixtures("server_of_models")
 def test_a_reader_is_found_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lifting kernels are compiled then, which a capture would not allow."""
     warmed: list[str] = []
@@ -354,7 +337,6 @@ def test_a_reader_is_found_before_graphs_are_captured(monkeypatch: pytest.Monkey
     assert warmed == ["rms_norm", "add_rms_norm"]
 
 
-@pytest.mark.usefixtures("server_of_models")
 def test_products_and_inputs_are_freed_with_the_result() -> None:
     block = fill(Block(True))
     block(rows(0)[0], straight)
@@ -365,21 +347,3 @@ def test_products_and_inputs_are_freed_with_the_result() -> None:
     del x, result
     assert [one() for one in kept] == [None] * 3
     gc.enable()
-
-
-@pytest.mark.usefixtures("sglang_on_cpu")
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "enable_deterministic_inference",
-        "rl_on_policy_target",
-        "enable_dp_attention",
-        "enable_symm_mem",
-        "speculative_algorithm",
-    ],
-)
-def test_servers_that_are_left_alone(server: Any, argument: str) -> None:
-    assert config_of().fuses
-    assert not config_of(options={"fuse": False}).fuses
-    setattr(server, argument, "on")
-    assert not config_of().fuses

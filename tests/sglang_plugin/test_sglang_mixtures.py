@@ -35,6 +35,7 @@ from small_mixtures import pruned_mixture
 from test_sglang_plugin import built as built_linear
 from test_sglang_plugin import config_of
 from test_sglang_plugin import pruned as pruned_linear
+from tuning_fakes import ExpertTuner
 
 from slidesparse.base.log import log_once
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -316,11 +317,7 @@ def test_tokens_that_come_in_another_form_are_left_to_sglang(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"enable_eplb": True}, "--enable-eplb"),
-        ({"dwdp_size": 2}, "--dwdp-size"),
-    ],
+    ("arguments", "why"), [({"enable_eplb": True}, "--enable-eplb"), ({"dwdp_size": 2}, "--dwdp-size")]
 )
 def test_experts_that_sglang_changes_after_loading_are_left_to_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], why: str
@@ -382,31 +379,6 @@ def test_experts_without_zeros_are_refused_and_others_of_sglangs_stay() -> None:
 # -- measured ------------------------------------------------------------------------------------------------------
 
 
-class Tuner:
-    """In place of what measures: runs both forms once, twice the same input, and takes the times that it was given."""
-
-    expert_sizes = (16, 64)
-
-    def __init__(self, sparse: bool) -> None:
-        self.sparse = sparse
-        self.seen: dict[Any, dict[str, torch.Tensor]] = {}
-
-    def wants_experts(self, kind: Any) -> bool:
-        return kind not in self.seen
-
-    def measure_experts(self, kind: Any, forms: dict[str, Any]) -> None:
-        given = tokens()
-        self.seen[kind] = {name: run(*given) for name, run in forms.items()}
-        assert torch.equal(given[0], tokens()[0])
-
-    def choose(self, kind: Any, sizes: Any) -> Any:
-        from slidesparse.gemm.expert_times import ExpertChoice
-
-        assert kind in self.seen
-        assert sizes == self.expert_sizes
-        return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("split", [1, 2])
 def test_auto_goes_by_the_times_of_both_forms(
@@ -420,7 +392,7 @@ def test_auto_goes_by_the_times_of_both_forms(
     from slidesparse.integrations.sglang.config import SGLangOptions
     from slidesparse.integrations.sglang.experts import Int8Experts
 
-    tuner, weights, processed = Tuner(sparse), weights_of(INT8), []
+    tuner, weights, processed = ExpertTuner(sparse, lambda _: tokens()), weights_of(INT8), []
     monkeypatch.setattr(SGLangOptions, "tuner", lambda *_: tuner)
     monkeypatch.setattr(experts, "choose_experts", tuner.choose)
     process = W8A8Int8MoEMethod.process_weights_after_loading

@@ -42,7 +42,7 @@ def test_options_are_read_strictly() -> None:
     assert ServerOptions.read(given, "--json") == ServerOptions("hopper", "none", "off", fuse=False)
     wrong = {"graphs": "vllm"}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, {"tune": 1}
     for given in (*wrong, {"fuse": 1}, ["auto"]):
-        with pytest.raises(InputError, match="in --json"):
+        with pytest.raises(InputError):
             ServerOptions.read(given, "--json")
 
 
@@ -144,22 +144,19 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize(("options", "error"), [({"graphs": "vllm"}, InputError), (None, None)])
-def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: type[Exception] | None) -> None:
+def test_a_marker_or_option_that_cannot_be_read_stops_it() -> None:
     from slidesparse.integrations.sglang.config import SGLangOptions
 
-    with pytest.raises(CheckpointError, match="version of slidesparse_config"):
+    with pytest.raises(CheckpointError):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})
-    if error is None:
-        assert config_of(options=options).options == SGLangOptions()
-    else:
-        with pytest.raises(error):
-            config_of(options=options)
+    assert config_of(options=None).options == SGLangOptions()
+    with pytest.raises(InputError):
+        config_of(options={"graphs": "vllm"})
 
 
 def test_arguments_that_cannot_work_stop_it(server: Any) -> None:
     server.enable_lora = True
-    with pytest.raises(UnsupportedError, match="LoRA"):
+    with pytest.raises(UnsupportedError):
         config_of()
     from slidesparse.integrations.sglang.config import SGLangConfig
 
@@ -333,19 +330,6 @@ def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("tune", ["auto", "off"])
-def test_layers_are_measured_unless_the_user_wants_none(monkeypatch: pytest.MonkeyPatch, tune: str) -> None:
-    from slidesparse.tuning.at_load import LoadTuner
-
-    measured: list[tuple[int, int]] = []
-    monkeypatch.setattr(LoadTuner, "wants", lambda *_: True)
-    monkeypatch.setattr(LoadTuner, "measure", lambda self, problem, packed, _: measured.append(packed.shape))
-    layer = loaded(config_of(options=REFERENCE | {"tune": tune}), O_PROJ, *pruned("6:8"))
-    assert hasattr(layer, "slide")
-    assert measured == ([(24, 96)] if tune == "auto" else [])
-
-
-@pytest.mark.usefixtures("server")
 def test_names_follow_sglang() -> None:
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": {"a.b": "4:6"}})
     mapper = SimpleNamespace(
@@ -380,3 +364,17 @@ def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
     server.enable_deterministic_inference = False
     layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
     assert isinstance(layer.scheme, SGLangScheme)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem"),
+        "speculative_algorithm",
+    ],
+)
+def test_servers_that_are_left_alone(server: Any, argument: str) -> None:
+    assert config_of().fuses
+    assert not config_of(options={"fuse": False}).fuses
+    setattr(server, argument, "on")
+    assert not config_of().fuses

@@ -236,14 +236,6 @@ def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_is_measured_anew() -> None:
-    path = tuned_path(installation(CPU))
-    path.write_text('{"version": 2')
-    assert loaded(tuner())
-    assert choose(PROBLEM).reason.endswith("measured here")
-    assert load_speeds(path) is not None
-
-
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(
     monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:

@@ -13,11 +13,7 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning import measure
-from slidesparse.tuning.measure import (
-    LayerMeasurement,
-    TakenTimes,
-    sizes_up_to,
-)
+from slidesparse.tuning.measure import LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.weights.packed import PackedWeight, pack_by
 
 OUT, K = 24, 64

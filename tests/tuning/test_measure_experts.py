@@ -13,13 +13,7 @@ import torch
 from tuning_fakes import FakeStopwatch, pretend_hopper
 
 from slidesparse.gemm import expert_times, select
-from slidesparse.gemm.expert_times import (
-    NOT_MEASURED,
-    ExpertKind,
-    choose_experts,
-    keep_expert_times,
-    measured_here,
-)
+from slidesparse.gemm.expert_times import NOT_MEASURED, ExpertKind, choose_experts, keep_expert_times, measured_here
 from slidesparse.gemm.speed import Experts, LayerSpeed
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.tuning import at_load

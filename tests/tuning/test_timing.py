@@ -36,7 +36,9 @@ class GovernedPass:
         (99, 1000, 10**6, 31),
         (100, 1000, 550, 5),
         (10**7, 1000, 10**6, 1),
+        (100, 1000, 50, 1),
         (1, 10**6, 10**9, MAX_COPIES),
+        (0, 10**6, 10**9, MAX_COPIES),
     ],
 )
 def test_copies_exceed_three_caches_as_memory_allows(n_bytes: int, l2: int, memory: int, copies: int) -> None:
