@@ -14,7 +14,7 @@ from slab_views import slab_view
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, bundle_of, count_bits_of
 from slidesparse.gemm.select import BACKENDS
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
@@ -23,6 +23,7 @@ from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
+from slidesparse.weights.slide import decode_group, metadata
 from slidesparse.weights.support import as_bits
 
 BUNDLED = ("4:6", "6:8", "8:10", "14:16")
@@ -194,6 +195,46 @@ def test_a_damaged_operand_does_not_come_back(backend: type[Hopper], pattern: st
 
 
 # -- bundles ---------------------------------------------------------------------------------------------------------
+
+
+def _as_the_kernel(planes: list[np.ndarray], window: int) -> tuple[np.ndarray, np.ndarray]:
+    """``metadata_of`` of the kernel's source, word for word: two metadata registers from a thread's words."""
+    low, pairs = np.uint32(0x55555555), np.uint32(0x33333333)
+    first, second = ~planes[0], ~np.zeros_like(planes[0])
+    for bit, plane in enumerate(planes[1:]):
+        limit = np.uint32(0xFFFFFFFF * (window >> bit & 1))
+        first = (~plane & limit) | (~(plane ^ limit) & first)
+        second = (~plane & limit) | (~(plane ^ limit) & second)
+    even, odd = (at_most ^ ((at_most >> np.uint32(1)) & low) for at_most in (first, second))
+    odd = odd + low
+    two = np.uint32(2)
+    return (even & pairs) | ((odd << two) & ~pairs), ((even >> two) & pairs) | (odd & ~pairs)
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "10:12", "14:16"])
+def test_a_few_instructions_give_the_metadata_of_every_group(pattern: str) -> None:
+    parsed = Pattern.parse(pattern)
+    code = torch.arange(parsed.codes, dtype=torch.uint8)
+    wanted = metadata(code.unsqueeze(1), parsed).numpy().astype(np.uint32)  # [codes, windows]
+    a, b = (position.numpy().astype(np.uint32) for position in decode_group(code, parsed))
+    counts = (a, b - 1)  # kept entries before each
+    # Every code in every nibble of both registers, its neighbours being others.
+    for shift in range(16):
+        groups = (np.arange(parsed.codes)[:, None] + shift + 7 * np.arange(16)) % parsed.codes
+        planes = []
+        for bit in range(count_bits_of(parsed.windows)):
+            word = np.zeros(parsed.codes, np.uint32)
+            for nibble in range(8):
+                for register in range(2):
+                    for which in range(2):
+                        one = counts[which][groups[:, 8 * register + nibble]] >> bit & 1
+                        word |= one << np.uint32(4 * nibble + 2 * register + which)
+            planes.append(word)
+        for window in range(parsed.windows):
+            for register, found in enumerate(_as_the_kernel(planes, window)):
+                for nibble in range(8):
+                    got = found >> np.uint32(4 * nibble) & 15
+                    assert np.array_equal(got, wanted[groups[:, 8 * register + nibble], window])
 
 
 def test_a_slab_has_a_window_of_32_groups() -> None:
