@@ -514,7 +514,7 @@ def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
     layers = find_layer_list(stack, [f"layers.{index}.linear" for index in range(4)])
     x = torch.randn(2, 8, 32)
     [sample] = record_inputs(stack, layers, [{"x": x}])
-    dense = sample.apart()
+    dense = sample.fork()
     with torch.no_grad():
         expected = stack(x)
         for index, layer in enumerate(layers.layers):

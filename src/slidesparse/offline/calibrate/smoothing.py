@@ -134,7 +134,7 @@ class DenseLayers:
 
     def output(self, index: int) -> torch.Tensor:
         """Run a layer on the first sample, as it is now; what later layers read of this one stays what it was."""
-        return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
+        return run_layer(self.layer_list.layers[index], self.samples[0].fork(), index)
 
 
 @dataclass(frozen=True)
