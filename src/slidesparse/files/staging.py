@@ -166,7 +166,7 @@ def new_folder(destination: Path, source: Path) -> Path:
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
     if Path(os.path.realpath(partial_folder(real))) == source:
         raise CheckpointError(
-            f"{partial_folder(destination)} is the source and the place to work in", remedy="choose another destination"
+            f"{partial_folder(destination)} is the source and the working folder", remedy="choose another destination"
         )
     try:
         os.lstat(partial_folder(real))

@@ -73,7 +73,7 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
 def write_result(
     work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
 ) -> None:
-    """Write a result into the place of work: the pruned checkpoint with new values of the ``trained`` tensors.
+    """Write a result into the working folder: the pruned checkpoint with new values of the ``trained`` tensors.
 
     ``record`` is the content of ``recover.json``.
     """
