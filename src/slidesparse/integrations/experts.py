@@ -243,7 +243,8 @@ class PackingExperts:
 
 
 def with_packing(packing: type[PackingExperts], method: Any, named: NamedExperts, model: Any) -> Any:
-    """Mix ``packing`` into a server's method or scheme, in place, and return it; servers look at its class's name."""
-    method.__class__ = type(type(method).__name__, (packing, type(method)), {})
-    method.slide_named, method.slide_model = named, model
-    return method
+    """Return a server's method or scheme with ``packing`` mixed in; the class keeps its name, which servers check."""
+    kind: Any = type(type(method).__name__, (packing, type(method)), {})
+    made = kind.__new__(kind)  # not its constructor, which has run; Python cannot assign __class__ across such bases
+    made.__dict__.update(method.__dict__, slide_named=named, slide_model=model)
+    return made
