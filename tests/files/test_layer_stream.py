@@ -511,7 +511,7 @@ def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
     layers = find_layer_list(stack, [f"layers.{index}.linear" for index in range(4)])
     x = torch.randn(2, 8, 32)
     [sample] = record_inputs(stack, layers, [{"x": x}])
-    dense = sample.apart()
+    dense = sample.fork()
     with torch.no_grad():
         expected = stack(x)
         for index, layer in enumerate(layers.layers):
@@ -520,7 +520,7 @@ def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
             layer.step = -layer.step
             sample.hidden = run_layer(layer, sample, index)
             layer.step = -layer.step
-            assert len(sample.seconds) <= 3
+            assert len(sample.passed) <= 3
         torch.testing.assert_close(dense.hidden, expected)
         for layer in layers.layers:
             layer.step = -layer.step

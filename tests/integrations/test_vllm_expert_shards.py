@@ -37,12 +37,12 @@ def gpu(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | N
     """What the plugin finds on a GPU, and what its experts give for the same tokens on every one."""
     from slidesparse.integrations.experts import LoadedExperts, pack_experts
     from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import _multiply, find_experts
+    from slidesparse.integrations.vllm.experts import _multiply, loaded_experts
 
     config = SimpleNamespace(moe_parallel_config=how, num_experts=EXPERTS, experts_per_token=2)
     parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
     layer = SimpleNamespace(moe_config=config, expert_map=expert_map, **parameters)
-    found = find_experts(layer, NamedExperts("experts", None))
+    found = loaded_experts(layer, NamedExperts("experts", None))
     assert isinstance(found, LoadedExperts)
     generator = torch.Generator().manual_seed(2)
     x, weight = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16(), torch.rand(TOKENS, 2, generator=generator)
@@ -131,7 +131,7 @@ def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str
     from slidesparse.errors import PatternViolation
     from slidesparse.integrations.experts import LoadedExperts
     from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import find_experts
+    from slidesparse.integrations.vllm.experts import loaded_experts
 
     half = INNER // 2
     down = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
@@ -142,12 +142,12 @@ def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str
     named = NamedExperts("a.experts", (Pattern(6, 8), Pattern(6, 8)))
     for name in ("w13_weight", "w2_weight"):
         setattr(layer, name, torch.nn.Parameter(getattr(layer, name), requires_grad=False))
-    found = find_experts(layer, named)
+    found = loaded_experts(layer, named)
     assert isinstance(found, LoadedExperts)
     assert (found.kind.pattern, found.kind.down, found.starts) == (Pattern(6, 8), Pattern(6, 8), (0, 4 * rank))
     down[1, 2, 8:] = 1
     with pytest.raises(PatternViolation, match=r"a\.experts\.w2_weight violates 6:8"):
-        find_experts(layer, named)
+        loaded_experts(layer, named)
 
 
 @pytest.mark.parametrize(

@@ -428,7 +428,7 @@ def test_experts_that_were_left_alone_are_not_searched(
 ) -> None:
     from slidesparse.integrations.vllm import experts
 
-    monkeypatch.setattr(experts, "find_experts", None)
+    monkeypatch.setattr(experts, "loaded_experts", None)
     path = with_marker(path, experts={})
     loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
@@ -461,7 +461,7 @@ def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     from slidesparse.integrations.vllm.model_state import ModelState
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
-    method = experts.Packing()
+    method = experts.PackingMethod()
     method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
     said = str(method.slide_find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
     assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
@@ -511,7 +511,7 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import find_experts, is_alone, why_tokens_stay
+    from slidesparse.integrations.vllm.experts import is_alone, loaded_experts, why_tokens_stay
 
     usual = {"all2all_backend": "allgather_reducescatter"}
     parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})
@@ -519,4 +519,4 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     layer = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
     assert is_alone(layer) == ("dp_size" not in changed)
     if why is not None:
-        assert find_experts(layer, NamedExperts("experts", None)) == why
+        assert loaded_experts(layer, NamedExperts("experts", None)) == why

@@ -9,10 +9,10 @@ from slidesparse.errors import CheckpointError
 from slidesparse.integrations.names import (
     NamedExperts,
     NamedLayer,
-    find_experts,
     find_layer,
     is_our_checkpoint,
     list_parts,
+    marked_experts,
     rename_layers,
     shard_start,
     why_left,
@@ -82,12 +82,12 @@ def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decid
 def test_experts_have_the_patterns_that_the_marker_says(said: dict[str, str], patterns: object) -> None:
     experts = {f"a.1.mlp.experts.*.{leaf}": Pattern.parse(pattern) for leaf, pattern in said.items()}
     marker = Marker(Pattern(6, 8), experts=experts | {"a.11.mlp.experts.*.w1": DENSE})
-    assert find_experts(marker, "a.1.mlp.experts") == NamedExperts("a.1.mlp.experts", patterns)  # type: ignore[arg-type]
+    assert marked_experts(marker, "a.1.mlp.experts") == NamedExperts("a.1.mlp.experts", patterns)  # type: ignore[arg-type]
 
 
 def test_experts_left_alone_are_not_searched_and_without_a_marker_the_weights_decide() -> None:
-    assert find_experts(Marker(Pattern(6, 8)), "a.mlp.experts") is None
-    assert find_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
+    assert marked_experts(Marker(Pattern(6, 8)), "a.mlp.experts") is None
+    assert marked_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
 
 
 def test_what_latent_attention_reads_as_a_matrix_is_left_to_the_server() -> None:

@@ -255,14 +255,14 @@ def test_the_dense_layers_read_nothing_of_the_pruned_ones(monkeypatch: pytest.Mo
         torch.testing.assert_close(samples[0].hidden, stack(x))
 
 
-def test_layers_share_a_dict_as_before_once_a_sample_is_apart() -> None:
+def test_layers_of_a_forked_sample_still_share_a_dict() -> None:
     tensor, shared = torch.ones(1), {"a": [1]}
     sample = Sample(tensor, [((tensor, shared), {"more": [shared]}), ((shared,), {})])
-    apart = sample.apart()
-    (same, own), kwargs = apart.arguments[0]
+    fork = sample.fork()
+    (same, own), kwargs = fork.arguments[0]
     assert same is tensor
     assert own is not shared
     assert own is kwargs["more"][0]
-    assert own is apart.arguments[1][0][0]
+    assert own is fork.arguments[1][0][0]
     own["a"].append(2)
     assert shared == {"a": [1]}

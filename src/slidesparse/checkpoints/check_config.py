@@ -1,4 +1,4 @@
-"""Check config.json for what transformers takes without a word, and for other quantisers."""
+"""Check config.json for faults that transformers accepts silently, and for other quantisers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slidesparse.files.json_files import read_json
 from slidesparse.models.config_keys import MARKER_KEY
 
 GENERATION_FILE = "generation_config.json"
-"""Holds the settings with which a model writes text."""
+"""Settings of generation."""
 
 QUANTISER_FILES = ("quantize_config.json", "quant_config.json")
-"""Where GPTQ and AWQ wrote their settings before these had a key in config.json."""
+"""Settings of GPTQ and AWQ, from before these had a key in config.json."""
 
 QUANTISER_TENSORS = (".qweight", ".qzeros")
-"""Ends of the names of their tensors."""
+"""Ends of the names of GPTQ's and AWQ's tensors."""
 
 
 def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> None:
-    """Raise a CheckpointError for a ``model_type`` that is not of the model that ``architectures`` names.
+    """Raise a CheckpointError for a ``model_type`` that does not fit the model in ``architectures``.
 
     transformers only warns, and takes the other family's settings where the file has none.
     """
@@ -39,16 +39,16 @@ def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> Non
 
 
 def _is_listed(model_class: Any, config: Any) -> bool:
-    """Return whether transformers itself makes that class of this model type, as Llama's of InternLM3's."""
+    """Return whether transformers itself builds this class for the model type, such as Llama's for InternLM3."""
     from transformers.models.auto import modeling_auto
 
     lists = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
-    found = [classes[config.model_type] for classes in lists if config.model_type in classes]
-    return any(model_class.__name__ in ((name,) if isinstance(name, str) else name) for name in found)
+    named = [classes[config.model_type] for classes in lists if config.model_type in classes]
+    return any(model_class.__name__ in ((name,) if isinstance(name, str) else name) for name in named)
 
 
 def unread_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
-    """Return why we do not read the quantisation that a config.json names; None for ours, for BitNet's and for none."""
+    """Return the error for an unsupported quantisation in a config.json; None for ours, BitNet's and none."""
     try:
         quantisation_dtype(config)
     except CheckpointError as error:
@@ -57,7 +57,7 @@ def unread_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
 
 
 def other_quantisation(checkpoint: Checkpoint) -> CheckpointError | None:
-    """Return the error that names the quantisation of a checkpoint that lacks weights; None where nothing shows one."""
+    """Return the error for the other quantisation of a checkpoint that lacks weights; None where nothing shows one."""
     config = checkpoint.config
     if (error := unread_quantisation(config)) is not None:
         return error
@@ -73,13 +73,13 @@ def other_quantisation(checkpoint: Checkpoint) -> CheckpointError | None:
 
 
 def _signs(checkpoint: Checkpoint) -> list[str]:
-    """Return what shows GPTQ or AWQ without a key: settings in a file of their own, and one of the tensors."""
+    """Return the signs of GPTQ or AWQ without a key: files of settings, and one of the tensors."""
     files = [name for name in QUANTISER_FILES if (checkpoint.path / name).is_file()]
     return files + [name for name in checkpoint.files if name.endswith(QUANTISER_TENSORS)][:1]
 
 
 def generation_settings(checkpoint: Checkpoint) -> Any | None:
-    """Return a checkpoint's settings as transformers has them, None where it has none; a CheckpointError for others."""
+    """Return a checkpoint's settings of generation, None where it has none; a CheckpointError for unusable ones."""
     from transformers import GenerationConfig
 
     path = checkpoint.path / GENERATION_FILE

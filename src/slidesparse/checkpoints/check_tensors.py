@@ -1,8 +1,7 @@
 """Check a checkpoint's tensors against its model, its config and its marker, before anything relies on them.
 
-A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by whatever
-scale it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
-show, and the values of scales, which are few.
+A library that loads a checkpoint makes up missing tensors, casts other types, and multiplies by any scale. So every
+command checks names, shapes and types, by the files' headers, and the few values of scales before it reads weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ QUANTISED_NAMES = frozenset(STORED_NAMES[dtype] for dtype in QUANTISED)
 
 
 def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
-    """Raise the first CheckpointError of a checkpoint that lacks tensors of its model, or of :func:`find_faults`."""
+    """Raise the first CheckpointError of a checkpoint: for missing tensors, or of :func:`find_faults`."""
     try:
         meta.require_complete()
     except CheckpointError as error:
@@ -46,7 +45,7 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
 
 
 def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
-    """Return the linears that a ``quantization_config`` leaves in floats: it ignores them, or no group names them."""
+    """Return the linears that a ``quantization_config`` leaves in a float type: ignored, or in no group."""
     value = source_quantisation(config)
     ignore, targets = value.get("ignore") or (), quantised_targets(value) or [LINEAR]
 
@@ -57,24 +56,24 @@ def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
 
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:
-    """Return the name that the checkpoint has for each value of the model's state that it stores as it is."""
+    """Return the checkpoint's name of each value of the model's state that it stores unchanged."""
     return {name: origin for name, origin in meta.names.origins.items() if isinstance(origin, str)}
 
 
 def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     """Yield an error for every fault, each naming its tensor.
 
-    Faults are: a wrong shape or type; a weight in 8 bits that the config or the marker says to be a float, and the
+    Faults are: a wrong shape or type; a weight in 8 bits that should be a float by the config or the marker, and the
     reverse; a scale that is missing, of wrong shape or type, negative, NaN, Inf, or zero where the weight is not; a
-    scale of a weight that is not quantised; and settings of generation that cannot be read. Missing tensors are the
-    concern of :meth:`MetaModel.require_complete`.
+    scale of a weight that is not quantised; and unreadable settings of generation. Missing tensors are left to
+    :meth:`MetaModel.require_complete`.
 
     Raises:
-        CheckpointError: The quantisation is of a kind that we do not read.
+        CheckpointError: The quantisation is of an unsupported kind.
     """
     for name in checkpoint.files:
-        if (found := checkpoint.stored(name)).dtype not in ITEM_BYTES:
-            yield CheckpointError(f"type of {name}", got=found.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
+        if (dtype := checkpoint.stored(name).dtype) not in ITEM_BYTES:
+            yield CheckpointError(f"type of {name}", got=dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
     try:
         generation_settings(checkpoint)
     except CheckpointError as error:
@@ -85,10 +84,10 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
         own = tensors.get(name)
         if own is None:
             continue
-        found = checkpoint.stored(own)
-        if found.shape != tuple(expected.shape):
+        shape = checkpoint.stored(own).shape
+        if shape != tuple(expected.shape):
             yield CheckpointError(
-                f"shape of {own}", got=list(found.shape), needed=f"{list(expected.shape)}, as config.json says"
+                f"shape of {own}", got=list(shape), needed=f"{list(expected.shape)}, as config.json says"
             )
         elif name in parameters and own not in allowed.experts:
             yield from _type_faults(own, checkpoint, *allowed.of(name))
@@ -98,7 +97,7 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
 
 
 def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Yield an error where the checkpoint has more layers, or experts, than its config says, and no drafts."""
+    """Yield an error where the checkpoint has more layers or experts than its config, drafts aside."""
     config, any_layer = text_config(meta.model.config), partial(re.sub, r"\.\d+\.", ".*.", count=1)
     last, drafts = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     drafted = {f".{last + i}." for i in range(drafts)}
@@ -113,7 +112,7 @@ def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[Checkpo
 
 
 class _Allowed:
-    """Says which types each tensor may have, from the config, the marker and the model's linears."""
+    """The allowed types of each tensor, by the config, the marker and the model's linears."""
 
     def __init__(self, meta: MetaModel, checkpoint: Checkpoint) -> None:
         self.marker = Marker.from_config(checkpoint.config)
@@ -123,11 +122,11 @@ class _Allowed:
         self.left = left_alone(checkpoint.config, self.linears)
         try:
             self.experts = set(find_expert_tensors(meta, checkpoint))
-        except UnsupportedError:  # they are as they are, and of a float type
+        except UnsupportedError:  # untreated, and of a float type
             self.experts = set()
 
     def of(self, name: str) -> tuple[frozenset[str], str]:
-        """Return the types that a parameter may have, and why."""
+        """Return the allowed types of a parameter, and the reason."""
         layer = name.removesuffix(".weight")
         if layer not in self.linears or layer == name:
             return FLOAT_NAMES, "no weight of a linear layer"
@@ -144,7 +143,7 @@ class _Allowed:
         return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
 
     def of_experts(self, tensor: str, dimensions: int) -> tuple[frozenset[str], str]:
-        """Return the types that a tensor of experts may have, and why."""
+        """Return the allowed types of a tensor of experts, and the reason."""
         if self.quantised is None:
             return FLOAT_NAMES, "config.json has no quantization_config"
         if self.marker is None:
@@ -155,17 +154,17 @@ class _Allowed:
 
 
 def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
-    found, scale = checkpoint.stored(tensor).dtype, f"{tensor}_scale"
-    if found not in types:
-        offered = sorted(types - {"F64"})  # which may stay as it is, and which nothing is pruned in
+    dtype, scale = checkpoint.stored(tensor).dtype, f"{tensor}_scale"
+    if dtype not in types:
+        offered = sorted(types - {"F64"})  # nothing is pruned in F64, which only copies have
         needed = f"{' or '.join(offered)}: {why}" if types else why
-        yield CheckpointError(f"type of {tensor}", got=found, needed=needed)
-    elif found in QUANTISED_NAMES and scale not in checkpoint.files:
-        yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {found}", needed="its scales")
-    elif found in QUANTISED_NAMES:
+        yield CheckpointError(f"type of {tensor}", got=dtype, needed=needed)
+    elif dtype in QUANTISED_NAMES and scale not in checkpoint.files:
+        yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {dtype}", needed="its scales")
+    elif dtype in QUANTISED_NAMES:
         yield from _scale_faults(tensor, checkpoint)
     elif scale in checkpoint.files and tensor.endswith(".weight"):
-        got = f"{found} and {scale}"
+        got = f"{dtype} and {scale}"
         yield CheckpointError(f"{tensor} has a scale and is not quantised", got=got, remedy=f"remove {scale}")
 
 
@@ -192,7 +191,7 @@ def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointErr
 
 
 def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> Iterator[str]:
-    """Yield the tensors of parameters that hold NaN or Inf, except for the weights of layers in ``read``."""
+    """Yield the tensors of parameters with NaN or Inf, except for the weights of layers in ``read``."""
     stored = stored_names(meta)
     for name, _ in meta.model.named_parameters():
         tensor = stored.get(name)

@@ -29,7 +29,7 @@ PICKLES = (".bin", ".pt", ".pth", ".distcp")
 """Ends of the names of weights that are no safetensors."""
 
 INNER = ("*/config.json", "snapshots/*/config.json")
-"""Where a model lies in the folder that people name: one deeper, or as the cache of a hub keeps it."""
+"""Places of a model below a given folder: one level deeper, or in the layout of a hub's cache."""
 
 
 class Checkpoint:
@@ -40,12 +40,12 @@ class Checkpoint:
         config: config.json.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
-        wrappers: What names of tensors are read without: see :mod:`slidesparse.checkpoints.wrapped_names`.
+        wrappers: Parts of names that are removed: see :mod:`slidesparse.checkpoints.wrapped_names`.
 
     Raises:
         CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent; or there are
-            two sets of weights; or config.json tells of a quantisation that the weights do not have, or that we would
-            follow in part.
+            two sets of weights; or config.json has a quantisation that the weights do not have, or that we would follow
+            in part.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,8 +76,8 @@ class Checkpoint:
         self.wrappers, bare = unwrapped([tensor for reader in self.readers.values() for tensor in reader.stored])
         self._own = {new: old for old, new in bare.items()}
         if self.wrappers:
-            told = f"{self.path}: names of tensors are read without those of wrappers, {' as '.join(max(bare.items()))}"
-            warnings.warn(told, SlideSparseWarning, stacklevel=2)
+            line = f"{self.path}: names of tensors are read without those of wrappers, {' as '.join(max(bare.items()))}"
+            warnings.warn(line, SlideSparseWarning, stacklevel=2)
         self.shards: dict[str, dict[str, Stored]] = {}
         self.files: dict[str, str] = {}
         for name, reader in self.readers.items():
@@ -100,7 +100,7 @@ class Checkpoint:
         return self.readers[self._file(name)].tensor(self._own[name], device)
 
     def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Read one part of a tensor: what it holds at an index of its first dimension."""
+        """Read one index of a tensor's first dimension."""
         return self.readers[self._file(name)].part(self._own[name], index, device)
 
     def _file(self, name: str) -> str:
@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:
-    """Refuse weights beside those of some files: one program reads the former, another the latter, or both."""
+    """Refuse a second set of weights: one program would read this one, another that, or both."""
     what = f"{folder} holds two sets of weights"
     for adapter in filter(inside.__contains__, ADAPTER_FILES):
         raise unmerged(what, adapter, "one, since adapters are added to it only where PEFT is installed")
@@ -140,7 +140,7 @@ def _no_folder(path: Path) -> CheckpointError:
 
 
 def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
-    """Return the error for a folder without a file that every checkpoint has, by what it holds in its place."""
+    """Return the error for a folder without a file of every checkpoint, by its other files."""
     names = sorted(file.name for file in folder.iterdir())
     if ADAPTER_FILES[0] in names:
         return unmerged(f"{folder} is no model", ADAPTER_FILES[0])

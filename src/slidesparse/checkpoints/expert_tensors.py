@@ -1,9 +1,9 @@
-"""Find the tensors of a checkpoint that hold the weights of experts, and read them one expert at a time.
+"""Find the tensors of a checkpoint with weights of experts, and read them one expert at a time.
 
-A hub has them as one tensor an expert, ``experts.7.gate_proj.weight`` [out, in], or as one for all experts of a layer,
-``experts.gate_up_proj`` [experts, out, in]; some of the latter are transposed, [experts, in, out]. A model joins gate
-and up, and a checkpoint may not. Which rows become which is not assumed: numbers of rows go the way that the tensors go
-while transformers loads them, and are looked at where they arrive.
+A hub has one tensor an expert, ``experts.7.gate_proj.weight`` [out, in], or one for all experts of a layer,
+``experts.gate_up_proj`` [experts, out, in], which may be transposed, [experts, in, out]. A model joins gate and up, and
+a checkpoint may not. The mapping of rows is not assumed: row numbers are sent through transformers' loading in place of
+the tensors, and are read at their destination.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from slidesparse.weights.quant import dequantize
 from slidesparse.weights.support import check_pattern
 
 JOINS = {"stack", "cat"}
-"""Functions that put whole tensors next to each other."""
+"""Functions that join whole tensors."""
 
 SWAPS = {"transpose", "swapaxes", "swapdims"}
 
 ROW_BITS = 32
-"""Lowest bits of a number that say which row of an expert it is; those above say which expert of which tensor."""
+"""Low bits of a number that encode the row of an expert; those above encode tensor and expert."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ExpertTensor:
 
     Attributes:
         experts: The experts of the layer.
-        layer: The name under which their weights of this kind are pruned, :meth:`Experts.layer`.
+        layer: The name under which these weights are pruned, :meth:`Experts.layer`.
         transposed: Whether its last two dimensions are [in, out].
     """
 
@@ -47,24 +47,24 @@ class ExpertTensor:
     transposed: bool
 
     def matrix(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return one expert's weight [out, in] of what is stored of it; the inverse of itself."""
+        """Convert one expert's weight between its stored form and [out, in]; its own inverse."""
         return stored.T.contiguous() if self.transposed else stored
 
 
 def find_expert_tensors(meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Return the tensors that hold weights of experts, in the model's order: see :func:`tensors_of`."""
+    """Return the tensors with weights of experts, in the model's order: see :func:`tensors_of`."""
     return {
         name: tensor for one in find_experts(meta.model) for name, tensor in tensors_of(one, meta, checkpoint).items()
     }
 
 
 def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Return the tensors that hold the weights of the experts of one layer.
+    """Return the tensors with the weights of the experts of one layer.
 
     Raises:
-        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+        UnsupportedError: The dimension along which an expert multiplies is unknown.
     """
-    found: dict[str, ExpertTensor] = {}
+    tensors: dict[str, ExpertTensor] = {}
     for leaf in experts.weights:
         for state in experts.states(leaf):
             if (origin := meta.names.origins.get(state)) is None:
@@ -72,16 +72,16 @@ def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dic
             for name, swapped in _sources(origin, experts, meta):
                 if experts.transposed is None:
                     raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}", meta)
-                found[name] = ExpertTensor(experts, experts.layer(leaf), experts.transposed != swapped)
-                _check_shape(name, found[name], checkpoint.stored(name).shape, experts.columns(leaf), meta)
-    return found
+                tensors[name] = ExpertTensor(experts, experts.layer(leaf), experts.transposed != swapped)
+                _check_shape(name, tensors[name], checkpoint.stored(name).shape, experts.columns(leaf), meta)
+    return tensors
 
 
 def _sources(origin: Origin, experts: Experts, meta: MetaModel) -> Iterator[tuple[str, bool]]:
-    """Yield the tensors that a parameter is made of, each with whether its last two dimensions are swapped on the way.
+    """Yield the tensors from which a parameter is made, each with whether its last two dimensions are swapped.
 
     Raises:
-        UnsupportedError: It is made in a way that is not known to leave each row of a weight in one tensor.
+        UnsupportedError: A step of loading may divide the rows of a weight among tensors.
     """
     if isinstance(origin, str):
         yield origin, False
@@ -95,7 +95,7 @@ def _sources(origin: Origin, experts: Experts, meta: MetaModel) -> Iterator[tupl
 
 
 def _swaps(step: Computation) -> bool | None:
-    """Say whether a step swaps the last two dimensions; None for a step that does anything else than join."""
+    """Return whether a step swaps the last two dimensions; None for a step that neither swaps nor joins."""
     name = getattr(step.function, "__name__", "")
     if name in JOINS:
         return False
@@ -121,7 +121,7 @@ def _unknown(experts: Experts, got: str, meta: MetaModel) -> UnsupportedError:
 
 
 def marker_name(tensor: str, dimensions: int) -> str:
-    """Return the name by which a marker speaks of a tensor of experts.
+    """Return a marker's name of a tensor of experts.
 
     >>> marker_name("model.layers.3.mlp.experts.7.up_proj.weight", 2)
     'model.layers.3.mlp.experts.*.up_proj'
@@ -145,7 +145,7 @@ def read_experts(
 
 
 class ExpertReader:
-    """Reads the tensors of a pruned checkpoint for a model that multiplies by its experts dense."""
+    """Reads the tensors of a pruned checkpoint for a model that runs its experts dense."""
 
     def __init__(self, checkpoint: Checkpoint, meta: MetaModel, device: str | torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
@@ -154,7 +154,7 @@ class ExpertReader:
         self.tensors = find_expert_tensors(meta, checkpoint) if self.patterns else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor, an expert's in a float type; a PatternViolation where the marker says otherwise of it."""
+        """Read one tensor, an expert's in a float type; a PatternViolation where it violates its marked pattern."""
         value = self.checkpoint.tensor(name, self.device)
         pattern = self.patterns.get(marker_name(name, value.dim())) if name in self.tensors else None
         if pattern is not None:
@@ -168,7 +168,7 @@ class ExpertReader:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows ``begin`` to ``end`` of one expert's ``weight`` [out, in], which a ``tensor`` of the checkpoint holds.
+    """Rows ``begin`` to ``end`` of one expert's ``weight`` [out, in], stored in a ``tensor`` of the checkpoint.
 
     ``index`` is the place in the tensor's first dimension; 0 for a tensor of one expert.
     """
@@ -183,10 +183,10 @@ class ExpertRows:
 def find_expert_rows(
     found: Iterable[Experts], meta: MetaModel, checkpoint: Checkpoint, tensors: Mapping[str, ExpertTensor]
 ) -> list[ExpertRows]:
-    """Return where the rows of all experts' weights are, in the order of the rows.
+    """Return the places of the rows of all experts' weights, in the order of the rows.
 
     Raises:
-        UnsupportedError: The rows of a tensor are torn apart while transformers loads it.
+        UnsupportedError: transformers scatters the rows of a tensor while it loads it.
     """
     rows: list[ExpertRows] = []
     for one in found:
@@ -200,19 +200,19 @@ def find_expert_rows(
                 parameter = replay(origin, numbers.of)
                 experts = [parameter] if member is not None else list(parameter)
                 for expert, weight in enumerate(experts):
-                    rows += numbers.found(one.expert(leaf, expert if member is None else member), weight.flatten())
+                    rows += numbers.rows(one.expert(leaf, expert if member is None else member), weight.flatten())
     return rows
 
 
 class _Numbers:
-    """Gives each row of each expert in some tensors a number, and finds the rows again by it."""
+    """Numbers the rows of each expert in some tensors, and finds the rows again by number."""
 
     def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, ExpertTensor]) -> None:
         self.checkpoint, self.tensors = checkpoint, tensors
         self.places: list[tuple[str, int, int]] = []  # tensor, index, rows
 
     def of(self, name: str) -> torch.Tensor:
-        """Return the numbers of a tensor's rows in its form, with one column."""
+        """Return the numbers of a tensor's rows in the tensor's form, with one column."""
         shape, transposed = self.checkpoint.stored(name).shape, self.tensors[name].transposed
         count, height = (1 if len(shape) == 2 else shape[0]), shape[-1 if transposed else -2]
         first = len(self.places)
@@ -221,8 +221,8 @@ class _Numbers:
         numbers = numbers.unsqueeze(1 if transposed else 2)
         return numbers[0] if len(shape) == 2 else numbers
 
-    def found(self, weight: str, numbers: torch.Tensor) -> Iterable[ExpertRows]:
-        """Yield which tensors an expert's rows are from, by their numbers."""
+    def rows(self, weight: str, numbers: torch.Tensor) -> Iterable[ExpertRows]:
+        """Yield the source of each block of an expert's rows, by their numbers."""
         begin = 0
         while begin < len(numbers):
             place = int(numbers[begin]) >> ROW_BITS
@@ -239,10 +239,10 @@ class _Numbers:
 
 
 class ExpertRowsByName:
-    """The rows of some experts' weights, to read them, and to find what has become of them.
+    """Reads some experts' weights from tensors, and finds a tensor's rows in new weights.
 
     Attributes:
-        layer_of: Weight -> the name under which the weights of this kind of all experts are pruned.
+        layer_of: Weight -> the name under which its kind is pruned for all experts.
         layers: All such names.
     """
 
@@ -266,6 +266,6 @@ class ExpertRowsByName:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def part(self, tensor: str, index: int, weight: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return what has become of the rows that a tensor holds of an expert: [out, in]."""
+        """Return the new rows [out, in] of an expert that belong into a tensor."""
         rows = self.places[tensor, index]
         return weight(rows.weight)[rows.begin : rows.end]

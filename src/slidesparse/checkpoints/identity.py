@@ -1,8 +1,7 @@
-"""Tell whether a checkpoint's weights are the ones that something was made from, wherever the folder is now.
+"""Fingerprint of a checkpoint's weights, wherever the folder is now.
 
 Names and times of a folder do not identify weights: a copy, a download or a container layer has other times and the
-same weights. Reading all weights would identify them, but 15 GB take a disk 5 to 60 seconds at every start. So every
-tensor is sampled.
+same weights. Reading all weights would take 5 to 60 seconds for 15 GB at every start. So every tensor is sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from slidesparse.base.typed_json import parse_json
 from slidesparse.checkpoints.checkpoint import Checkpoint
 
 SCHEME = "sampled-1"
-"""First word of a fingerprint. Another way of sampling takes another word, so that a mismatch can be explained."""
+"""Version of the sampling, first word of a fingerprint, so that a mismatch can be explained."""
 
 BLOCK = 16 * 1024
 """Bytes of a sample. Four of each of the 339 tensors of a 7B model are 20 MB."""
@@ -24,13 +23,13 @@ BLOCKS = 4
 
 
 def fingerprint(checkpoint: Checkpoint, config: Any) -> str:
-    """Return a text that identifies the weights of a checkpoint, wherever and whenever the files were written.
+    """Return a text that identifies the weights of a checkpoint, independent of path and time.
 
-    The digest covers, of every weight file, its name, its size, its header (names, types, shapes and places of the
-    tensors) and samples of each tensor: all of it up to 64 KiB (norms, biases, most scales), else four blocks of
-    16 KiB: the first, the last and two at a third and two thirds. So a tensor that was computed again, of other data or
-    by another method, is noticed. **Not noticed** is a change within one tensor that leaves all four blocks as they
-    are, such as a few weights edited by hand, or a bit that a disk lost.
+    The digest covers the name, the size and the header (names, types, shapes and offsets of the tensors) of every
+    weight file, and samples of each tensor: all of it up to 64 KiB (norms, biases, most scales), else four blocks of
+    16 KiB: the first, the last and two at a third and two thirds. So a tensor that was computed again, from other data
+    or by another method, is noticed. **Not noticed** is a change within one tensor outside all four blocks, such as a
+    few weights edited by hand, or a bit that a disk lost.
 
     Returns:
         ``sampled-1:`` and the hexadecimal BLAKE2b digest, 32 bytes.
@@ -47,7 +46,7 @@ def fingerprint(checkpoint: Checkpoint, config: Any) -> str:
 
 
 def _samples(file: BinaryIO, header: dict[str, Any], start: int) -> Iterator[bytes]:
-    """Read the samples of all tensors, in the order in which they are in the file."""
+    """Read the samples of all tensors, in the order of the file."""
     places = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
     for begin, end in places:
         last = end - begin - BLOCK

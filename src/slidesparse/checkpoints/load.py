@@ -33,7 +33,7 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import FLOATS
 
 _LOADING = threading.Lock()
-"""Held while a model is loaded: accelerate and transformers change for all threads how modules are made meanwhile."""
+"""Lock of loading, in which accelerate and transformers change the construction of modules for all threads."""
 
 
 def load(
@@ -47,16 +47,16 @@ def load(
 ) -> nn.Module:
     """Load a pruned checkpoint for inference.
 
-    Pruned INT8 and FP8 experts of a mixture run sparse on a Hopper GPU; the log says why others run dense.
+    Pruned INT8 and FP8 experts of a mixture run sparse on a Hopper GPU; the log gives the reason why others run dense.
 
     Args:
-        path: A folder that ``slidesparse prune`` wrote, or as text the ``namespace/name`` under which it is on the
-            Hugging Face hub: it is fetched into huggingface_hub's cache. A folder of that name comes first.
+        path: A folder that ``slidesparse prune`` wrote, or as text its ``namespace/name`` on the Hugging Face hub, from
+            which it is fetched into huggingface_hub's cache. A folder of that name comes first.
         device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
-        fallback: How ``auto`` runs layers that no accelerated backend can run.
-        tune: ``auto`` measures, on a GPU and for ``backend="auto"``, the kinds of layers of which this machine has no
-            times, once, some seconds for a model; ``off`` goes by a prior.
+        fallback: Backend of ``auto`` for layers that no accelerated backend can run.
+        tune: ``auto`` measures, on a GPU and for ``backend="auto"``, each kind of layer without times on this machine
+            once, some seconds for a model; ``off`` relies on a prior.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
 
     Returns:
@@ -109,7 +109,7 @@ def _filled(
 def _settled(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, chooser: Chooser, name: str
 ) -> tuple[PackedWeight, Choice]:
-    """Return a weight as SlideLinear takes it, and its backends."""
+    """Return the packed weight of a SlideLinear, and its backends."""
     settled = settle(weight, scale, pattern, chooser, name=name)
     if isinstance(settled, RunsSparse):
         return settled.packed, settled.choice
@@ -118,7 +118,7 @@ def _settled(
 
 
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
-    """Load all tensors that are in no SlideLinear (embeddings, norms, dense linears), and the generation settings."""
+    """Load all tensors outside of SlideLinears (embeddings, norms, dense linears), and the generation settings."""
     model: Any = meta.model
     # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype

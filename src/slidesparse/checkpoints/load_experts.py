@@ -1,4 +1,4 @@
-"""Pack the experts of a checkpoint for transformers' model, one layer at a time, or say why they run dense."""
+"""Pack the experts of a checkpoint for transformers' model, one layer at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 
 WITH_EXPERTS = ("hopper", "hopper-6bit")
-"""The backends of linears whose kernel multiplies by experts too."""
+"""Backends with kernels for experts too."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class ExpertLoader:
     _reasons: dict[str, list[str]] = field(default_factory=dict)
 
     def load(self) -> set[str]:
-        """Put packed experts into the model, and log why others stay dense; return the states that they fill.
+        """Put packed experts into the model, log why others stay dense, and return the states that are filled.
 
-        Experts that do not satisfy what the marker says of them are a PatternViolation.
+        Experts that violate their marked pattern are a PatternViolation.
         """
         filled: set[str] = set()
         for experts in find_experts(self.meta.model) if self.marker.experts else ():
@@ -72,26 +72,26 @@ class ExpertLoader:
         if any(one.transposed or f"{name}_scale" not in self.checkpoint.files for name, one in tensors.items()):
             return "their weights are transposed, or have no scales"
         patterns = {leaf: self._patterns(experts.layer(leaf), tensors) for leaf in PARAMETERS}
-        found = grouped_patterns(*patterns.values())
-        if isinstance(found, str):
-            return found
-        kind = self._kind(experts, dtype, *found)
+        pair = grouped_patterns(*patterns.values())
+        if isinstance(pair, str):
+            return pair
+        kind = self._kind(experts, dtype, *pair)
         product = self._product(kind)
         if isinstance(product, str):
             return product
         packed = [
             self._read(f"{experts.name}.{leaf}", pattern, experts.count)
-            for leaf, pattern in zip(PARAMETERS, found, strict=True)
+            for leaf, pattern in zip(PARAMETERS, pair, strict=True)
         ]
         kind = replace(kind, bits=common_bits(chain(*packed)))
-        if self.backend == "auto" and was_wrong(kind):  # asked here, since the values' bits are part of the kind
+        if self.backend == "auto" and was_wrong(kind):  # only now, since the values' bits are part of the kind
             product = self._or_definition(f"{GROUPED}: {WRONG_HERE}")
             if isinstance(product, str):
                 return product
         return self._why_not_bits(kind.bits) or SlideExperts(packed[0], packed[1], product)
 
     def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:
-        """Return the patterns of the tensors of a layer's weights; dense for those that were not pruned."""
+        """Return the patterns of the tensors of a layer's weights; dense for unpruned ones."""
         names = (name for name, tensor in tensors.items() if tensor.layer == layer)
         marked = (marker_name(name, len(self.checkpoint.stored(name).shape)) for name in names)
         return {self.marker.experts.get(name, DENSE) for name in marked}
@@ -102,7 +102,7 @@ class ExpertLoader:
         return ExpertKind(dtype, gate_up, down, columns, out // 2, *numbers, self.device)
 
     def _product(self, kind: ExpertKind) -> GroupedProduct | str:
-        """Return what multiplies, as the user chose, or why nothing does."""
+        """Return the product of the user's choice, or the reason why there is none."""
         if self.backend == "reference":
             return GroupedProduct()
         if self.backend != "auto" and self.backend not in WITH_EXPERTS:
@@ -113,12 +113,12 @@ class ExpertLoader:
             grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
         )
 
-    def _or_definition(self, found: GroupedProduct | str) -> GroupedProduct | str:
-        """Return a product, or the definition where there is none and experts are to run sparse all the same."""
-        return GroupedProduct() if isinstance(found, str) and self.fallback == "none" else found
+    def _or_definition(self, product: GroupedProduct | str) -> GroupedProduct | str:
+        """Return the product, or the definition where there is none and ``fallback`` forbids running dense."""
+        return GroupedProduct() if isinstance(product, str) and self.fallback == "none" else product
 
     def _why_not_bits(self, bits: int) -> str | None:
-        """Return why a backend that was asked for cannot keep values of this many bits."""
+        """Return the reason why a chosen backend cannot keep values of this many bits, or None."""
         known = None if self.backend == "auto" else get_backend(self.backend).bits
         return None if known in (None, bits) else f"{self.backend}: a value of their weights has more than {known} bits"
 

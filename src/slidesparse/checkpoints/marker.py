@@ -10,8 +10,8 @@ A checkpoint of ours is an ordinary compressed-tensors one with our key added at
     }
 
 ``ignore`` lists every linear that was left alone. ``layers`` lists exceptions to ``pattern``, by exact name; a layer
-that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them would
-compute something else than the writer meant.
+that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them might
+compute wrong results.
 
 A mixture of experts has version 2 and one key more, ``experts``, which names all experts that were treated::
 
@@ -51,7 +51,7 @@ from slidesparse.models.config_keys import (
 from slidesparse.weights.pattern import Pattern
 
 _HEAD = re.compile(re.escape(head_target("NAME")).replace("NAME", r"\w+"))
-"""What :func:`slidesparse.models.config_keys.head_target` returns, of any name."""
+"""Any value of :func:`slidesparse.models.config_keys.head_target`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Marker:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
-        """Read the key from a whole config.json, None where there is none; a CheckpointError where it is no marker."""
+        """Read the key from a whole config.json, None where there is none; a CheckpointError where it is invalid."""
         value = config.get(MARKER_KEY)
         if value is None:
             return None
@@ -123,7 +123,7 @@ class Marker:
 
     @classmethod
     def require(cls, config: Mapping[str, Any], path: object) -> Marker:
-        """Read the key, which must be there, as :meth:`from_config`; the error names the checkpoint's ``path``."""
+        """Read the key as :meth:`from_config`; where it is missing, the error names the checkpoint's ``path``."""
         marker = cls.from_config(config)
         if marker is None:
             raise CheckpointError(
@@ -147,12 +147,12 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_bitnet(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a BitNet model, whose master has weights in a float type."""
+    """Return whether a config.json is of a BitNet model, whose master has weights in a float type."""
     return source_quantisation(config).get("quant_method") == "bitnet"
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that no tensor of these types has, that is not at the top, or that we follow in part."""
+    """Refuse a quantisation that does not fit the tensors' types, is not at the top, or that we follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
         got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
@@ -171,7 +171,7 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
-        CheckpointError: The scheme is one that we do not treat.
+        CheckpointError: The scheme is not supported.
     """
     value = source_quantisation(config)
     if not value:
@@ -192,7 +192,7 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def quantised_targets(value: Mapping[str, Any]) -> list[str]:
-    """Return what the groups of a ``quantization_config`` name: classes, layers, or regular expressions of them."""
+    """Return the targets of a ``quantization_config``: classes, layers, or regular expressions of them."""
     targets = [group.get("targets") for group in (value.get("config_groups") or {}).values()]
     for named in targets:
         _require_names("targets", named)
@@ -200,14 +200,14 @@ def quantised_targets(value: Mapping[str, Any]) -> list[str]:
 
 
 def _require_names(key: str, value: Any) -> None:
-    """Refuse what is no list of names, and show the first that is none."""
+    """Raise a CheckpointError, which shows the first wrong entry, for anything but a list of names."""
     wrong = [one for one in value if not isinstance(one, str)][:1] if isinstance(value, list) else [value]
     if wrong:
         raise CheckpointError(f"{key} of quantization_config", got=f"{wrong[0]!r:.80}", needed="a list of names")
 
 
 def _are_linears(targets: list[str]) -> bool:
-    """Return whether targets are all linears, perhaps with the output embedding, or name some of them."""
+    """Return whether targets are all linears, perhaps with the output embedding, or names of linears."""
     others = [target for target in targets if target != LINEAR]
     is_head = len(others) == 1 and _HEAD.fullmatch(others[0]) is not None
     if LINEAR in targets:

@@ -28,8 +28,8 @@ from slidesparse.models.unused_linears import names_as_layers
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
-"""Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
-run it."""
+"""Attention implementations that a config may choose. For others transformers may fetch a kernel from a hub and run
+it."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class MetaModel:
 
     Attributes:
         model: In evaluation mode; parameters on the meta device.
-        names: Where the values of its state are, under the names that the checkpoint has.
+        names: Its state's values in the checkpoint.
     """
 
     model: nn.Module
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears that are not on a marker's ignore list and no parts of experts, by module name.
+        """Return the linears outside of experts and of a marker's ignore list, by module name.
 
         A marker that names a layer which the model does not have is a CheckpointError.
         """
@@ -61,7 +61,7 @@ class MetaModel:
         return {name: module for name, module in known.items() if name not in marker.ignore and name not in inside}
 
     def why_stored_otherwise(self) -> dict[str, str]:
-        """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
+        """Return the linears that cannot be changed in place, each with the form of its weight in the checkpoint."""
         reasons = {}
         for name, module in self.model.named_modules():
             origin = self.names.origins.get(f"{name}.weight")
@@ -74,7 +74,7 @@ class MetaModel:
         return reasons
 
     def own_tensor(self, checkpoint: Checkpoint, parameter: str) -> str | None:
-        """Return the tensor of the checkpoint that holds a parameter as it is, and no other; None if there is none."""
+        """Return the tensor that holds exactly one parameter, unchanged; None if there is none."""
         origin = self.names.origins.get(parameter)
         if not isinstance(origin, str) or origin not in checkpoint.files or self._uses[origin] != 1:
             return None
@@ -82,11 +82,11 @@ class MetaModel:
 
     @cached_property
     def _uses(self) -> Counter[str]:
-        """How often each tensor is a value of the model's state as it is."""
+        """Number of values of the model's state that each tensor is, unchanged."""
         return Counter(origin for origin in self.names.origins.values() if isinstance(origin, str))
 
     def prefix(self, module: str) -> str:
-        """Return the name that the checkpoint has for a module, or raise a CheckpointError where it stores none."""
+        """Return the checkpoint's name of a module; a CheckpointError where it stores none."""
         tensor = self.names.origins.get(f"{module}.weight")
         if not isinstance(tensor, str):
             raise CheckpointError(f"the checkpoint holds no {module}.weight")
@@ -102,7 +102,7 @@ class MetaModel:
         return replay(self.names.origins[name], tensor)
 
     def tie(self, but: Container[str] = ()) -> None:
-        """Let parameters of the model be shared that transformers shares, ``but`` for those of treated linears."""
+        """Tie the parameters that transformers ties, ``but`` for those of treated linears."""
         for name, other in self.names.tied.items():
             if name in but:
                 continue
@@ -110,17 +110,17 @@ class MetaModel:
             setattr(self.model.get_submodule(place), leaf, getattr(self.model.get_submodule(owner), source))
 
     def runs_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the float type of a value in a model of that type: transformers keeps some, as of routers, float32."""
+        """Return the float type of a value in a model of type ``dtype``: transformers keeps some in float32."""
         kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return torch.float32 if any(part in name for part in kept) else dtype
 
     @property
     def filled(self) -> list[str]:
-        """The names of the state that :meth:`read` can read."""
+        """Names of the state that :meth:`read` can read."""
         return [*self.names.origins, *self.names.made]
 
     def require_complete(self) -> None:
-        """Raise a CheckpointError, which names the first tensor, for a checkpoint that does not fill the model."""
+        """Raise a CheckpointError, which names the first tensors, for a checkpoint that does not fill the model."""
         state = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if name in self.names.misshapen:
@@ -150,8 +150,7 @@ def build_meta_model(
         checkpoint: The checkpoint.
         real_buffers: Compute buffers (rotary tables) on the CPU, for a model that will be filled and run; else they are
             on the meta device too, and the model takes no memory.
-        dtype: Float type in which the model will run, which buffers that do not ask for another get; None: that of the
-            config.
+        dtype: Float type in which the model will run, and of its buffers by default; None: the config's.
     """
     known, config = model_class(checkpoint)
     what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
@@ -162,7 +161,7 @@ def build_meta_model(
     with _explained(what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
-            set_experts("batched_mm")  # the others look at values, or run in BF16 alone
+            set_experts("batched_mm")  # the others depend on values, or run in BF16 only
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     for name in filter(ADAPTER.search, names.unused):
@@ -171,7 +170,7 @@ def build_meta_model(
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Return the class and the config that transformers has for a checkpoint; a CheckpointError where it has none."""
+    """Return transformers' class and config of a checkpoint; a CheckpointError where it has none."""
     transformers = need("transformers")
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -211,7 +210,7 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 
 def _attention_of(config: Any) -> Iterator[str | None]:
-    """Yield the attention implementation that a config asks for, then those of the configs inside it."""
+    """Yield the attention implementation of a config, then those of the configs inside it."""
     yield getattr(config, "_attn_implementation", None)
     for name in getattr(config, "sub_configs", ()):
         if (part := getattr(config, name, None)) is not None:
@@ -220,7 +219,7 @@ def _attention_of(config: Any) -> Iterator[str | None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn any error of the block into one line that starts with ``what``: a wrong config can break anything."""
+    """Turn any error of the block into a line that starts with ``what``: a wrong config can break anything."""
     try:
         yield
     except SlideSparseError:
@@ -231,7 +230,7 @@ def _explained(what: str) -> Iterator[None]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make new float tensors in a type, as transformers does while it builds a model."""
+    """Set the type of new float tensors for a block, as transformers does while it builds a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype in FLOATS else before)
     try:

@@ -1,7 +1,7 @@
-"""Which keys a ``quantization_config`` may have, and with which values they leave what we compute as it is.
+"""Allowed keys of a ``quantization_config``, and which values do not change the result.
 
-A program that passes over a key computes something else than the writer meant: a ``transform_config`` turns the input
-of every layer. The keys are compressed-tensors' (quantization/quant_{config,scheme,args}.py) and transformers'.
+A program that ignores a key may compute wrong results: a ``transform_config`` rotates the input of every layer. The
+keys are compressed-tensors' (quantization/quant_{config,scheme,args}.py) and transformers'.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from slidesparse.errors import CheckpointError
 
 FROM_FLOAT = "start from the model as it was before it was quantised"
 KEYS = ("quantization_config", "compression_config")
-"""Where a config.json has it; the second is the name in old files."""
+"""Keys of a config.json for it; the second is the name in old files."""
 
 Known = Mapping[str, Collection[Any] | None]
-"""Key -> the values that it may have; None: all, since it is read elsewhere or only tells how values were found."""
+"""Key -> its allowed values; None: all, since it is read elsewhere or only documents the making of values."""
 
 FORMAT: Known = {"format": (None, "int-quantized", "float-quantized", "naive-quantized")}
 TOP: Known = {
@@ -39,7 +39,7 @@ PARTS: Mapping[str, Known] = {
 }
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False}
 OF_A_SCHEME = frozenset({*DEFAULTS, *FORMAT, "group_size", "block_structure", "scale_dtype"})
-"""Keys of which other programs know more values: those of schemes that are not ours."""
+"""Keys that have more values in other programs, for schemes that are not ours."""
 
 BITNET: Known = {
     **dict.fromkeys(("quant_method", "linear_class", "quantization_mode", "rms_norm_eps")),
@@ -48,17 +48,17 @@ BITNET: Known = {
 
 
 def refuse_keys(value: Mapping[str, Any], but: Collection[str] = ()) -> None:
-    """Raise a CheckpointError for a key, or a value of one, that we do not follow, ``but`` for some keys."""
+    """Raise a CheckpointError for an unsupported key or value, ``but`` for some keys."""
     for place, part, known in _parts(value):
-        for key, found in part.items():
-            if (allowed := known.get(key, ())) is not None and found not in allowed and key not in but:
+        for key, one in part.items():
+            if (allowed := known.get(key, ())) is not None and one not in allowed and key not in but:
                 needed = " or ".join(map(json.dumps, allowed)) or "no such key, which may change the result"
-                got = f"{place}{key} {found!r:.80}"
+                got = f"{place}{key} {one!r:.80}"
                 raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
 
 
 def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
-    """Yield where each part of a ``quantization_config`` is, the part, and its keys; nothing of methods of others."""
+    """Yield each part of a known ``quantization_config``: its path, its value, and its allowed keys."""
     if value.get("quant_method") == "bitnet":
         yield "", value, BITNET
     if value.get("quant_method") == "compressed-tensors":
@@ -76,7 +76,7 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def refuse_other_places(config: Mapping[str, Any], top: object, place: str = "") -> None:
-    """Raise a CheckpointError for a ``quantization_config`` that is not the one at the top: in a part, or a second."""
+    """Raise a CheckpointError for a ``quantization_config`` besides the one at the top: in a part, or a second."""
     for key, value in config.items():
         if key in KEYS and value and value != top:
             remedy = "move it to the top of config.json, as quantization_config, or remove what is not meant"

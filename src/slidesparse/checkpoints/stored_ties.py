@@ -1,7 +1,7 @@
-"""Decide by a checkpoint's tensors which parameters share their values: its config may tie some that differ.
+"""Tied parameters, decided by a checkpoint's tensors: its config may tie some that differ.
 
-transformers compares tensors that are stored and tied, and ties only equal ones. vLLM and SGLang believe the config and
-pass over the output embedding. So a new checkpoint says in its config what its tensors are.
+transformers compares stored tensors that are tied, and ties only equal ones. vLLM and SGLang trust the config and skip
+the output embedding. So a new checkpoint's config agrees with its tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from slidesparse.models.parts import text_config
 
 
 def settle_ties(model: Any, names: TensorNames, checkpoint: Checkpoint) -> TensorNames:
-    """Return the names with what is tied by values too, and give the model parameters of their own for what differs."""
+    """Return the names with ties of equal tensors; differing ones get parameters of their own in the model."""
     origins = names.origins
     pairs = {name: other for name, other in model.all_tied_weights_keys.items() if {name, other} <= origins.keys()}
-    apart = [name for name, other in pairs.items() if not _equal(origins[name], origins[other], checkpoint)]
-    for name in apart:
+    untied = [name for name, other in pairs.items() if not _equal(origins[name], origins[other], checkpoint)]
+    for name in untied:
         text = f"{name} differs from {pairs[name]}, and {checkpoint.path}/config.json ties them: both are kept, as in"
         log_once(f"{text} transformers; vLLM and SGLang go by config.json", logging.WARNING)
         place, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(place), leaf, nn.Parameter(torch.empty_like(model.get_parameter(name))))
-    tied = {name: other for name, other in pairs.items() if name not in apart}
-    return replace(names, tied={**names.tied, **tied}, apart=tuple(apart))
+    tied = {name: other for name, other in pairs.items() if name not in untied}
+    return replace(names, tied={**names.tied, **tied}, untied=tuple(untied))
 
 
 def _equal(one: Origin, other: Origin, checkpoint: Checkpoint) -> bool:
@@ -43,12 +43,12 @@ def _equal(one: Origin, other: Origin, checkpoint: Checkpoint) -> bool:
 
 
 def config_as_stored(config: Mapping[str, Any], model: Any, names: TensorNames) -> dict[str, Any]:
-    """Return config.json without a tie that the tensors do not have.
+    """Return config.json without a tie of differing tensors.
 
-    It stays where it ties other parameters, and in encoder-decoders: T5 scales its outputs by it.
+    The key stays where it ties other parameters, and in encoder-decoders: T5 scales its outputs by it.
     """
-    if not names.apart or names.tied or getattr(model.config, "is_encoder_decoder", False):
+    if not names.untied or names.tied or getattr(model.config, "is_encoder_decoder", False):
         return dict(config)
-    text, untied = text_config(model.config), {"tie_word_embeddings": False}
+    text, no_tie = text_config(model.config), {"tie_word_embeddings": False}
     parts = [key for key in getattr(model.config, "sub_configs", ()) if getattr(model.config, key, None) is text]
-    return {**config, **{key: {**config[key], **untied} for key in parts if key in config}, **untied}
+    return {**config, **{key: {**config[key], **no_tie} for key in parts if key in config}, **no_tie}

@@ -1,8 +1,8 @@
-"""Ask transformers which tensors of a checkpoint fill which parameters of a model.
+"""Map the parameters of a model to the tensors of a checkpoint, as transformers loads them.
 
-The names on the hub are those of the day when a model was published; every release of transformers renames, joins and
-cuts tensors while it loads. So transformers loads the checkpoint here, by its public ``from_pretrained``, with tensors
-that have no values and remember where they come from.
+Names on the hub are as old as the model; every release of transformers renames, joins and splits tensors while it
+loads. So transformers loads the checkpoint here, by its public ``from_pretrained``, with tensors that have no values
+and record their origin.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Where the values of a model's state are in a checkpoint.
+    """Sources of the values of a model's state in a checkpoint.
 
     Attributes:
-        origins: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
+        origins: Name in the state -> the checkpoint's tensor, or its computation from several or a part of one.
         tied: Name in the state -> the name whose values it shares; it has an origin where its values are stored too.
-        made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
-        missing: Parameters that nothing fills and that are not tied to one that is filled.
+        made: Parameter -> its value, where transformers computes it and checkpoints need not hold it.
+        missing: Parameters that nothing fills, and that are tied to no filled one.
         unused: Tensors of the checkpoint that fill nothing.
-        unexpected: Those of them that transformers does not know of.
-        misshapen: Name in the state -> the other shape that it has in the checkpoint.
-        apart: Those that the config ties to others, and whose values differ.
+        unexpected: Unused tensors that transformers does not know.
+        misshapen: Name in the state -> its differing shape in the checkpoint.
+        untied: Parameters that the config ties, and whose values differ.
     """
 
     origins: Mapping[str, Origin]
@@ -47,11 +47,11 @@ class TensorNames:
     unused: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...]]
-    apart: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
 
     @cached_property
     def used(self) -> set[str]:
-        """The tensors of the checkpoint that fill something."""
+        """Tensors of the checkpoint that fill a parameter."""
         return {name for origin in self.origins.values() for name in sources(origin)}
 
 
@@ -65,11 +65,11 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         del config.quantization_config  # transformers would look for the quantiser's own tensors
     with quiet_transformers(logging.CRITICAL):  # what is missing is reported here
         model, info = _load(known, config, state, ignore_mismatched_sizes=True)
-    found: dict[int, str] = {}
+    first: dict[int, str] = {}
     origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if (other := found.setdefault(id(tensor), name)) != name:
+        if (other := first.setdefault(id(tensor), name)) != name:
             tied[name] = other
         elif (origin := origin_of(tensor)) is not None:
             origins[name] = origin
@@ -102,13 +102,13 @@ def transformers_loads(model: Any, quantization: Any, stored: Mapping[str, Store
     try:
         with quiet_transformers(logging.CRITICAL), redirect_stderr(io.StringIO()):  # compressed-tensors draws bars
             _, info = _load(type(model), config, state)
-    except Exception:  # whatever it is, a user would see it too
+    except Exception:  # a user would see it too
         return False
     return not info["missing_keys"] and not info["mismatched_keys"]
 
 
 def _computed(known: Any, config: Any, state: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
-    """Return the values that transformers gives to parameters which no checkpoint holds; all others stay without."""
+    """Return the values of parameters that transformers computes and no checkpoint holds."""
     with quiet_transformers(logging.CRITICAL):
         model, _ = _load(known, config, state, device_map={"": "cpu"})
     return {name: model.get_parameter(name).detach() for name in names}
@@ -127,9 +127,9 @@ def _load(known: Any, config: Any, state: Mapping[str, torch.Tensor], **options:
 
 
 def _unexpected(unused: list[str], reported: Any) -> Iterator[str]:
-    """Yield the unused tensors that transformers reports, which it does under the names to which it has changed theirs.
+    """Yield the unused tensors that transformers reports, under its own names for them.
 
-    It does not report those that old checkpoints are known to hold, such as rotary tables and tied embeddings.
+    It does not report known left-overs of old checkpoints, such as rotary tables and tied embeddings.
     """
     ends = {_end(name) for name in reported}
     return (name for name in unused if _end(name) in ends)

@@ -1,4 +1,4 @@
-"""Tell whether a tokenizer is among the files that are copied with a checkpoint: without one it takes no text."""
+"""Find the tokenizer among the files copied with a checkpoint: without one it takes no text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slidesparse.models.causal import vocabulary_of
 
 BEGINNINGS = ("tokenizer", "vocab", "tekken")
 ENDS = (".model", ".spm", ".tiktoken")
-"""Of the names of files that make a tokenizer, whichever library wrote it."""
+"""Ends of the names of a tokenizer's files, whichever library wrote them."""
 
 NO_TOKENIZER = (
     "no tokenizer was there to copy, and without one the result takes no text: add that of the model to its folder"
@@ -42,14 +42,14 @@ def require_fetched(files: SourceFiles) -> None:
 
 
 def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:
-    """Return whether a model has a vocabulary, and none of its files is of a tokenizer."""
+    """Return whether a model has a vocabulary but no files of a tokenizer."""
     names = [*(file.name for file in files.copied), *map(Path, files.links)]
-    found = [path for path in names if len(path.parts) == 1 and _is_of_a_tokenizer(path.name)]
-    return not found and vocabulary_of(config) > 0
+    has_one = any(len(path.parts) == 1 and _is_of_a_tokenizer(path.name) for path in names)
+    return not has_one and vocabulary_of(config) > 0
 
 
 def has_tokenizer_files(folder: Path) -> bool:
-    """Return whether a folder that can be read has any file of a tokenizer."""
+    """Return whether a readable folder has any file of a tokenizer."""
     return any(_is_of_a_tokenizer(file.name) for file in folder.iterdir())
 
 

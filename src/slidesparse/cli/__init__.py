@@ -1,7 +1,7 @@
 """The command line: argument parsing and printing, nothing else.
 
-Each command imports what it needs when it runs. So ``slidesparse --help`` waits neither for torch nor for transformers,
-and an interruption while anything is imported ends in one line.
+Each command imports its modules when it runs. So ``slidesparse --help`` waits neither for torch nor for transformers,
+and an interruption during an import ends in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BROKEN_PIPE = 128 + 13
-"""Exit status of a command whose reader went away, as ``head`` does: that of a program which SIGPIPE ends."""
+"""Exit status after a broken pipe, as with ``head``: that of a program ended by SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; None: those of the process, which ends with the command.
 
     Returns:
-        0 when it worked; 1 when it did not, with one line on standard error; 2 for wrong usage; 141 when nobody reads
-        its output any more; 128 and the number of a signal that ended it: 130 when interrupted, 143 when terminated.
-        With ``--json`` standard output has the error too (docs/formats.md).
+        0 for success; 1 for an error, with one line on standard error; 2 for wrong usage; 141 for a broken pipe; 128
+        plus the number of a signal that ended it: 130 when interrupted, 143 when terminated. With ``--json`` standard
+        output has the error too (docs/formats.md).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     with Signals(to_the_end=arguments is None) as signals:
@@ -45,16 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(words: list[str], signals: Signals) -> int:
-    """Run a command and answer its errors, but for interruptions."""
-    from slidesparse.cli.together import is_said_by_another
+    """Run a command and report its errors, except interruptions."""
+    from slidesparse.cli.together import another_reports
 
     verbose = False
     try:
         if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
-            reconfigure(errors="backslashreplace")  # names that its encoding does not have, as standard error does
-        options = build_parser("--json" in words, is_silent=is_said_by_another(words)).parse_args(words)
+            reconfigure(errors="backslashreplace")  # for names outside of its encoding, as on standard error
+        options = build_parser("--json" in words, is_silent=another_reports(words)).parse_args(words)
         verbose = getattr(options, "verbose", False)
-        from slidesparse.cli.verbosity import verbosity  # not for --help: it imports what draws bars
+        from slidesparse.cli.verbosity import verbosity  # not for --help: it imports progress bars
 
         with verbosity(options):
             status: int = options.command(options)
@@ -62,7 +62,7 @@ def _answer(words: list[str], signals: Signals) -> int:
             sys.stdout.flush()
         return status
     except Exception as error:
-        if signals.received is not None:  # a library has made another error of it
+        if signals.received is not None:  # which a library has turned into another error
             raise signals.received from error
         from slidesparse.cli.failure import drop_output, report
 
@@ -76,7 +76,7 @@ def _answer(words: list[str], signals: Signals) -> int:
 
 
 def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all commands; it says wrong usage in JSON too, or leaves that to another process."""
+    """Return the parser of all commands; it reports wrong usage in JSON too, or leaves that to another process."""
     from slidesparse.base.version import __version__
     from slidesparse.cli import checkpoints, measuring
     from slidesparse.cli.arguments import Parser

@@ -1,4 +1,4 @@
-"""Add commands to the command line's parser."""
+"""Parser, common arguments and printing of commands."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
-from slidesparse.cli.together import let_another_speak
+from slidesparse.cli.together import wait_for_report
 from slidesparse.errors import printable
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""The commands of a parser; argparse gives their class no public name."""
+"""The commands of a parser, whose class has no public name in argparse."""
 
 Options: TypeAlias = "argparse.ArgumentParser | argparse._ArgumentGroup"
-"""Where options are added: a parser, or a group of its help."""
+"""A parser, or a group of its help, to add options to."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says wrong usage in JSON too where ``as_json``; where ``is_silent`` another process says it."""
+    """A parser that reports wrong usage in JSON too (``as_json``), or leaves it to another process (``is_silent``)."""
 
     as_json = False
     is_silent = False
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit with status 2."""
+        """Report wrong usage, and exit with status 2."""
         if self.is_silent:
-            let_another_speak()
+            wait_for_report()
             self.exit(2)
         if self.as_json:
             print_error(fields("UsageError", message))
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command of this name and help, which ``run`` runs and gives an exit status; return its parser."""
+    """Add a command with its help, and return its parser; ``run`` returns its exit status."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text, errors too")
     amount = parser.add_mutually_exclusive_group()
@@ -49,39 +49,39 @@ def add_command(
 
 
 def named_path(text: str) -> Path:
-    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in."""
+    """Return the path of an argument; an empty one, such as of an unset variable, would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("got an empty path; needed the name of a file or a folder")
     return Path(text)
 
 
 def add_source(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
-    """Add the argument ``source``, a checkpoint to read, which :func:`source_of` finds."""
-    # No Path: that would make of ./a/b, a folder, the a/b of a hub.
+    """Add the argument ``source``, a checkpoint to read, for :func:`source_of`."""
+    # Not a Path, which would turn the folder ./a/b into the hub's a/b.
     parser.add_argument("source", metavar=metavar, help=text)
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: its main branch)")
 
 
 def add_device(parser: Options, text: str = "cpu or cuda") -> None:
-    """Add the option ``--device``, which :func:`device_of` reads."""
+    """Add the option ``--device`` for :func:`device_of`."""
     parser.add_argument("--device", help=f"{text} (default: cuda when there is one)")
 
 
 def add_no_bos(parser: Options) -> None:
-    """Add the option that says how windows begin."""
-    text = "do not begin each window with what the tokenizer puts before a text, such as BOS"
+    """Add the option ``--no-bos``."""
+    text = "do not begin each text window with the tokenizer's special tokens, such as BOS"
     parser.add_argument("--no-bos", action="store_true", help=text)
 
 
 def source_of(options: argparse.Namespace) -> Path:
-    """Return the folder of the checkpoint to read, as :func:`slidesparse.files.hub.source_folder` does."""
+    """Return the folder of the checkpoint to read: see :func:`slidesparse.files.hub.source_folder`."""
     from slidesparse.files.hub import source_folder
 
     return source_folder(options.source, options.revision)
 
 
 def device_of(options: argparse.Namespace) -> str:
-    """Return the device that the options name, else a GPU if there is one."""
+    """Return the device of the options, by default a GPU if there is one."""
     import torch
 
     if options.device is not None:
@@ -90,12 +90,12 @@ def device_of(options: argparse.Namespace) -> str:
 
 
 def print_outcome(options: argparse.Namespace, outcome: Any) -> None:
-    """Print what a command made: as JSON, or as text in the width of the terminal."""
+    """Print the outcome of a command: as JSON, or as text in the width of the terminal."""
     from slidesparse.base.progress import wrapped
 
     show(options, outcome.to_json(), lambda: wrapped(outcome.describe()))
 
 
 def show(options: argparse.Namespace, value: Any, text: Callable[[], str]) -> None:
-    """Print a value as JSON, or the text that says it; with nothing of a checkpoint on which a terminal would act."""
+    """Print a value as JSON or as text, without control characters of a checkpoint."""
     print(printable(json.dumps(value, indent=2) if options.json else text(), keep="\n"))

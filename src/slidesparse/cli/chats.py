@@ -1,4 +1,4 @@
-"""The command that lets a model write chats: its arguments, and what it prints."""
+"""Command ``chats``: its arguments, and its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slidesparse.cli.calibration import PROMPTS
 
 
 def add_chats(commands: Commands) -> None:
-    """Add chats."""
+    """Add the command ``chats``."""
     text = "Let a model write chats itself, to calibrate on and to train a pruned form on."
     chats = add_command(commands, "chats", _chats, text)
     add_source(chats, "MODEL", "the dense model: a folder, or NAMESPACE/NAME on the hub")

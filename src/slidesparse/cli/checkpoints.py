@@ -1,4 +1,4 @@
-"""The commands that show and measure checkpoints: their arguments, and what they print."""
+"""The commands that show and measure checkpoints: their arguments, and their output."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def add_commands(commands: Commands) -> None:
 def _info(options: argparse.Namespace) -> int:
     from slidesparse.offline import info
 
-    found = info.collect()
-    show(options, found, lambda: info.describe(found))
+    collected = info.collect()
+    show(options, collected, lambda: info.describe(collected))
     return 0
 
 
@@ -68,13 +68,13 @@ def _demo(options: argparse.Namespace) -> int:
 
     options.plot = options.plot or PLOT
     report = run_demo(options.plot, device=device_of(options))
-    found, failed = report.to_json(), None
+    value, failed = report.to_json(), None
     try:
         draw_demo(report, options.plot)
-    except SlideSparseError as error:  # of a disk that is full by now: what was measured is shown all the same
-        found, failed = {**found, "error": error.to_json()}, error
+    except SlideSparseError as error:  # such as of a full disk: the results are still shown
+        value, failed = {**value, "error": error.to_json()}, error
     plot = f"\nplot: {options.plot}" if failed is None else ""
-    show(options, found, lambda: report.table() + plot)
+    show(options, value, lambda: report.table() + plot)
     if failed is not None:
         failure.report(failed, words=())
     return 0 if report.exact and failed is None else 1

@@ -1,4 +1,4 @@
-"""``slidesparse completion``: a script of shtab with which a shell completes commands, options and their values."""
+"""Command ``completion``: shtab's script for a shell, which completes commands, options and their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slidesparse.errors import UnsupportedError
 
 
 def add_completion(commands: Commands) -> None:
-    """Add completion."""
+    """Add the command ``completion``."""
     completion = add_command(commands, "completion", _completion, "Print a script that completes commands in a shell.")
     completion.add_argument("shell", choices=("bash", "fish", "zsh"), help="for which shell")
 

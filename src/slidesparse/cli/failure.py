@@ -1,4 +1,4 @@
-"""Say why a command failed: one line on standard error, and with ``--json`` an object on standard output."""
+"""Report of a failed command: one line on standard error, and with ``--json`` an object on standard output."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 from slidesparse.base.ranks import is_first_to_fail
 from slidesparse.cli import interruption
-from slidesparse.cli.together import is_said_by_another
+from slidesparse.cli.together import another_reports
 from slidesparse.errors import SlideSparseError, first_line, printable
 
 REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
 
 
 def report(error: BaseException, words: Sequence[str]) -> None:
-    """Print what went wrong with a command of these words, unless another process of the same run does.
+    """Print the error of a command of these words, unless another process of the same run does.
 
     With ``--json``, ``{"error": {...}}`` goes to standard output too, which stays one JSON value.
     """
-    if not is_first_to_fail(alone=not is_said_by_another(words)):
+    if not is_first_to_fail(alone=not another_reports(words)):
         return
     line = describe(error)
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # of a terminal that is closed
+        with contextlib.suppress(OSError):  # a closed terminal
             print(f"slidesparse: {printable(line)}", file=sys.stderr)
     if "--json" in words:
         print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
@@ -34,22 +34,22 @@ def report(error: BaseException, words: Sequence[str]) -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        drop_output()  # else Python would fail once more when it ends
+        drop_output()  # else Python would fail again at exit
 
 
 def fields(kind: str, message: str) -> dict[str, str | None]:
-    """Return an error that has no parts in the form of :meth:`slidesparse.errors.SlideSparseError.to_json`."""
+    """Return an error without parts in the form of :meth:`slidesparse.errors.SlideSparseError.to_json`."""
     return {"kind": kind, "message": message, "what": message, "got": None, "needed": None, "remedy": None}
 
 
 def print_error(error: dict[str, str | None]) -> None:
-    """Print an error as the JSON that a command with ``--json`` prints in the place of its result."""
-    with contextlib.suppress(OSError):  # the line on standard error has said it
+    """Print an error as JSON, in place of the result of a command with ``--json``."""
+    with contextlib.suppress(OSError):  # standard error has the line
         print(printable(json.dumps({"error": error}, indent=2), keep="\n"))
 
 
 def describe(error: BaseException) -> str:
-    """Return what went wrong in one line.
+    """Describe an error in one line.
 
     >>> describe(FileNotFoundError(2, "No such file or directory", "a.txt"))
     'a.txt cannot be used; got No such file or directory'
@@ -73,19 +73,19 @@ def describe(error: BaseException) -> str:
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Return whether an error is of printing, which is the one thing that modules of the command line write."""
+    """Return whether an error comes from printing, the only output of this folder's modules."""
     frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return error.filename is None and bool(frames) and str(frames[-1]).startswith("slidesparse.cli")
 
 
 def _not_imported(error: BaseException) -> str | None:
-    """Return the package of others that an error ended the import of; None where none was being imported."""
+    """Return the other package whose import failed with an error; None where none was being imported."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
     packages = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames)
     return next((name for name in packages if name not in ("slidesparse", "__main__")), None)
 
 
 def drop_output() -> None:
-    """Send what is left of the output nowhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file at all
+    """Discard the rest of the output."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard output may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

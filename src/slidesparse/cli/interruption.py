@@ -1,8 +1,8 @@
-"""What signals do to a command: one line, the status that a shell expects, and nothing left half done.
+"""Signals that end a command: with one line, the status that a shell expects, and nothing half done.
 
-A signal raises an exception, so that temporary files are removed and the line can say what is kept. While libraries are
-imported the exception may be lost in their code, or become another one; that is answered here too. This module imports
-little, since it must be there before anything can be interrupted.
+A signal raises an exception, so that temporary files are removed and the line can mention kept files. During imports a
+library may swallow the exception or replace it, which is handled here too. This module imports little, since it must be
+loaded before anything can be interrupted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 PATIENCE = 1.0
-"""Seconds in which more signals change nothing: one reason often sends several. After that the next one ends all."""
+"""Seconds in which further signals are ignored, since they often come in groups. After that the next one ends all."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal, of this ``number``, that ends a command; its arguments say what is kept."""
+    """A signal, of this ``number``, that ends a command; its arguments describe kept files."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -29,20 +29,20 @@ class Interrupted(KeyboardInterrupt):
 
 
 def describe(error: KeyboardInterrupt) -> str:
-    """Return what happened, and what was kept, in one line."""
+    """Describe an interruption, and kept files, in one line."""
     word = WORDS[signal.Signals(error.number)] if isinstance(error, Interrupted) else WORDS[signal.SIGINT]
     return "; ".join([word, *map(str, error.args)])
 
 
 class Signals:
-    """Turns the signals of the block into :class:`Interrupted`, and knows which came.
+    """Turns the signals of the block into :class:`Interrupted`.
 
     Signals that were ignored before, as under nohup, still are. Outside the main thread nothing changes. A process that
-    ends after the block (``to_the_end``) is not to be interrupted in that.
+    ends after the block (``to_the_end``) cannot be interrupted during exit.
 
     Attributes:
         received: The exception of the first signal, or None.
-        status: The status with which the process will end, once it is known.
+        status: Exit status of the process, once it is known.
     """
 
     def __init__(self, *, to_the_end: bool) -> None:
@@ -66,7 +66,7 @@ class Signals:
     def __exit__(self, *error: object) -> None:
         sys.unraisablehook = self.hook
         for number, before in self.before.items():
-            # Ignored, and not handled: Python gives its handlers up while it ends.
+            # Ignored, not handled: Python drops its handlers during exit.
             signal.signal(number, signal.SIG_IGN if self.to_the_end and number != signal.SIGTERM else before)
 
     def exit_status(self) -> int:
@@ -74,7 +74,7 @@ class Signals:
         return 128 + (self.received.number if self.received is not None else signal.SIGINT)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process:  # a child that was forked: as if there were no handler
+        if os.getpid() != self.process:  # in a forked child: as if there were no handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -85,7 +85,7 @@ class Signals:
             self._leave_now()
 
     def _lost(self, information: Any) -> None:
-        """Answer for a signal whose exception some code could not raise; Python would print it and go on."""
+        """Handle a signal's exception that some code could not raise; Python would print it and go on."""
         if self.received is not None and isinstance(information.exc_value, KeyboardInterrupt):
             self._leave_now()
         self.hook(information)

@@ -1,4 +1,4 @@
-"""The commands that measure GPUs: ``tune``, and ``bench`` and ``report``, which slidesparse-bench brings."""
+"""The commands that measure GPUs: ``tune``, and ``bench`` and ``report`` of slidesparse-bench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slidesparse.cli.arguments import Commands, add_command, named_path, show
 from slidesparse.errors import InputError, UnsupportedError
 
 TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
-"""Numbers of tokens that tune measures, unless the user names others."""
+"""Default numbers of tokens of ``tune``."""
 
 OF_BENCH = {
     "bench": "Measure this GPU: GEMMs, kernels, whole layers, packing, served models.",
@@ -18,7 +18,7 @@ OF_BENCH = {
 """The commands of slidesparse-bench, and their help."""
 
 NO_PREFIX = "\0"
-"""A prefix of options that no word has, so that a parser takes all words as they are."""
+"""Prefix of options that no word has, so that a parser takes all words as arguments."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_missing(commands: Commands, name: str, text: str) -> None:
-    """Add a command that takes any words, and says how to install what it needs."""
+    """Add a command that takes any words, and whose error names the missing package."""
     missing = commands.add_parser(name, help=text, description=text, prefix_chars=NO_PREFIX, add_help=False)
     missing.add_argument("words", nargs="*")
     missing.set_defaults(command=lambda _: from_bench(name, f"slidesparse {name}"))
@@ -80,10 +80,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _refuse_measuring(options: argparse.Namespace, models: list[str]) -> None:
-    """Refuse options that say what to measure where nothing is measured."""
+    """Refuse options of measuring where nothing is measured."""
     instead = "--share" if options.share is not None else "--from" if options.records else None
-    said = {"MODEL": models} | {f"--{name}": vars(options)[name] for name in ("pattern", "dtype", "tokens", "backends")}
-    given = [name for name, value in said.items() if value]
+    names = ("pattern", "dtype", "tokens", "backends")
+    values = {"MODEL": models} | {f"--{name}": vars(options)[name] for name in names}
+    given = [name for name, value in values.items() if value]
     if instead is not None and given:
         remedy = f"leave out {instead} to measure, or leave out the rest"
         raise InputError(instead, got=", ".join(given), needed="none of these: it measures nothing", remedy=remedy)

@@ -1,4 +1,4 @@
-"""The command that prunes: its arguments, and what it prints."""
+"""Command ``prune``: its arguments, and its output."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from slidesparse.offline.outcome import PruneSummary
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
-"""Pruning methods, of which :mod:`slidesparse.pruning` has the code: importing that takes torch, and so seconds."""
+"""Pruning methods of :mod:`slidesparse.pruning`, whose import takes torch, and so seconds."""
 
 
 def add_prune(commands: Commands) -> None:
-    """Add prune."""
+    """Add the command ``prune``."""
     prune = add_command(commands, "prune", together(_prune), "Prune and quantise a Hugging Face checkpoint.")
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
     prune.add_argument("destination", type=named_path, metavar="DST", help="folder to make")
@@ -62,9 +62,7 @@ def add_prune(commands: Commands) -> None:
     text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with text)"
     how.add_argument("--smooth", action=argparse.BooleanOptionalAction, help=text)
     words = prune.add_argument_group("the calibration text")
-    text = (
-        "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: Python's library)"
-    )
+    text = "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: Python's library)"
     add_calibration(words, text)
     machine = prune.add_argument_group("the run")
     text = "say what would be done, how large it would be, and how long it takes; write nothing"

@@ -1,4 +1,4 @@
-"""Command ``recover``: its arguments, and what it prints."""
+"""Command ``recover``: its arguments, and its output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAME = (
     *("minutes", "lr", "window", "eval_windows", "seed", "train", "dtype", "rounding", "micro_batch", "save_minutes"),
     "gradient_checkpointing",
 )
-"""Options that :class:`slidesparse.recovery.options.RecoverOptions` takes as they are."""
+"""Options passed unchanged to :class:`slidesparse.recovery.options.RecoverOptions`."""
 
 
 def add_recover(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""A command that several processes run together: which device each takes, and who speaks."""
+"""Commands that several processes run together: the device of each, and output by the first alone."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
 
 COMMANDS = ("prune", "recover")
-"""The commands that several processes can run together."""
+"""Commands that several processes can run together."""
 
-SPEAK_S = 10.0
-"""Most seconds in which another process has said what is wrong with its arguments, and the launcher ends this one."""
+REPORT_S = 10.0
+"""Most seconds until another process has reported wrong usage, and the launcher ends this one."""
 
 
-def is_said_by_another(words: Sequence[str]) -> bool:
-    """Return whether another process of this machine has the same words, and says what is wrong with them."""
+def another_reports(words: Sequence[str]) -> bool:
+    """Return whether another process of this machine has the same words, and reports their errors."""
     own = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
     return bool(words) and words[0] in COMMANDS and is_one_of_several() and own not in ("", "0")
 
 
-def let_another_speak() -> None:
-    """Wait before this process ends: a launcher that sees it end ends the one that has to speak."""
+def wait_for_report() -> None:
+    """Wait before this process ends, since a launcher would then end the reporting one too."""
     try:
-        time.sleep(SPEAK_S)
-    except KeyboardInterrupt:  # the launcher has seen that the other one ended
+        time.sleep(REPORT_S)
+    except KeyboardInterrupt:  # from the launcher, since the other one has ended
         return
 
 
 def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that all processes of a run do together, and in which the first one speaks."""
+    """Return a command that all processes of a run execute together, with output by the first one."""
 
     def command(options: argparse.Namespace) -> int:
-        with joined() as ranks, _one_voice(ranks, options):
+        with joined() as ranks, _first_prints(ranks, options):
             return run(options, ranks)
 
     return command
 
 
 @contextmanager
-def _one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
-    """Show bars and warnings of the first process alone, and of the others only what ``--verbose`` adds."""
+def _first_prints(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
+    """Show bars and warnings of the first process alone, and of the others only those of ``--verbose``."""
     from slidesparse.base.progress import quietly
 
     with ExitStack() as stack:
@@ -66,5 +66,5 @@ def _one_voice(ranks: Ranks, options: argparse.Namespace) -> Iterator[None]:
 
 
 def own_device(ranks: Ranks, device: str) -> str:
-    """Return the GPU of this process when ``cuda`` is asked for: that of its number among those of the machine."""
+    """Return the device of this process: for ``cuda`` the GPU of its local rank."""
     return f"cuda:{ranks.local}" if device == "cuda" and ranks.world > 1 else device

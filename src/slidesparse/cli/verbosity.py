@@ -1,8 +1,8 @@
-"""How much a command says besides its result: ``--verbose`` and ``--quiet``.
+"""Output of a command besides its result: ``--verbose`` and ``--quiet``.
 
-Usually: progress bars of ours on a terminal, warnings and advice of ours as one line each, and nothing of other
-libraries. Quiet: the result and errors alone. Verbose: what each layer runs on, and the bars, warnings and reports of
-other libraries too.
+By default: our progress bars on a terminal, our warnings and advice as one line each, and nothing of other libraries.
+Quiet: the result and errors alone. Verbose: the backends of each layer, and the bars, warnings and reports of other
+libraries too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """Settings that transformers, huggingface_hub, compressed-tensors' logger, torch's sockets and vLLM read when they are
-imported, which no command has done yet."""
+imported, which comes later."""
 
 
 @contextmanager
 def verbosity(options: argparse.Namespace) -> Iterator[None]:
-    """Say as much as the options ``verbose`` and ``quiet`` ask for, both of which may be missing, for a block."""
+    """Set the output of a block by the options ``verbose`` and ``quiet``, which may be missing."""
     verbose, quiet = getattr(options, "verbose", False), getattr(options, "quiet", False)
     with ExitStack() as stack:
         handler = logging.StreamHandler(sys.stderr)
@@ -66,7 +66,7 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def _warnings(verbose: bool, quiet: bool) -> Iterator[None]:
-    """Show warnings of ours as one line each, unless quiet, and others only when verbose."""
+    """Show our warnings as one line each, unless quiet, and others only when verbose."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 

@@ -1,1 +1,1 @@
-"""``slidesparse demo``: a real encoder, pruned, proved exact and shown."""
+"""``slidesparse demo``: a real encoder, pruned, proved exact and plotted."""

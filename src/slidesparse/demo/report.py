@@ -45,7 +45,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """The results of the demonstration: what ran where, how long with loading, and dense first, then the patterns."""
+    """The results of the demonstration: seconds with loading, and a row for dense, then for each pattern."""
 
     model: str
     device: str

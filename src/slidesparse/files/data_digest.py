@@ -1,7 +1,7 @@
-"""The digest of data on disk or in memory, by which damage is noticed: a flipped bit, a lost page, half a copy.
+"""The digest of data on disk or in memory, which detects damage: a flipped bit, a lost page, half a copy.
 
-It does not resist somebody who means to deceive: who can write the data can write its digest too. So it need not be
-slow: CRC-32 runs at more than 1 GB/s a core on any processor, and SHA-256 only on those with instructions for it.
+It resists no attacker, who could write the digest along with the data. So it can be fast: CRC-32 runs at more than
+1 GB/s a core on any processor, SHA-256 only on those with instructions for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 1 << 20
 """Bytes that one CRC-32 covers. Damage within a block goes unnoticed once in four billion times."""
 
 THREADS = 8
-"""Most threads; more than that wait for memory."""
+"""Most threads; more would wait for memory."""
 
 
 def data_digest(tensor: torch.Tensor) -> str:
@@ -38,7 +38,7 @@ def data_digest(tensor: torch.Tensor) -> str:
 
 
 class RunningDigest:
-    """The digest of data that come one part after the other: that of :func:`data_digest` of all of them."""
+    """The :func:`data_digest` of data that come in parts."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: their files come into huggingface_hub's own cache, and are read there.
+"""Models of the Hugging Face hub, fetched into huggingface_hub's own cache and read there.
 
-Revisions, tokens, the place of the cache and the offline mode are huggingface_hub's: ``HF_TOKEN``, ``HF_HOME``,
-``HF_HUB_OFFLINE``, ``HF_ENDPOINT``. Pickles and Python code are not fetched.
+Revisions, tokens, the cache and the offline mode are huggingface_hub's: ``HF_TOKEN``, ``HF_HOME``, ``HF_HUB_OFFLINE``,
+``HF_ENDPOINT``. Pickles and Python code are not fetched.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<c
 
 
 class HubModel(NamedTuple):
-    """Where in a hub a folder comes from: ``namespace/name``, and the commit of the files."""
+    """A model of a hub: ``namespace/name``, and the commit of the files."""
 
     repository: str
     commit: str
 
 
 def source_folder(source: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint: a local one, or that of a model of the hub, which is fetched when needed.
+    """Return the folder of a checkpoint: a local one, or that of a model of the hub, fetched if needed.
 
-    A local folder comes before a model of the same name. A path that is no ``namespace/name`` is never looked for on
-    the hub, nor is a :class:`~pathlib.Path`.
+    A local folder comes before a model of the same name. Only text of the form ``namespace/name`` is looked up on the
+    hub, never a :class:`~pathlib.Path`.
 
     Raises:
         InputError: The source is no path, or is a local folder and has a revision.
@@ -75,7 +75,7 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
-    """Bring the weights and descriptions of a model into huggingface_hub's cache, and return their folder there.
+    """Fetch a model's weights and descriptions into huggingface_hub's cache, and return their folder there.
 
     Raises:
         CheckpointError: It cannot be fetched, and is not in the cache.
@@ -97,7 +97,7 @@ def fetch(repository: str, revision: str | None = None) -> Path:
 
 
 def describe_model(repository: str) -> str | None:
-    """Return the licence of a hub's model and the bytes that :func:`fetch` would fetch; None where no hub says so."""
+    """Return a line on the licence of a hub's model and the bytes to fetch; None where the hub has no answer."""
     if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
         return None
     from huggingface_hub import HfApi, constants
@@ -106,7 +106,7 @@ def describe_model(repository: str) -> str | None:
     try:
         ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
         found = ask(repository, timeout=limit, files_metadata=True)
-    except Exception:  # what is wrong is said when it is fetched
+    except Exception:  # fetching will report it
         return None
     sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
     wanted = filter_repo_objects(sizes, allow_patterns=[*FETCHED], ignore_patterns=[*OTHER_WEIGHTS])
@@ -115,7 +115,7 @@ def describe_model(repository: str) -> str | None:
 
 
 def hub_model(folder: Path) -> HubModel | None:
-    """Return where in a hub a folder of huggingface_hub's cache comes from; None for any other folder.
+    """Return the hub's model of a folder in huggingface_hub's cache; None for any other folder.
 
     >>> hub_model(Path("/cache/models--Qwen--Qwen2.5-7B/snapshots/d149729398750b98"))
     HubModel(repository='Qwen/Qwen2.5-7B', commit='d149729398750b98')
@@ -126,12 +126,12 @@ def hub_model(folder: Path) -> HubModel | None:
 
 @contextmanager
 def _explained(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn whatever goes wrong while a model is fetched into one line."""
+    """Turn any error of a fetch into one line."""
     from huggingface_hub import constants, errors
 
     try:
         yield
-    except Exception as error:  # of the network, in the classes of whichever library huggingface_hub builds on
+    except Exception as error:  # network errors have the classes of the library that huggingface_hub builds on
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some space, or let HF_HOME name another place, and run again: it goes on from there"
             raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error

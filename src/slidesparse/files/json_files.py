@@ -13,7 +13,7 @@ from slidesparse.errors import CheckpointError, InputError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a CheckpointError says that the file is missing or holds anything else."""
+    """Read a JSON object; a CheckpointError where the file is missing or holds anything else."""
     try:
         value = load_json(path, non_finite=True)  # configs of Mamba models hold Infinity
     except FileNotFoundError as error:
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_index(path: Path, shards: Mapping[str, Iterable[str]], n_bytes: int) -> None:
-    """Write the index of a checkpoint: file name -> its tensors, and the bytes of all of these."""
+    """Write the index of a checkpoint, from file name -> its tensors, and their bytes in all."""
     weight_map = {tensor: shard for shard, tensors in shards.items() for tensor in tensors}
     write_json(path, {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
 

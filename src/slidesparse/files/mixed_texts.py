@@ -1,4 +1,4 @@
-"""Several texts, each with a weight: its share of what is taken of all of them."""
+"""Several texts, each with a weight: its share of the mixture."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slidesparse.errors import InputError
 
 @dataclass(frozen=True)
 class WeightedText:
-    """A text and its weight: see :func:`offline.calibrate.texts.read_documents` for what ``file`` may be."""
+    """A text and its weight; :func:`offline.calibrate.texts.read_documents` reads ``file``."""
 
     file: str
     weight: float = 1.0
 
 
 def weighted(text: str) -> WeightedText:
-    """Return what ``FILE`` or ``FILE:WEIGHT`` means; a file whose whole name is this comes first.
+    """Parse ``FILE`` or ``FILE:WEIGHT``; a file of this whole name comes first.
 
     Raises:
         InputError: The weight is not above zero.
@@ -42,7 +42,7 @@ def weighted(text: str) -> WeightedText:
 
 
 def without_folder(text: str) -> str:
-    """Return ``FILE`` or ``FILE:WEIGHT`` with the name of the file alone; what is no file here stays as it is.
+    """Remove the folder from ``FILE`` or ``FILE:WEIGHT``; names of data sets stay as they are.
 
     >>> without_folder("owner/data:python")
     'owner/data:python'
@@ -52,14 +52,14 @@ def without_folder(text: str) -> str:
 
 
 def shares(texts: Sequence[WeightedText], total: int) -> list[int]:
-    """Divide a number by weights, the remainders to those that lost most by rounding down.
+    """Divide a number by weights; remainders go to those that lost most by rounding down.
 
     >>> shares([WeightedText("a", 2), WeightedText("b"), WeightedText("c")], 6)
     [3, 2, 1]
     """
     exact = [total * one.weight / sum(each.weight for each in texts) for one in texts]
-    found = [math.floor(one) for one in exact]
-    order = sorted(range(len(texts)), key=lambda index: (found[index] - exact[index], index))
-    for index in order[: total - sum(found)]:
-        found[index] += 1
-    return found
+    counts = [math.floor(one) for one in exact]
+    order = sorted(range(len(texts)), key=lambda index: (counts[index] - exact[index], index))
+    for index in order[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

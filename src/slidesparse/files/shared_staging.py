@@ -1,8 +1,8 @@
-"""Write one folder with several processes: the first makes the place of work and gives the folder its name.
+"""Write one folder with several processes: the first creates the working folder and renames the output.
 
-All processes write into the place of :mod:`slidesparse.files.staging`, which must be in a folder that all machines see.
-Only the first holds its lock. A file gets its name when it is complete, whoever writes it, so that a killed process
-leaves nothing half-written, and the next run takes over what any of them finished.
+All processes write into the working folder of :mod:`slidesparse.files.staging`, which all machines must see. Only the
+first holds its lock. A file gets its name when it is complete, so that a killed process leaves nothing half-written,
+and the next run takes over all finished files.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def staged_together(
     n_bytes: int,
     as_written: OptionName = str,
 ) -> Iterator[Workplace]:
-    """Give all processes one place to write in: see :func:`slidesparse.files.staging.staged`.
+    """Open one working folder for all processes: see :func:`slidesparse.files.staging.staged`.
 
     The output gets its name when every process has left the block without an exception.
 
     Raises:
         LostRank: Another process has ended.
-        CheckpointError: As of :func:`~slidesparse.files.staging.staged`; or a process does not see the place of work.
+        CheckpointError: As :func:`~slidesparse.files.staging.staged`; or a process does not see the working folder.
         InputError: A process was started with other options or another source.
     """
     if ranks.is_first:
@@ -62,7 +62,7 @@ def staged_together(
 
 
 def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any], as_written: OptionName) -> None:
-    """Refuse processes that would write something else or elsewhere, in all of them before any has written a file."""
+    """Refuse processes with another record or folder, in all of them and before any has written a file."""
     records = ranks.gather(as_stored(record))  # the first process comes when its record is written
     path = work.path / RECORD
     seen = ranks.gather(path.exists() and read_json(path) == records[0])

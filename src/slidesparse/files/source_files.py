@@ -1,7 +1,7 @@
-"""The other files of a checkpoint that is pruned: which are copied, which are not, and which stop the work.
+"""The other files of a checkpoint to prune: those copied, those left out, and those that stop the work.
 
-Whoever made the checkpoint chose its files, so none is believed to be what its name says. A link may lead to the user's
-own files, which then would be in a folder that is given on. All are looked at before any work is done.
+The author of the checkpoint chose its files, so none is trusted to be what its name says. A link may lead to the user's
+own files, which would then be published along. All are checked before any work is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slidesparse.base.whole_file import read_whole, readable_name, replace_file
 from slidesparse.errors import CheckpointError, InputError
 
 Links = Literal["refuse", "copy", "skip"]
-"""What happens to links that lead out of the source: an error, copies of what is there, or nothing but their names."""
+"""Treatment of links out of the source: an error, a copy of the target, or only a report of their names."""
 
 WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb|distcp|nemo|engine)"
@@ -28,11 +28,11 @@ WEIGHTS = re.compile(
     r"|^(hf_quant|quant|quantize|adapter)_config\.json$",
     re.IGNORECASE,
 )
-"""Names of files that hold weights, the index of them, or how other weights are quantised, in the form of any library.
-Servers go by a left-over hf_quant_config.json."""
+"""Names of files of any library with weights, their index or their quantisation. Servers follow a left-over
+hf_quant_config.json."""
 
 CODE = re.compile(r"\.(py|pyc|pyd|so|dll|dylib|pkl|pickle|joblib)$", re.IGNORECASE)
-"""Names of files that a program may run."""
+"""Names of files with code."""
 
 CODE_KEY = "auto_map"
 """Key under which JSON files name classes of Python files, here or in any model of a hub."""
@@ -53,7 +53,7 @@ class SourceFiles:
 
     Attributes:
         copied: Files to copy.
-        not_copied: Names of files with code or other copies of the weights, and of what describes those.
+        not_copied: Names of files with code, or with other copies of the weights and their descriptions.
         links: Names of links that lead out of the source, or nowhere, and are left out.
     """
 
@@ -67,7 +67,7 @@ class SourceFiles:
         return sum(file.n_bytes for file in self.copied)
 
     def set_aside(self, name: str, mark: str) -> tuple[SourceFiles, str | None]:
-        """Return the files with one of them under another name, and that name; None where there is no such file."""
+        """Rename one of the files; return the files and its new name, None where there is no such file."""
         names = {str(file.name) for file in self.copied}
         if name not in names:
             return self, None
@@ -78,31 +78,30 @@ class SourceFiles:
         return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the contents of the files into a folder, without what names code."""
+        """Copy the contents of the files into a folder, without entries that name code."""
         for file in self.copied:
             target = folder / file.name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file.path, target)
-            said = _json(target)
-            if (without := without_code(said)) != said:
+            content = _json(target)
+            if (without := without_code(content)) != content:
                 replace_file(target, json.dumps(without, indent=2, ensure_ascii=False))
 
 
 def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") -> SourceFiles:
-    """Look at all files of a source, before anything is done with them.
+    """Check all files of a source, before anything is done with them.
 
     Names that begin with a dot are passed over: ``.git``, ``.cache``. Weights in folders that ``modules.json`` names
     (the ``2_Dense`` of a sentence encoder) are other parts of the model, and copied; all others are duplicates.
 
     Args:
         folder: The checkpoint.
-        rewritten: Names of the files that pruning makes anew: config.json, the index, the shards.
-        links: What to do with links that lead out of the folder. Those of a hub's cache, whose snapshots are links to
-            its blobs, do not.
+        rewritten: Names of the files that pruning writes anew: config.json, the index, the shards.
+        links: Treatment of links out of the folder. A hub's cache, whose snapshots link to its blobs, has none.
 
     Raises:
-        CheckpointError: A link leads out and is not to be followed, or leads nowhere or to a folder; or there is
-            something else than a file, or a file that cannot be read.
+        CheckpointError: A link leads out and is refused, or leads nowhere or to a folder; or an entry is no file, or
+            cannot be read.
     """
     inside, modules = _own_folders(folder), _modules(folder)
     copied: list[SourceFile] = []
@@ -121,8 +120,8 @@ def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") ->
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
             got = "no permission" if os.path.isfile(path) else "no file"
             raise CheckpointError(f"{folder / name} cannot be copied", got=got)
-        said = _json(Path(path))
-        if said != without_code(said):
+        content = _json(Path(path))
+        if content != without_code(content):
             not_copied.append(f"{CODE_KEY} of {readable_name(name)}")
         if not is_rewritten:
             copied.append(SourceFile(name, path, os.path.getsize(path)))
@@ -130,21 +129,21 @@ def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") ->
 
 
 def _names(folder: Path) -> list[Path]:
-    """Return the names of everything but folders; links to folders are not followed."""
+    """Return the names of all entries but folders; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise CheckpointError(f"{error.filename} cannot be read", got=error.strerror) from error
 
-    found = []
+    names = []
     for where, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
-        found += [Path(where, name).relative_to(folder) for name in (*links, *files) if not name.startswith(".")]
-    return sorted(found)
+        names += [Path(where, name).relative_to(folder) for name in (*links, *files) if not name.startswith(".")]
+    return sorted(names)
 
 
 def _own_folders(folder: Path) -> list[str]:
-    """Return the folders to which links may lead: the checkpoint's own, and the blobs of a hub's cache beside it."""
+    """Return the allowed targets of links: the checkpoint's own folder, and the blobs of a hub's cache beside it."""
     top = os.path.realpath(folder)
     above, name = os.path.split(os.path.dirname(top))
     return [top, os.path.join(above, "blobs")] if name == "snapshots" else [top]
@@ -158,7 +157,7 @@ def _is_left_out(name: Path, modules: list[Path]) -> bool:
 
 
 def _refused_link(link: Path, path: str, links: Links, inside: list[str]) -> CheckpointError | None:
-    """Return why a link that leads to a path is not followed; None for one that is."""
+    """Return the error for a link to a path that is not followed, else None."""
     remedy = "remove it, or leave it out with --links skip"
     if not os.path.exists(path):
         why = "a link that leads nowhere"
@@ -171,22 +170,22 @@ def _refused_link(link: Path, path: str, links: Links, inside: list[str]) -> Che
     return CheckpointError(f"{link} is {why}", got=path, remedy=remedy)
 
 
-def without_code(said: Any) -> Any:
-    """Return a value of JSON without what names code; a token of that name, whose value is a number, stays."""
-    if isinstance(said, dict):
-        kept = {key: one for key, one in said.items() if key != CODE_KEY or not isinstance(one, dict)}
+def without_code(value: Any) -> Any:
+    """Remove the entries of a JSON value that name code; a token of that name, whose value is a number, stays."""
+    if isinstance(value, dict):
+        kept = {key: one for key, one in value.items() if key != CODE_KEY or not isinstance(one, dict)}
         return {key: without_code(one) for key, one in kept.items()}
-    return [without_code(one) for one in said] if isinstance(said, list) else said
+    return [without_code(one) for one in value] if isinstance(value, list) else value
 
 
 def _json(path: Path) -> Any:
-    """Return what a JSON file says that may name code; None for all other files."""
+    """Read a JSON file that may name code; None for all other files."""
     if path.suffix.lower() != ".json":
         return None
     try:
         content = read_whole(path, MAX_BYTES)
         return parse_json(content, str(path), non_finite=True) if re.search(rb"auto_map|\\u00[567]", content) else None
-    except InputError:  # no JSON, and so nothing that anybody reads
+    except InputError:  # no JSON, so no program reads it
         return None
 
 

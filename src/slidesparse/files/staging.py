@@ -8,10 +8,9 @@
     kept/        other files from which a run goes on (layers that calibration has pruned)
     failed       the error with which the last run ended, if it ended with one
 
-It stays when a run is killed, and a second run with the same record takes the finished files over, after it has
-compared them with their digests. A run with another record refuses, so that hours of work are not lost. Only after an
-error does it take the place of the earlier run, since other options are the usual remedy. Where nothing is finished,
-nothing is left.
+It stays when a run is killed. A second run with the same record checks the finished files against their digests and
+takes them over. A run with another record refuses, so that hours of work are not lost; only after an error does it
+replace the earlier run, since other options are the usual remedy. Where nothing is finished, nothing is left.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from slidesparse.files.write_errors import locked, require_space, write_errors
 RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
 
 OptionName: TypeAlias = Callable[[str], str]
-"""Function that gives the name of a field of options as a user writes it."""
+"""Function from a field of options to the option as a user writes it."""
 
 LAYOUT = 2
-"""Version of the place of work, part of every record: a run does not go on from the files of another version."""
+"""Version of the working folder, part of every record: a run does not resume from another version."""
 
 
 class Workplace:
-    """The place in which a folder is written.
+    """The working folder in which an output is written.
 
     Attributes:
         path: ``NAME.partial``.
-        output: The folder that becomes ``NAME``; a run that writes a file puts that in its place.
-        kept: Holds files that are not part of the output, from which a run goes on.
-        describe: Says what is kept, in the line of a run that ends early; a command may put its own words there.
-        is_shared: Whether other processes may still write here when an error ends this one, which so removes nothing.
+        output: The folder that becomes ``NAME``; a run that writes a file sets its path here.
+        kept: Folder of intermediate files from which a run resumes.
+        describe: Describes the kept files in the line of a run that ends early; a command may set its own.
+        is_shared: Whether other processes may still write here when an error ends this one, which then removes nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,22 +61,22 @@ class Workplace:
         self.is_shared = False
 
     def finish(self, name: str, digests: Mapping[str, str]) -> None:
-        """Note that a file of the output is complete, with the digests of its tensors."""
+        """Record that a file of the output is complete, with the digests of its tensors."""
         size = (self.output / name).stat().st_size
         write_json(self.notes / f"{name}.json", {"bytes": size, "digests": dict(digests)})
 
     def is_finished(self, name: str, tensors: Mapping[str, Stored]) -> bool:
-        """Say whether an earlier run has finished a file of the output, and it still holds what was written.
+        """Return whether an earlier run has finished a file of the output, and the file is still intact.
 
-        Reads all of the file. A file of other tensors, types, shapes or data than were written is not finished.
+        Reads all of the file, and compares its tensors, types, shapes and data.
         """
         path, note = self.output / name, self.notes / f"{name}.json"
         if not note.exists():
             return False
         try:
-            found, reader = read_json(note), TensorReader(path)
-            digests = decode(dict[str, str], found.get("digests"), "digests")
-            same = (path.stat().st_size, reader.stored, set(digests)) == (found["bytes"], dict(tensors), set(tensors))
+            noted, reader = read_json(note), TensorReader(path)
+            digests = decode(dict[str, str], noted.get("digests"), "digests")
+            same = (path.stat().st_size, reader.stored, set(digests)) == (noted["bytes"], dict(tensors), set(tensors))
             if same and not path.is_symlink() and all(reader.digest(one) == digests[one] for one in tensors):
                 return True
         except (SlideSparseError, KeyError) as error:
@@ -86,7 +85,7 @@ class Workplace:
         return False
 
     def files(self) -> int:
-        """Return the number of files from which another run can go on; none after the output has got its name."""
+        """Return the number of files from which another run can resume; 0 once the output has its name."""
         if not self.output.exists():
             return 0
         return sum(path.is_file() and path.suffix != ".tmp" for at in (self.notes, self.kept) for path in at.rglob("*"))
@@ -100,7 +99,7 @@ class Workplace:
 def staged(
     destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int, as_written: OptionName = str
 ) -> Iterator[Workplace]:
-    """Give a place to write in, whose output becomes ``destination`` when the block ends without an exception.
+    """Open a working folder, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
         destination: Must not exist.
@@ -136,9 +135,7 @@ def staged(
 def bytes_to_write(
     destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int, as_written: OptionName = str
 ) -> int:
-    """Return how many bytes :func:`staged` would still write, or raise what it would raise.
-
-    The space on the disk and permissions are not looked at.
+    """Return the bytes that :func:`staged` would still write, or raise its errors, but for space and permissions.
 
     Raises:
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
@@ -153,7 +150,7 @@ def bytes_to_write(
 
 
 def new_folder(destination: Path, source: Path) -> Path:
-    """Return the absolute path of a folder to make, and refuse those that cannot be made.
+    """Return the absolute path of a folder to make, and refuse impossible ones.
 
     Raises:
         CheckpointError: It has no name (``foo/..``), exists, is the source, lies inside it or below a file.
@@ -169,7 +166,7 @@ def new_folder(destination: Path, source: Path) -> Path:
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
     if Path(os.path.realpath(partial_folder(real))) == source:
         raise CheckpointError(
-            f"{partial_folder(destination)} is the source and the place to work in", remedy="choose another destination"
+            f"{partial_folder(destination)} is the source and the working folder", remedy="choose another destination"
         )
     try:
         os.lstat(partial_folder(real))
@@ -182,7 +179,7 @@ def new_folder(destination: Path, source: Path) -> Path:
 
 
 def _give_name(work: Workplace, destination: Path) -> None:
-    """Give the output its name, unless something has got that name since the run began."""
+    """Rename the output to its destination, unless that was made since the run began."""
     if os.path.lexists(destination):
         raise CheckpointError(
             f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
@@ -192,12 +189,12 @@ def _give_name(work: Workplace, destination: Path) -> None:
 
 
 def partial_folder(destination: Path) -> Path:
-    """Return the place of work of a folder to make."""
+    """Return the working folder of a destination."""
     return destination.with_name(f"{destination.name}.partial")
 
 
 def _make(partial: Path) -> list[Path]:
-    """Make the place of work, and return the folders that were not there before, innermost first."""
+    """Create the working folder, and return all new folders, innermost first."""
     made: list[Path] = []
     try:
         require_unlinked(partial)
@@ -212,20 +209,20 @@ def _make(partial: Path) -> list[Path]:
 
 
 def require_unlinked(partial: Path) -> None:
-    """Refuse to work where a link leads, or where something else than a folder is."""
+    """Refuse a working folder that is a link or no folder."""
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-        found = "a link" if partial.is_symlink() else "no folder"
-        raise CheckpointError(f"{partial} is {found}", remedy=f"remove {partial} and run again")
+        kind = "a link" if partial.is_symlink() else "no folder"
+        raise CheckpointError(f"{partial} is {kind}", remedy=f"remove {partial} and run again")
 
 
 def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as the place of work has it."""
+    """Return a record as the working folder stores it."""
     stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **record}))
     return stored
 
 
 def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: OptionName) -> None:
-    """Refuse a place of work in which another run has work to lose; ``record`` is as stored."""
+    """Refuse a working folder in which another run has work to lose; ``record`` is as stored."""
     path, again = work.path / RECORD, f"remove {work.path} and run again"
     try:
         known = read_json(path) if path.exists() else None
@@ -242,7 +239,7 @@ def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: Opti
 
 
 def differences(record: Mapping[str, Any], other: Mapping[str, Any], as_written: OptionName = str) -> list[str]:
-    """Return the names of what differs between two records: options one by one, as a user writes them, all else whole.
+    """Return the names of the differing entries of two records; options one by one, as a user writes them.
 
     >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
     ['pattern']
@@ -258,7 +255,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _begin(work: Workplace, record: dict[str, Any]) -> None:
-    """Clear up what an earlier run has left, and write the record."""
+    """Remove the left-overs of an earlier run, and write the record."""
     for leftover in work.path.rglob("*.tmp"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink()
@@ -273,7 +270,7 @@ def _begin(work: Workplace, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
-    """Leave nothing after an exception if nothing is finished; else say in its message that there is something."""
+    """Remove the working folder after an exception if nothing is finished; else mention it in the message."""
     try:
         with with_what_is_kept(work, destination):
             yield
@@ -286,19 +283,19 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
 
 
 def _what_is_kept(work: Workplace) -> str | None:
-    """Return in words what is kept of a run that ends early; None: nothing."""
+    """Describe the kept files of a run that ends early; None: there are none."""
     try:
         if not work.files():
             return None
         words = work.describe()
-    except Exception:  # of a damaged file, say: the error that ended the run is the one to tell
+    except Exception:  # such as of a damaged file: report the error that ended the run
         words = "what was finished"
     return f"{work.path} keeps {words}"
 
 
 @contextmanager
 def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
-    """Say in an exception's message what is kept, if there is anything, and note there that an error ended the run."""
+    """Mention kept files in an exception's message, and note there that an error ended the run."""
     try:
         yield
     except BaseException as error:
@@ -306,8 +303,8 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
             raise
         kept = _what_is_kept(work)
         if isinstance(error, KeyboardInterrupt):
-            said = f"{kept}, and the same command goes on from there" if kept else f"nothing of {destination} was kept"
-            error.args = (said,)
+            line = f"{kept}, and the same command goes on from there" if kept else f"nothing of {destination} was kept"
+            error.args = (line,)
         elif kept and isinstance(error, LostRank):
             error.args = (f"{error}; {kept}: the same command goes on from there",)
         elif kept and isinstance(error, SlideSparseError):

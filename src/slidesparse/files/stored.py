@@ -1,4 +1,4 @@
-"""Types and shapes of tensors as the header of a safetensors file has them."""
+"""Types and shapes of tensors in the header of a safetensors file."""
 
 from __future__ import annotations
 

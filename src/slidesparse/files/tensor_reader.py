@@ -1,6 +1,6 @@
 """Read a safetensors file, one tensor at a time.
 
-The safetensors library reads. The file is opened for each tensor, so that its pages can be dropped again.
+The file is opened for each tensor, so that its pages can be dropped again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slidesparse.files.data_digest import data_digest
 from slidesparse.files.stored import DIGESTS, Stored
 
 LFS_POINTER = b"version https://git-lfs"
-"""First bytes of a file that git has in the place of a large one."""
+"""First bytes of git-lfs's placeholder for a large file."""
 
 AGAIN = "fetch it or make it again"
 
@@ -32,7 +32,7 @@ class TensorReader:
         path: The file.
         stored: Tensor name -> type and shape.
         metadata: The header's strings.
-        digests: Tensor -> digest of its data, of a file that was written with digests; else empty.
+        digests: Tensor -> digest of its data; empty for a file without digests.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -59,13 +59,13 @@ class TensorReader:
             return tensor
 
     def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Read what a tensor holds at an index of its first dimension, and nothing else of it."""
+        """Read only one index of a tensor's first dimension."""
         with _opened(self.path, device) as file:
             tensor: torch.Tensor = file.get_slice(name)[index]
             return tensor
 
     def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Read one tensor of a file with digests; a CheckpointError where its data are others than were written."""
+        """Read one tensor of a file with digests; a CheckpointError where its data differ from those written."""
         tensor = self.tensor(name)
         if self.digests.get(name) != data_digest(tensor):
             raise CheckpointError(
@@ -82,7 +82,7 @@ class TensorReader:
 
 @contextmanager
 def _opened(path: Path, device: str | torch.device = "cpu") -> Iterator[Any]:
-    """Open a file with the library, whose errors in the block become a CheckpointError that names the file."""
+    """Open a file; the library's errors in the block become a CheckpointError that names the file."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
@@ -93,7 +93,7 @@ def _opened(path: Path, device: str | torch.device = "cpu") -> Iterator[Any]:
 
 
 def _why_unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return an error for a file that the library cannot read, which takes one reason for another."""
+    """Return the error for an unreadable file, with the actual reason, which the library may confuse."""
     if not os.access(path, os.R_OK):
         return CheckpointError(f"{path} cannot be read", got="no permission")
     with open(path, "rb") as file:

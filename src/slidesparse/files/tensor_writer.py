@@ -1,8 +1,7 @@
 """Write a safetensors file, one tensor at a time.
 
-The safetensors library wants all tensors of a file in memory, and a shard may be larger than that. The format is eight
-bytes of header length, a JSON header, the data. All shapes are known before, so the header goes first and the tensors
-follow in any order.
+The safetensors library needs all tensors of a file in memory, and a shard may be larger than that. The format is eight
+bytes of header length, a JSON header, the data. All shapes are known in advance, so tensors can follow in any order.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class TensorWriter:
 
     Args:
         path: The file.
-        tensors: Name -> type and shape of everything that will be written.
+        tensors: Name -> type and shape of every tensor of the file.
         metadata: Strings for the header's ``__metadata__``.
 
     Attributes:
-        digests: Tensor -> digest of its data, of those written so far.
+        digests: Written tensor -> digest of its data.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None) -> None:
@@ -52,7 +51,7 @@ class TensorWriter:
         self.temporary = path.with_name(f"{path.name}.{token_hex(8)}.tmp")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, which must have the type and shape announced."""
+        """Write one tensor of the announced type and shape."""
         stored = self.tensors[name]
         n_bytes = tensor.numel() * tensor.element_size()
         same_type = STORED_NAMES.get(tensor.dtype, stored.dtype) == stored.dtype
@@ -66,7 +65,7 @@ class TensorWriter:
         self.missing.discard(name)
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Write one tensor, which comes in parts of its type: what it holds at each index of its first dimension."""
+        """Write one tensor from its parts, one for each index of its first dimension."""
         stored, digest, count = self.tensors[name], RunningDigest(), 0
         self.file.seek(len(self.header) + self.offsets[name][0])
         for part in parts:

@@ -1,4 +1,4 @@
-"""What stops a write: another run that holds the lock, a disk that is full, a folder that may not be written."""
+"""Obstacles to a write: a lock of another run, a full disk, a folder without write permission."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slidesparse.errors import CheckpointError
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a folder's lock for a block, or refuse: ``another run is writing FOLDER``.
+    """Hold a folder's lock for a block.
 
     Raises:
         CheckpointError: Another process, or another block of this one, holds it, or has just removed the folder.
@@ -35,11 +35,10 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def write_errors(where: Path, remedy: str) -> Iterator[None]:
-    """Explain the errors of a disk or a folder in which nothing can be written.
+    """Explain errors of writing to a disk or a folder.
 
     Raises:
-        CheckpointError: The disk or the user's share of it is full, a file is larger than is allowed, or the user may
-            not write there.
+        CheckpointError: The disk or the user's quota is full, a file is larger than allowed, or permission is missing.
     """
     try:
         yield
@@ -58,7 +57,7 @@ def write_errors(where: Path, remedy: str) -> Iterator[None]:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Raise a CheckpointError for more bytes than are free on the disk of a path, which need not exist."""
+    """Raise a CheckpointError where the disk of a path, which need not exist, has too little space."""
     free = shutil.disk_usage(innermost_folder(path.parent)).free
     if needed > free:
         raise CheckpointError(
@@ -70,7 +69,7 @@ def require_space(path: Path, needed: int) -> None:
 
 
 def innermost_folder(path: Path) -> Path:
-    """Return the innermost folder of a path that exists: the path itself, or where it would be made."""
+    """Return the innermost existing folder of a path."""
     path = path.absolute()
     while not os.path.exists(path):
         path = path.parent

@@ -1,13 +1,13 @@
-"""Plugins for servers: no mathematics, and nothing of a server's is imported until it asks.
+"""Plugins for servers: no mathematics, and no import of a server before it calls.
 
 A plugin subclasses its server's configuration of compressed-tensors, and wraps the scheme of every linear that the
-marker names. Files here are what plugins share; a plugin adds its server's classes and nothing else.
+marker names. Files here are shared by plugins; a plugin adds only its server's classes.
 
-A loaded shard goes to :func:`slidesparse.layer.settle.settle`, which says what becomes of it.
+:func:`slidesparse.layer.settle.settle` decides on each loaded shard.
 """
 
 NAME = "slidesparse"
-"""The name of the quantisation method, and of the key that holds a user's options."""
+"""The name of the quantisation method, and of the key of a user's options."""
 
 SPARSE_TENSOR_CORES = 80
 """Compute capability, times ten, of the first GPUs with Sparse Tensor Cores: Ampere."""

@@ -1,4 +1,4 @@
-"""Settle the experts of a layer that a server has loaded: packed, or left to the server with the reason.
+"""Settle the loaded experts of a server's layer: packed, or left to the server with the reason.
 
 Parameters, their loaders, sharding and the router are the server's own.
 """
@@ -41,10 +41,10 @@ SHARED = "a shared expert that is one of them follows another pattern"
 
 
 def why_asked(asked: Experts, changed: Mapping[str, str], option: str, server: str) -> str | None:
-    """Return why experts are left to a server before they are loaded, by the user's value of our ``option``; or None.
+    """Return the reason to leave experts to a server before they are loaded, by the user's ``option``; or None.
 
-    ``changed``: the server's options in force that change loaded experts -> what each does. An UnsupportedError where
-    they are to run sparse whatever was measured.
+    ``changed``: active options of the server that change loaded experts -> their effect, an UnsupportedError for
+    experts that the user wants sparse.
     """
     if asked == "dense":
         return f"left to {server}, as asked for"
@@ -61,7 +61,7 @@ def why_asked(asked: Experts, changed: Mapping[str, str], option: str, server: s
 
 
 def why_unfit(layer: Any) -> str | None:
-    """Return why the tensors of loaded experts cannot be packed, in words; None where they can."""
+    """Return the reason why the tensors of loaded experts cannot be packed; None where they can."""
     if getattr(layer, "w13_bias", None) is not None:
         return "they have a bias"
     if getattr(layer, "w13_input_scale", None) is not None:
@@ -80,8 +80,8 @@ class LoadedExperts:
     Attributes:
         kind: Their kind.
         weights: [E, 2I, H] and [E, H, I of this rank].
-        starts: The column of the pattern's groups at which each begins.
-        product: What multiplies.
+        starts: Offset of each in the pattern's groups of columns.
+        product: The grouped product.
     """
 
     kind: ExpertKind
@@ -93,11 +93,11 @@ class LoadedExperts:
 def find_loaded(
     layer: Any, named: NamedExperts, everywhere: int, top_k: int, *, rank: int = 0, shared: int = 0
 ) -> LoadedExperts | str:
-    """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
+    """Return the loaded experts of a layer with their patterns, or the reason why they cannot be packed.
 
     ``layer`` has ``w13_weight`` [E, 2I, H], ``w2_weight`` [E, H, I of this ``rank``], and their scales. The last
-    ``shared`` of them were pruned as linears. One of the others that does not satisfy the pattern which the checkpoint
-    names is a PatternViolation. ``everywhere``: experts on all GPUs; ``top_k``: of a token.
+    ``shared`` experts were pruned as linears. Another one that violates the checkpoint's pattern is a PatternViolation.
+    ``everywhere``: experts on all GPUs; ``top_k``: experts of a token.
     """
     if isinstance(named.patterns, str):
         return named.patterns
@@ -129,7 +129,7 @@ def find_loaded(
 def pack_experts(
     layer: Any, experts: LoadedExperts, warmup: WarmUp | None, quantiser: Quantiser = "vllm"
 ) -> SlideExperts:
-    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are."""
+    """Pack experts, and warm up the first ones of a kind; their dense weights stay in the layer."""
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
     for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
@@ -142,18 +142,18 @@ def pack_experts(
 
 
 class PackingExperts:
-    """What changes in a server's method or scheme of experts when they are packed: :func:`with_packing` joins the two.
+    """Mixin for a server's method or scheme of experts, which packs them at load: see :func:`with_packing`.
 
-    A plugin's subclass adds what its server does. ``slide_find(layer)`` returns :class:`LoadedExperts`, or why there
-    are none; ``slide_forms(layer)`` what runs the server's own, what makes of packed ones what runs these, and in what
-    context both are measured, or why they cannot be; ``slide_settled(layer, found, reason)`` notes what became of them,
-    and frees the weights of packed ones.
+    A plugin's subclass implements ``slide_find(layer)``, which returns :class:`LoadedExperts` or the reason why there
+    are none; ``slide_forms(layer)``, which returns the stock experts' run, a maker of the packed ones' run, and the
+    context of both measurements, or the reason why they cannot be measured; and ``slide_settled(layer, found,
+    reason)``, which notes the outcome and frees the weights of packed experts.
 
     Attributes:
-        slide_named: What the checkpoint says of the experts.
+        slide_named: The experts' name and patterns in the checkpoint.
         slide_model: The plugin's state of the model, with ``options``, ``tuner`` and ``warmup``.
-        slide_log: Where lines go.
-        slide_quantiser: Whose expressions quantise activations.
+        slide_log: The plugin's logger.
+        slide_quantiser: Server whose rounding of activations is reproduced.
         slide: Packed experts; None: the server's own run.
         slide_stays_dense: They were left to the server when they were loaded first.
     """
@@ -166,13 +166,13 @@ class PackingExperts:
     slide_stays_dense = False
 
     def slide_again(self) -> None:
-        """Do nothing about packed experts that were loaded again: the server refused it."""
+        """Ignore packed experts that were loaded again: the server refused it."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        """Pack the experts, or let the server go on with them; experts that were left to it are so when loaded again.
+        """Pack the experts, or leave them to the server, then also when they are loaded again.
 
         Raises:
-            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
+            PatternViolation: A weight violates the checkpoint's pattern.
         """
         process = partial(super().process_weights_after_loading, layer)  # type: ignore[misc]
         if self.slide is not None:
@@ -200,14 +200,14 @@ class PackingExperts:
         device = None if isinstance(found, str) else found.weights[0].device
         del found
         if device is not None:
-            give_blocks_back(device)  # or the next layer's, a little smaller, would each take a whole dense block
+            give_blocks_back(device)  # else the next layer's packed weights, a little smaller, would take dense blocks
 
     def _choose_form(self: Any, layer: Any, experts: LoadedExperts, process: Callable[[], None]) -> ExpertChoice:
-        """Pack experts where the user asked for it or measured times favour it; else the server's own are ready."""
+        """Pack experts where the user or measured times choose it; else prepare the server's own."""
         tuner, kind, forms = self.slide_model.tuner, experts.kind, self.slide_forms(layer)
-        apart = forms if isinstance(forms, str) else None
-        timed = not self._asked and apart is None and tuner is not None and tuner.wants_experts(kind)
-        choice = None if timed else self._choose(kind, apart)
+        unmeasurable = forms if isinstance(forms, str) else None
+        timed = not self._asked and unmeasurable is None and tuner is not None and tuner.wants_experts(kind)
+        choice = None if timed else self._choose(kind, unmeasurable)
         packed = None
         try:
             if choice is None or choice.sparse:
@@ -220,10 +220,10 @@ class PackingExperts:
         measured = timed and packed is not None
         if measured:
             process()
-            dense, sparse, around = forms
-            with around:
+            dense, sparse, context = forms
+            with context:
                 tuner.measure_experts(kind, {DENSE: dense, GROUPED: sparse(packed)})
-        settled: ExpertChoice = choice or self._choose(kind, apart)
+        settled: ExpertChoice = choice or self._choose(kind, unmeasurable)
         if settled.sparse:
             self.slide = packed
         elif not measured:
@@ -235,16 +235,16 @@ class PackingExperts:
         """Whether the user wants experts sparse wherever possible."""
         return bool(self.slide_model.options.experts == "sparse")
 
-    def _choose(self, kind: ExpertKind, apart: str | None) -> ExpertChoice:
-        if self._asked or apart is not None:
-            return ExpertChoice(self._asked, ASKED_FOR if self._asked else apart or "")
+    def _choose(self, kind: ExpertKind, unmeasurable: str | None) -> ExpertChoice:
+        if self._asked or unmeasurable is not None:
+            return ExpertChoice(self._asked, ASKED_FOR if self._asked else unmeasurable or "")
         tuner = self.slide_model.tuner
         return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
 
 def with_packing(packing: type[PackingExperts], method: Any, named: NamedExperts, model: Any) -> Any:
-    """Return a server's method or scheme as one that packs, of a subclass with the name that the server asks for."""
+    """Return a server's method or scheme with ``packing`` mixed in; the class keeps its name, which servers check."""
     kind: Any = type(type(method).__name__, (packing, type(method)), {})
-    made = kind.__new__(kind)  # what its own constructor did has been done
+    made = kind.__new__(kind)  # not its constructor, which has run; Python cannot assign __class__ across such bases
     made.__dict__.update(method.__dict__, slide_named=named, slide_model=model)
     return made

@@ -1,4 +1,4 @@
-"""Say in one line what all linears of a model gain, by the times that chose their backends."""
+"""The speed-up of all linears of a model in one line, by the times that chose their backends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from slidesparse.gemm import Choice
 from slidesparse.gemm.speed import MEASURED_HERE
 
-TOLD = (16, 64, 256, 1024, 4096, 16384)
-"""The numbers of tokens that the line names, from a decoding step to long prompts, where every linear has a time."""
+TOKENS = (16, 64, 256, 1024, 4096, 16384)
+"""Numbers of tokens in the line, from a decoding step to long prompts, where every linear has a time."""
 
 
 class LoadedLinear(NamedTuple):
@@ -22,28 +22,28 @@ class LoadedLinear(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, choice: Choice | None) -> LoadedLinear:
-        """Return a linear by its weight and the choice of its backends; None where there was none to choose."""
+        """Return a linear from its weight and the choice of its backends, or None."""
         return cls(tuple(weight.shape), {} if choice is None else choice.times(*weight.shape))
 
 
 def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
     """Return a line with the time of all linears over that of dense ones; none without times.
 
-    Beside others that have times, one without runs dense: dense's times of its shape count, where another one has them.
+    A linear without times runs dense, and counts with dense's times of its shape, where another one has them.
     """
     dense = {one.shape: {m: (us, us, here) for m, (_, us, here) in one.times.items()} for one in linears if one.times}
     known = [times for one in linears if (times := one.times or dense.get(one.shape))]
-    tokens = [m for m in TOLD if known and all(m in times for times in known)]
-    # Measuring ends at a server's largest batch, and the prior that goes on from there says nothing about this server.
+    tokens = [m for m in TOKENS if known and all(m in times for times in known)]
+    # Measuring ends at a server's largest batch; beyond that there is only a prior.
     tokens = [m for m in tokens if all(times[m][2] for times in known)] or tokens
     if not tokens:
         return []
     shares = [sum(times[m][0] for times in known) / sum(times[m][1] for times in known) for m in tokens]
     first, *more = zip(shares, tokens, strict=True)
-    told = "{:.2f} of dense's time for {} tokens".format(*first), *("{:.2f} for {}".format(*one) for one in more)
+    parts = "{:.2f} of dense's time for {} tokens".format(*first), *("{:.2f} for {}".format(*one) for one in more)
     who, end = "the linears", ""
     if len(known) < len(linears):
         who, end = f"{len(known)} of {len(linears)} linears", "; the others have no times"
     here = {times[m][2] for times in known for m in tokens}
     origin = f"times {MEASURED_HERE}{' and a prior' if False in here else ''}" if True in here else "a prior"
-    return [f"slidesparse: by {origin} {who} take {', '.join(told)}{end}"]
+    return [f"slidesparse: by {origin} {who} take {', '.join(parts)}{end}"]

@@ -1,7 +1,7 @@
-"""Relate a server's layers to those of a checkpoint: which are ours, by which pattern, and where a shard begins.
+"""Map a server's layers to those of a checkpoint, with their patterns and the start of each shard.
 
-A server fuses layers (``qkv_proj`` is ``q_proj``, ``k_proj`` and ``v_proj``) and names them by its own modules; the
-marker names the layers of the checkpoint. Nothing here needs a server or a GPU.
+A server fuses layers (``qkv_proj`` is ``q_proj``, ``k_proj`` and ``v_proj``) and has its own names; the marker has the
+checkpoint's. This module needs neither a server nor a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slidesparse.models.targets import read_as_matrix
 from slidesparse.weights.pattern import Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
-"""The quantisation method that a checkpoint of ours names: without a plugin it is served dense."""
+"""The quantisation method of our checkpoints, which is served dense without a plugin."""
 
 LEFT_ALONE = "left alone when the checkpoint was pruned"
 
@@ -27,9 +27,9 @@ READ_AS_MATRIX = "latent attention reads its weight as a matrix"
 
 
 def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
-    """Return whether a checkpoint is ours, by its ``quantization_config``, the user's method, or None, and its marker.
+    """Return whether a checkpoint is ours: marked, and the user names no other method; or the user names ours.
 
-    Ours are marked ones, unless the user names another method, and any compressed-tensors one on request.
+    Only compressed-tensors checkpoints can be.
     """
     if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
         return False
@@ -37,7 +37,7 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
 
 
 def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
-    """Return why a server's scheme cannot be ours; None for what can be of its classes ``w8a8``, INT8 and FP8."""
+    """Return the reason why a server's scheme cannot be ours; None for one of ``w8a8``, INT8 and FP8, that can."""
     if not isinstance(scheme, w8a8):
         return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
     if scheme.strategy != "channel" or scheme.is_static_input_scheme:
@@ -51,8 +51,8 @@ def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
 class NamedLayer:
     """A layer of a server, before its weight is known.
 
-    ``pattern`` is the one that the checkpoint names; None: find the tightest that the weight satisfies.
-    ``is_exception``: the checkpoint names the layer itself, and not only a pattern for all others.
+    ``pattern`` is the checkpoint's; None: find the tightest that the weight satisfies. ``is_exception``: the checkpoint
+    names the layer itself, not only a pattern for all others.
     """
 
     name: str
@@ -61,10 +61,10 @@ class NamedLayer:
 
 
 DOWN = ("down_proj", "w2")
-"""Names in checkpoints of an expert's down projection; all others are gate and up."""
+"""Checkpoints' names of an expert's down projection; all others are gate and up."""
 
 JOINED = "gate_up_proj"
-"""The name in checkpoints of gate and up as one weight."""
+"""Checkpoints' name of gate and up as one weight."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class NamedExperts:
 
     Attributes:
         name: The layer's name in the server.
-        patterns: The patterns of gate and up and of down that the checkpoint names; text: why experts with those that
-            it names cannot run sparse; None: find the tightest that the weights satisfy.
+        patterns: The checkpoint's patterns of gate and up, and of down; text: the reason why these cannot run sparse;
+            None: find the tightest that the weights satisfy.
     """
 
     name: str
@@ -82,7 +82,7 @@ class NamedExperts:
 
 
 def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names of the checkpoint's layers that a server runs as one.
+    """Return the checkpoint's names of the layers that a server fuses.
 
     >>> list_parts("model.layers.0.self_attn.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})[1]
     'model.layers.0.self_attn.k_proj'
@@ -92,7 +92,7 @@ def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def why_left(name: str) -> str | None:
-    """Return why a layer keeps its dense weight whatever the marker says of it; None for a layer that need not.
+    """Return the reason why a layer keeps its dense weight, whatever its mark; None for a layer that need not.
 
     >>> why_left("model.layers.0.self_attn.kv_b_proj")
     'latent attention reads its weight as a matrix'
@@ -101,9 +101,9 @@ def why_left(name: str) -> str | None:
 
 
 def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> NamedLayer | None:
-    """Return a layer with the pattern that the marker says; None: it was left alone when the model was pruned.
+    """Return a layer with its marked pattern; None: it was left alone when the model was pruned.
 
-    Parts of a fused layer with different patterns, or with one and without, are a CheckpointError.
+    Parts of a fused layer with different patterns, or with and without one, are a CheckpointError.
     """
     if marker is None:
         return NamedLayer(name, None)
@@ -120,27 +120,27 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
     return None if pattern is None else NamedLayer(name, pattern, any(part in marker.layers for part in parts))
 
 
-def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
-    """Return the experts of a layer with the patterns that the marker says; None: they were left alone.
+def marked_experts(marker: Marker | None, name: str) -> NamedExperts | None:
+    """Return the experts of a layer with their marked patterns; None: they were left alone.
 
     >>> marker = Marker(Pattern(6, 8), experts={"a.experts.*.w1": Pattern(6, 8), "a.experts.*.w3": Pattern(6, 8)})
-    >>> find_experts(marker, "a.experts").patterns
+    >>> marked_experts(marker, "a.experts").patterns
     'not all of them were pruned to one pattern'
     """
     if marker is None:
         return NamedExperts(name, None)
     prefix = f"{name}."
-    found = {weight.rpartition(".")[2]: p for weight, p in marker.experts.items() if weight.startswith(prefix)}
-    if not found:
+    patterns = {weight.rpartition(".")[2]: p for weight, p in marker.experts.items() if weight.startswith(prefix)}
+    if not patterns:
         return None
-    down = {pattern for leaf, pattern in found.items() if leaf in DOWN}
-    gate_up = [pattern for leaf, pattern in found.items() if leaf not in DOWN]
-    both = len(gate_up) == 2 or JOINED in found
+    down = {pattern for leaf, pattern in patterns.items() if leaf in DOWN}
+    gate_up = [pattern for leaf, pattern in patterns.items() if leaf not in DOWN]
+    both = len(gate_up) == 2 or JOINED in patterns
     return NamedExperts(name, grouped_patterns(set(gate_up) if both else set(), down))
 
 
 def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> Marker:
-    """Return the marker with a server's names, by its mapper's ``apply_list``; one without a place there stays."""
+    """Return the marker with a server's names, by its mapper's ``apply_list``; unmapped names stay."""
 
     def new(name: str) -> str:
         return next(iter(rename([name])), None) or name
@@ -151,7 +151,7 @@ def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> M
 
 
 def shard_start(shard_columns: int, columns: int, rank: int) -> int:
-    """Return the column of the whole weight at which this tensor-parallel rank's shard of it begins.
+    """Return the first column of a tensor-parallel rank's shard in the whole weight.
 
     >>> shard_start(1792, 3584, 1), shard_start(3584, 3584, 1)
     (1792, 0)

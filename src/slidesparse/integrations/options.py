@@ -1,4 +1,4 @@
-"""The options that every server takes."""
+"""The options of every server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slidesparse.tuning.at_load import LoadTuner, Tune
 Options = TypeVar("Options", bound="ServerOptions")
 
 Experts = Literal["auto", "dense", "sparse"]
-"""``auto`` runs pruned experts of mixtures by grouped products where that was measured to pay
-(:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever it can, ``dense`` leaves them to the server."""
+"""``auto`` runs pruned experts of mixtures by grouped products where these were measured to be faster
+(:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever possible, ``dense`` leaves them to the server."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ServerOptions:
 
     Attributes:
         backend: ``auto`` or a backend's name, for every layer.
-        fallback: How ``auto`` runs layers for which sparsity does not pay: see :mod:`slidesparse.gemm.select`.
-        tune: ``auto`` measures layers of which this machine has no times when they are loaded, ``off`` uses a prior.
+        fallback: Backend of ``auto`` for layers that sparsity does not speed up: see :mod:`slidesparse.gemm.select`.
+        tune: ``auto`` measures layers without times on this machine when they are loaded, ``off`` uses a prior.
         fuse: Join RMSNorm and SiLU with our operators; in vLLM's compiled models neighbouring linears too.
     """
 
@@ -39,7 +39,7 @@ class ServerOptions:
     fuse: bool = True
 
     def tuner(self, most: int, dtype: torch.dtype, log: logging.Logger) -> LoadTuner | None:
-        """Return what measures layers when they are loaded; None where the user wants none."""
+        """Return the tuner that measures layers when they are loaded; None with ``tune`` off."""
         return None if self.tune == "off" else LoadTuner(most, dtype, log)
 
     @classmethod

@@ -11,9 +11,9 @@ SAVED = "tensors as another engine held them, which sparse layers do not have"
 
 
 def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_dense: str) -> None:
-    """Refuse a ``--load-format`` from which sparse layers cannot be made: format -> what it brings instead of weights.
+    """Refuse a ``--load-format`` unsuited to sparse layers; ``brought``: format -> its contents in place of weights.
 
-    ``serve_dense`` says how the user goes on without sparse layers.
+    ``serve_dense`` is the remedy without sparse layers.
     """
     if str(load_format) in brought:
         raise UnsupportedError(
@@ -25,7 +25,7 @@ def refuse_load_format(load_format: object, brought: Mapping[str, str], serve_de
 
 
 def refuse_offloading(sizes: Mapping[str, float], serve_dense: str) -> None:
-    """Refuse to keep weights in host memory: the server's options for that -> their values, 0 or less where off."""
+    """Refuse to keep weights in host memory; ``sizes``: the server's option -> its value, 0 or less where off."""
     for option, size in sizes.items():
         if size > 0:
             raise UnsupportedError(

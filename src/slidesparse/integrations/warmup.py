@@ -1,9 +1,9 @@
-"""Run layers with batches of many sizes when they are loaded, so that little is compiled while users wait.
+"""Warm-up of layers at load, with batches of many sizes, so that little is compiled while users wait.
 
 The server itself runs the largest batch, and those that it captures in CUDA graphs. For batches between them a backend
 may have other tiles or plans, and the first such batch would make a user wait. All tiles of the Hopper kernel are
-loaded, whichever batches choose them. With which norm or activation a layer is joined is known when its graph is
-compiled, so the lifting kernels of joined layers run then.
+loaded. The norm or activation joined with a layer is known when its graph is compiled, so the lifting kernels of joined
+layers run then.
 
 The server holds all dense weights when the first layer is packed, so the warm-up must not take much memory: batches end
 where the activations of a layer would take more than :data:`MEMORY_BYTES`.
@@ -27,15 +27,15 @@ from slidesparse.lifting.layout import LiftSpec
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 
 MEMORY_BYTES = 256 << 20
-"""Bytes that the activations of one warm-up call may take. The lifting kernels have one variant for all batches from
-513 tokens on, and Hopper's tiles are loaded without a run, so only cuSPARSELt's plans for larger batches come later."""
+"""Most bytes of activations in one warm-up call. The lifting kernels have one variant for all batches from 513 tokens
+on, and Hopper's tiles are loaded without a run, so only cuSPARSELt's plans for larger batches come later."""
 
 LIFTED = 2
 """Packed columns for an input column, at most: a 2:4 group of 4 for every 2 columns."""
 
 
 def list_batches(most: int, starts: Iterable[int]) -> list[int]:
-    """Return numbers of tokens up to ``most``: two an octave, and those at which a layer changes its backend.
+    """Return numbers of tokens up to ``most``: two an octave, and those where a layer changes its backend.
 
     >>> list_batches(10, [0, 5])
     [1, 2, 3, 4, 5, 6, 8, 10]
@@ -51,10 +51,10 @@ class WarmUp:
     Attributes:
         most: Tokens of the largest batch.
         dtype: Type of the activations.
-        log: Where its lines go.
-        memory: Bytes that the activations of one call may take.
+        log: The plugin's logger.
+        memory: Most bytes of activations in one call.
 
-    A kind counts as done when it has run: where memory ended before, the next layer of the kind tries again.
+    A kind is done when it has run: after an error the next layer of the kind tries again.
     """
 
     most: int
@@ -64,7 +64,7 @@ class WarmUp:
     _done: set[object] = field(default_factory=set)
 
     def layer(self, layer: SlideLinear) -> None:
-        """Run a layer that was loaded, if no layer of its kind has run."""
+        """Run a loaded layer, if none of its kind has run."""
         forms = tuple(form.spec() for form in layer.forms)
         kind = layer.in_features, layer.out_features, layer.weight_dtype, forms, layer.choice.routes
         if kind in self._done:
@@ -84,9 +84,9 @@ class WarmUp:
         self._done.add(kind)
 
     def experts(self, layer: SlideExperts, kind: object, top_k: int) -> None:
-        """Run the experts of a layer that was loaded, of which a token has ``top_k``, if none of their kind have run.
+        """Run the loaded experts of a layer, ``top_k`` for each token, if none of their kind have run.
 
-        ``kind`` tells experts with other kernels, besides the forms of their weights.
+        ``kind`` and the forms of their weights identify their kernels.
         """
         operands = [linear.weights for linear in (layer.gate_up, layer.down)]
         of_form = kind, *(operand.weights.shape for operand in operands)  # one alone may have values of six bits

@@ -1,7 +1,7 @@
-"""Tell whether a model is a causal language model: each of its predictions depends on earlier tokens alone.
+"""Checks that a model is a causal language model: each of its predictions depends on earlier tokens alone.
 
-Perplexity is defined for such models only. A masked language model gives numbers too, of predictions that have seen
-their own answer.
+Perplexity is defined for such models only. A masked language model gives numbers too, but its predictions have seen
+the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slidesparse.errors import InputError, SlideSparseError, first_line
 TOKENS = 16
 """Tokens of the trial."""
 SAME = 4
-"""Tokens at its beginning that do not change, and whose predictions must not either."""
+"""Tokens at its start that do not change; nor may their predictions."""
 
 NOISE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """The largest change that counts as rounding, as a share of the logits' range: 1e-7 was measured in mixtures of
@@ -50,7 +50,7 @@ def refuse_masked(model_class: type) -> None:
 
 
 def vocabulary_of(config: Any) -> int:
-    """Return how many tokens a model of this config knows; 0 where the config does not say."""
+    """Return the size of a model's vocabulary; 0 where the config does not give it."""
     size = getattr(_decoder_config(config), "vocab_size", None)
     return size if isinstance(size, int) and size > 0 else 0
 

@@ -1,7 +1,7 @@
-"""The two keys of a config.json that say what was pruned and what was quantised, as they are written.
+"""The two keys of a config.json that describe pruning and quantisation, as they are written.
 
-``slidesparse_config`` is the marker, a key of our own which other programs ignore; ``quantization_config`` is the one
-of compressed-tensors. Reading them is :mod:`slidesparse.checkpoints.marker`'s.
+``slidesparse_config`` is the marker, a key of our own that other programs ignore; ``quantization_config`` is that
+of compressed-tensors. :mod:`slidesparse.checkpoints.marker` reads them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from slidesparse.weights.pattern import Pattern
 MARKER_KEY = "slidesparse_config"
 MARKER_VERSION = 1
 EXPERTS_VERSION = 2
-"""Version of a marker that names experts, so that a reader that knows of none says so."""
+"""Version of a marker that names experts, so that a reader without support for them refuses it."""
 
 QUANTIZATION_KEY = "quantization_config"
 
 LINEAR = "Linear"
-"""By what a quantisation names all linears."""
+"""The target that means every linear."""
 
 
 def marker_config(
@@ -37,7 +37,7 @@ def marker_config(
 
 
 def head_target(name: str) -> str:
-    """Return by what a quantisation names an output embedding, whatever the model around it is.
+    """Return the target that means an output embedding, whatever the model around it is.
 
     >>> head_target("model.lm_head")
     're:(.*[.])?lm_head$'

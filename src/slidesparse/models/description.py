@@ -1,8 +1,7 @@
-"""Describe a model in memory in its config, so that transformers saves it as a checkpoint which loads everywhere.
+"""Describe a model in memory in its config, so that transformers saves it as a checkpoint that loads everywhere.
 
-transformers writes a model's config into the folder of its weights, and a
-:class:`~slidesparse.layer.linear.SlideLinear` gives its
-weight as checkpoints have it. What is missing are the two keys that say what the weights are.
+transformers writes a model's config next to its weights, and a :class:`~slidesparse.layer.linear.SlideLinear` gives
+its weight as checkpoints have it. The two keys that describe the weights are missing.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from slidesparse.weights.quant import QUANTISED, dtype_name
 
 
 def models_inside(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost models of transformers, each after what the names of its modules begin with in ``model``.
+    """Yield the outermost transformers models, each with the prefix of its modules' names in ``model``.
 
-    The model is one itself, or is around one: that of ``torch.compile`` or PEFT, a sentence encoder, a user's own.
+    The model is one itself, or wraps one: ``torch.compile``, PEFT, a sentence encoder, a user's own.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        # Asked of the class, since wrappers hand on questions to what they wrap.
+        # Looked up in the class, since wrappers forward attributes of the wrapped model.
         saved = all(hasattr(type(module), leaf) for leaf in ("save_pretrained", "dummy_inputs"))
         if saved and not name.startswith(inside):
             prefix = f"{name}." if name else ""
@@ -38,7 +37,7 @@ def models_inside(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def describe_in_config(model: nn.Module) -> None:
-    """Write into the config of each transformers model in it which of its linears are sparse and quantised.
+    """Write the sparse and quantised linears of each transformers model inside into its config.
 
     A model whose layers have several types cannot be described: its ``save_pretrained`` refuses.
     """
@@ -48,7 +47,7 @@ def describe_in_config(model: nn.Module) -> None:
 
 def _describe(model: Any) -> None:
     config = model.config
-    # Adapters are saved apart, so a checkpoint has the names of before.
+    # Adapters are saved separately, so a checkpoint has the names without them.
     adapters = adapter_parts(model)
     modules = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if not name.startswith(adapters)}
     layers = {name: module for name, module in modules.items() if isinstance(module, SlideLinear)}
@@ -72,7 +71,7 @@ def _describe(model: Any) -> None:
         setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries], head))
     entry = getattr(config, QUANTIZATION_KEY, None)
     if dtype not in QUANTISED and isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors":
-        # of a model that was in 8 bits before
+        # left from a model that was in 8 bits before
         delattr(config, QUANTIZATION_KEY)
 
 

@@ -1,8 +1,8 @@
-"""One expert's weight as a linear's, and what reaches it while its layer runs, whatever the class of the experts.
+"""One expert's weight as a linear's, and its inputs while its layer runs, whatever the class of the experts.
 
 transformers multiplies by slices of one parameter for all experts, or by modules, and has a class for each family. All
-of them call a product of torch with a weight that lies in a parameter which is known. So the products are watched, and
-where the weight lies in memory says which expert it is.
+of them call a product of torch with a weight in a known parameter. So the products are watched, and the weight's
+address identifies the expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset((F.linear, torch.matmul, tor
 """Functions whose second argument may be a weight."""
 
 INNER = re.compile(r"(?:.*\.)?(?:down_proj|w2|fc2|output_linear|c_proj)(?:\.weight)?")
-"""Names of weights that read what is inside of an expert; all others read what the router sends there."""
+"""Names of weights that read an expert's inner activations; all others read the tokens that the router sends."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExpertWeight:
         module: The module with the experts of the layer.
         parameter: The parameter of it that holds the weight.
         expert: The expert's place in the parameter; None for a parameter of its own.
-        transposed: Whether it is held as [in, out].
+        transposed: Whether it is stored as [in, out].
         layer: The name under which the weights of this kind of all experts are pruned.
     """
 
@@ -46,19 +46,19 @@ class ExpertWeight:
     layer: str
 
     @property
-    def held(self) -> torch.Tensor:
-        """The weight as the model holds it."""
+    def stored(self) -> torch.Tensor:
+        """The weight as the model stores it."""
         parameter = self.module.get_parameter(self.parameter).detach()
         return parameter if self.expert is None else parameter[self.expert]
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight [out, in], in the model's memory."""
-        return self.held.T if self.transposed else self.held
+        return self.stored.T if self.transposed else self.stored
 
     @property
     def reads_inside(self) -> bool:
-        """Whether its inputs are those of one expert, so that they mean something else in another."""
+        """Whether its inputs are inner activations, whose channels mean something else in each expert."""
         return INNER.fullmatch(self.parameter) is not None
 
 
@@ -89,12 +89,12 @@ def calibrated_experts(model: nn.Module, layers: Container[str]) -> dict[str, Ex
 
 
 def only_experts(linears: Mapping[str, Any]) -> dict[str, ExpertWeight]:
-    """Return those of some linears that are weights of experts."""
+    """Return the weights of experts among some linears."""
     return {name: one for name, one in linears.items() if isinstance(one, ExpertWeight)}
 
 
 class WatchExperts(TorchFunctionMode):
-    """While it is active, tells the inputs of experts' weights.
+    """Reports the inputs of experts' weights while it is active.
 
     Args:
         weights: Name -> weight; the model must hold them.
@@ -104,7 +104,7 @@ class WatchExperts(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, ExpertWeight], see: Callable[[str, torch.Tensor], None]) -> None:
         super().__init__()
         self.see = see
-        self.names = {_place(weight.held): name for name, weight in weights.items()}
+        self.names = {_place(weight.stored): name for name, weight in weights.items()}
         self.parameters = {_place(weight.module.get_parameter(weight.parameter)) for weight in weights.values()}
 
     def __torch_function__(

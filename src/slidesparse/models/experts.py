@@ -1,7 +1,7 @@
-"""Find the mixtures of experts of a model, by what they are: modules that hold many weights of which a token uses few.
+"""Find the mixtures of experts of a model.
 
-The experts of a layer are one parameter for all of them, ``[experts, ...]``, in a module whose class says so, or a list
-of modules. transformers has both, and from its version 5 on mostly the first, whatever the checkpoint has.
+The experts of a layer share one parameter, ``[experts, ...]``, in a module whose class is named after experts, or they
+are a list of modules. transformers has both, and from version 5 on mostly the first, whatever the checkpoint has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAVE_DENSE = "--ignore 're:.*experts'"
 """The option that leaves all experts alone."""
 
 EXPERTS_FOLLOW = "experts follow their pattern: in INT8 and FP8 they run sparse on a Hopper GPU, all others run dense"
-"""What commands say of pruned experts."""
+"""Line of the commands on pruned experts."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Experts:
 
     Attributes:
         name: The module that holds them.
-        count: How many there are; 0 where that cannot be told.
+        count: Number of experts; 0 where it is unknown.
         weights: Parameter of the module -> its shape. Experts that are modules have the parameters of the first.
-        transposed: Whether a weight is [in, out], which no linear is; None where that cannot be told.
+        transposed: Whether a weight is [in, out], unlike a linear's; None where it is unknown.
         members: Names of experts that are modules, below ``name``; empty for experts that share parameters.
     """
 
@@ -41,11 +41,11 @@ class Experts:
     members: tuple[str, ...] = ()
 
     def states(self, leaf: str) -> list[str]:
-        """Return the names in the model's state of one of ``weights``: one, or one for each expert."""
+        """Return the names of one of ``weights`` in the model's state: one, or one for each expert."""
         return [f"{self.name}.{member}.{leaf}" for member in self.members] or [f"{self.name}.{leaf}"]
 
     def layer(self, leaf: str) -> str:
-        """Return the name under which one of ``weights`` of all experts is pruned.
+        """Return the name under which one of ``weights`` is pruned, for all experts.
 
         >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).layer("up.weight")
         'mlp.experts.*.up'
@@ -75,10 +75,10 @@ def find_experts(model: nn.Module) -> list[Experts]:
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        found = _fused(name, module) or _listed(name, module)
-        if found is not None:
+        one = _fused(name, module) or _listed(name, module)
+        if one is not None:
             inside = (*inside, f"{name}.")
-            experts.append(found)
+            experts.append(one)
     return experts
 
 
@@ -97,10 +97,10 @@ def _fused(name: str, module: nn.Module) -> Experts | None:
 
 
 def _is_transposed(module: nn.Module, weights: dict[str, tuple[int, ...]]) -> bool | None:
-    """Say whether weights are [experts, in, out]: by what the module says, else by the one way in which they fit."""
-    said = getattr(module, "is_transposed", None)
-    if isinstance(said, bool):
-        return said
+    """Return whether weights are [experts, in, out], by the module's flag, else by the one way in which they fit."""
+    flag = getattr(module, "is_transposed", None)
+    if isinstance(flag, bool):
+        return flag
     if set(weights) != {"gate_up_proj", "down_proj"}:
         return None
     (_, *gate_up), (_, *down) = weights["gate_up_proj"], weights["down_proj"]
@@ -125,19 +125,19 @@ def _listed(name: str, module: nn.Module) -> Experts | None:
 
 
 def linears_inside(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
-    """Return the linears that are parts of experts, each with that as the reason to leave it to them."""
+    """Return the linears inside experts, each with the reason to leave it alone."""
     inside = tuple(f"{one.name}." for one in experts)
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return {name: "a part of an expert" for name in linears if inside and name.startswith(inside)}
 
 
 def find_routers(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
-    """Return the modules next to experts that choose among them, each with that as the reason to leave it alone.
+    """Return the routers next to experts, each with the reason to leave it alone.
 
-    Some are linears and some are not; servers have linears for all of them. What is next to experts, has a matrix and
-    is no linear counts as one too, since it is not treated either.
+    Not all are linears, though servers have linears for all of them. Any other module with a matrix next to experts
+    counts as one too, since it is not treated either.
     """
-    found: dict[str, str] = {}
+    routers: dict[str, str] = {}
     for one in experts:
         around = one.name.rpartition(".")[0]
         for name, module in model.get_submodule(around).named_modules(prefix=around):
@@ -145,15 +145,15 @@ def find_routers(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]
             if name.startswith(f"{one.name}.") or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
             if not isinstance(module, nn.Linear) or module.out_features == one.count:
-                found[name] = "a router, which chooses among the experts"
-    return found
+                routers[name] = "a router, which chooses among the experts"
+    return routers
 
 
 def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
     r"""Return entries of an ignore list of compressed-tensors that match everything inside of modules of experts.
 
-    Each program has its own name for the linears of experts and for what is around the language model. So an entry
-    begins at a layer's number, or where it is for every layer, at the name that they have there.
+    Programs differ in their names for the linears of experts and for the wrapper of the language model. So an entry
+    begins at a layer's number, or, where it is for every layer, at the experts' name within it.
 
     >>> for every in (True, False):
     ...     print(*ignore_entries(["model.layers.3.mlp.experts"], every=every))
@@ -161,24 +161,24 @@ def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
     re:.*\.3\.mlp\.experts\..*
     """
     tail = r"[^.]*$" if every else r"(?:(?<=\.)|^)\d+\.\D*$|[^.]*$"
-    found = [one[0] for name in names if (one := re.search(tail, name)) is not None]
-    return [rf"re:.*\.{re.escape(one)}\..*" for one in dict.fromkeys(found)]
+    ends = [end[0] for name in names if (end := re.search(tail, name)) is not None]
+    return [rf"re:.*\.{re.escape(end)}\..*" for end in dict.fromkeys(ends)]
 
 
-def describe_experts(found: list[Experts]) -> list[str]:
+def describe_experts(experts: list[Experts]) -> list[str]:
     """Return a line for all layers whose experts differ only by the layer's number."""
     lines = []
-    for group in alike(found, lambda one: (kind_of(one.name), one.count, *one.weights.items())):
+    for group in alike(experts, lambda one: (kind_of(one.name), one.count, *one.weights.items())):
         shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in group[0].weights.items())
         lines.append(f"{shared_name([one.name for one in group])}: {group[0].count} experts, {shapes}")
     return lines
 
 
-def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
-    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it."""
+def describe_treated(experts: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of experts' weights with a pattern; layers that differ by number share it."""
     treated = [
         (name, one.count, list(shape[-2:]), patterns[name])
-        for one in found
+        for one in experts
         for leaf, shape in one.weights.items()
         if (name := one.layer(leaf)) in patterns
     ]
@@ -190,13 +190,13 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
 
 
 def experts_of_a_token(config: Any) -> int:
-    """Return to how many experts of a layer a token is routed; 1 where the config does not say.
+    """Return the number of experts that a layer routes a token to; 1 where the config does not give it.
 
-    Hunyuan's config may have a list, with a number for each layer; the largest counts.
+    Hunyuan's config may have a list with a number for each layer: the largest counts.
     """
     for key in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"):
-        found = getattr(config, key, None)
-        counts = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int) and one > 0]
+        value = getattr(config, key, None)
+        counts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int) and one > 0]
         if counts:
             return max(counts)
     return 1

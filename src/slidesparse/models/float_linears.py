@@ -1,4 +1,4 @@
-"""Find the linears that vLLM holds in floats, since it makes them without a place for scales."""
+"""Find the linears that vLLM keeps in a float type: it builds them without scales."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_FLOATS = "a part of a first Mamba mixer, which vLLM holds in floats"
 
 
 def float_heads(model: nn.Module) -> dict[str, str]:
-    """Return the output embedding of a transformers model where vLLM does not read it in 8 bits, and why."""
+    """Return the output embedding of a transformers model, with the reason, where vLLM cannot read it in 8 bits."""
     if getattr(text_config(getattr(model, "config", None)), "model_type", None) not in MODEL_TYPES:
         return {}
     head = output_embedding(model)
@@ -33,7 +33,7 @@ def float_heads(model: nn.Module) -> dict[str, str]:
 
 
 def linears_of_float_mixers(model: nn.Module) -> dict[str, str]:
-    """Return the linears of first Mamba mixers, and why they stay in floats.
+    """Return the linears of first Mamba mixers, each with the reason to keep it in floats.
 
     >>> mixer = nn.ModuleDict({leaf: nn.Linear(64, 64) for leaf in LINEARS})
     >>> list(linears_of_float_mixers(nn.ModuleDict({"mixer": mixer})))

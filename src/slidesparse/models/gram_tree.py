@@ -1,8 +1,7 @@
 """Gram matrices of parts of a text, summed in the same order whichever process computed them.
 
-The batches of a calibration text are cut into :data:`SHARES` shares. Within a share sums go from batch to batch, and
-shares are summed in pairs, and pairs of these, up to the whole. So the sum has the same bits whether one process has
-all shares or each has one.
+The batches of a calibration text are split into :data:`SHARES` shares. A share is summed batch by batch, and shares
+are summed as a binary tree. So the sum has the same bits whether one process has all shares or each has one.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ import torch
 from slidesparse.base.rank_tensors import RankTensors
 
 SHARES = 8
-"""Shares of a text, a power of two. More would let more processes run batches, and cost one process more memory: it
-holds one matrix more for each doubling."""
+"""Shares of a text, a power of two. More would let more processes run batches, and cost a process one more matrix for
+each doubling."""
 
 BATCH_TOKENS = 8192
 """Tokens that go through a layer at a time."""
 
 LEAST_TOKENS = 1024
-"""Fewest tokens that are worth a batch of their own, so that another process can take it."""
+"""Fewest tokens that are worth a batch of their own for another process."""
 
 
 def windows_of_a_batch(windows: torch.Tensor) -> int:
-    """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
+    """Return the number of text windows in a batch: few enough that each share of a long text has some."""
     samples, length = windows.shape
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which of ``world`` processes runs which of ``n_batches`` batches of a text."""
+    """Assignment of the ``n_batches`` batches of a text to ``world`` processes."""
 
     n_batches: int
     world: int
 
     def batches(self, share: int) -> range:
-        """Return the batches of a share; none in some shares when there are fewer batches than shares."""
+        """Return the batches of a share; a share has none where there are fewer batches than shares."""
         return range(self.n_batches * share // SHARES, self.n_batches * (share + 1) // SHARES)
 
     def rank(self, share: int) -> int:
@@ -48,7 +47,7 @@ class Shares:
         return share * self.world // SHARES
 
     def of(self, rank: int) -> list[int]:
-        """Return the shares of a process, which follow each other."""
+        """Return the shares of a process, which are consecutive."""
         return [share for share in range(SHARES) if self.rank(share) == rank]
 
     def are_empty(self, begin: int, end: int) -> bool:
@@ -56,7 +55,7 @@ class Shares:
         return self.batches(begin).start == self.batches(end - 1).stop
 
     def holder(self, begin: int, end: int) -> int | None:
-        """Return the process that runs all of some shares, or None."""
+        """Return the one process that runs all these shares, or None."""
         rank = self.rank(begin)
         return rank if rank == self.rank(end - 1) else None
 
@@ -67,10 +66,10 @@ Grams = Mapping[str, torch.Tensor]
 
 @dataclass
 class GramTree:
-    """The sums that one process knows of its own shares: those that are part of no larger one.
+    """The partial sums of one process over its own shares.
 
     Attributes:
-        shares: Who runs what.
+        shares: The assignment of batches.
         nodes: (first share, share after the last) -> gram matrices by linear.
     """
 
@@ -78,7 +77,7 @@ class GramTree:
     nodes: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def add(self, share: int, grams: Grams) -> None:
-        """Add the matrices of a share, and sum what is complete; shares come in order, empty ones without matrices."""
+        """Add the matrices of a share, and sum complete pairs; shares come in order, empty ones without matrices."""
         begin, end = share, share + 1
         here = dict(grams)
         while True:
@@ -91,7 +90,7 @@ class GramTree:
         self.nodes[begin, end] = here
 
     def total(self, name: str, columns: int, to: int, tensors: RankTensors) -> torch.Tensor | None:
-        """Return the sum over all shares at one process, and None at the others; all of them call it together."""
+        """Return the sum over all shares at one process, and None at the others; all call this together."""
         return _Transfer(self, name, columns, tensors).bring(0, SHARES, to)
 
 
@@ -114,7 +113,7 @@ class _Transfer:
             own = self.tree.nodes[begin, end].pop(self.name) if holder == self._rank else None
             return self._move(own, holder, to)
         middle = (begin + end) // 2
-        # Two halves meet where the first one is, so that pairs of processes add at the same time.
+        # Two halves are added at the first one's process, so that pairs of processes add at the same time.
         at = to if (begin, end) == (0, SHARES) else shares.rank(begin)
         left, right = self.bring(begin, middle, at), self.bring(middle, end, at)
         return self._move(_plus(left, right) if self._rank == at else None, at, to)

@@ -1,16 +1,16 @@
-"""What calibration knows of the inputs of linears: sums over the tokens of a text, collected while a layer runs.
+"""Gram matrices of the inputs of linears, collected over the tokens of a text while a layer runs.
 
 An expert sees the tokens that the router sends it, so it has a gram matrix of its own. A gram matrix of fewer tokens
-than columns is singular: it says of some inputs that they never occur. So an expert with ``n`` tokens and ``K > n``
-columns gets the ``K - n`` tokens that it lacks from its layer, ``G + (K - n) T``:
+than columns is singular, as if some inputs never occurred. So an expert with ``n`` tokens and ``K > n`` columns gets
+the ``K - n`` tokens that it lacks from its layer, ``G + (K - n) T``:
 
-* What the router sends is the same kind of thing for all experts. ``T`` is the mean of ``x x^T`` over the tokens of all
-  experts of the layer.
-* What is inside of an expert (the input of ``down_proj``) means something else in each. ``T`` is a multiple of the
+* Tokens that the router sends have the same channels for all experts. ``T`` is the mean of ``x x^T`` over the tokens of
+  all experts of the layer.
+* Inner activations (the input of ``down_proj``) have channels of their own in each expert. ``T`` is a multiple of the
   identity with their mean energy, as in Ledoit and Wolf, "A Well-Conditioned Estimator for Large-Dimensional Covariance
   Matrices" (2004). An expert that saw nothing is then pruned by magnitude there.
 
-"The layer" is the experts whose matrices are in memory together, which are all of them but for the largest models.
+"The layer" is the experts whose matrices are in memory together: all of them but in the largest models.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ AT_ONCE = 2**32
 layer runs once more for each further part of its experts."""
 
 
-def tokens_of(name: str) -> str:
-    """Return the name of a count of tokens next to a gram matrix, as a matrix [1, 1]."""
+def tokens_key(name: str) -> str:
+    """Return the key of the count of tokens [1, 1] next to a gram matrix."""
     return f"{name} tokens"
 
 
@@ -44,16 +44,16 @@ def empty_grams(experts: Mapping[str, ExpertWeight]) -> dict[str, torch.Tensor]:
     grams: dict[str, torch.Tensor] = {}
     for name, one in experts.items():
         columns = one.weight.shape[1]
-        grams[name] = torch.zeros(columns, columns, device=one.held.device)
-        grams[tokens_of(name)] = torch.zeros(1, 1, device=one.held.device)
+        grams[name] = torch.zeros(columns, columns, device=one.stored.device)
+        grams[tokens_key(name)] = torch.zeros(1, 1, device=one.stored.device)
     return grams
 
 
 def add_layer_sums(grams: dict[str, torch.Tensor], experts: Mapping[str, ExpertWeight]) -> None:
-    """Add a sum over the experts for each kind of weights: of the matrices, or inside of experts of their traces."""
+    """Add a sum over the experts for each kind of weights: of the matrices, or of the traces of inner ones."""
     for name, one in experts.items():
         part = grams[name].trace().view(1, 1) if one.reads_inside else grams[name]
-        for key, value in ((one.layer, part), (tokens_of(one.layer), grams[tokens_of(name)])):
+        for key, value in ((one.layer, part), (tokens_key(one.layer), grams[tokens_key(name)])):
             if key in grams:
                 grams[key] += value
             else:
@@ -61,19 +61,19 @@ def add_layer_sums(grams: dict[str, torch.Tensor], experts: Mapping[str, ExpertW
 
 
 def sum_columns(one: ExpertWeight) -> int:
-    """Return the columns of the sum that :func:`add_layer_sums` makes."""
+    """Return the columns of a weight's sum in :func:`add_layer_sums`."""
     return 1 if one.reads_inside else one.weight.shape[1]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a method knows of the inputs of linears.
+    """Statistics of the inputs of linears.
 
     Attributes:
         gram: float32 [in, in].
-        tokens: What the router sent to an expert; None for linears, which see all tokens.
-        borrowed: The tokens that the matrix has from the layer.
-        rounding: Squared error of the inputs, when each token is rounded to INT8; None for experts.
+        tokens: Number of tokens sent to an expert; None for linears, which see all tokens.
+        borrowed: Number of tokens that the matrix has from the layer.
+        rounding: Squared error of the inputs when each token is rounded to INT8; None for experts.
     """
 
     gram: torch.Tensor
@@ -88,9 +88,9 @@ def expert_inputs(name: str, gram: torch.Tensor, tokens: int, layer: torch.Tenso
     Args:
         name: The weight.
         gram: float32 [in, in], the sum over its tokens.
-        tokens: How many there are.
+        tokens: Number of its tokens.
         layer: The sum over the experts of the layer: [in, in], or [1, 1] of the traces.
-        layer_tokens: The tokens of all of them.
+        layer_tokens: Number of tokens of all experts.
 
     Raises:
         InputError: No expert was seen to multiply by such a weight.
@@ -111,7 +111,7 @@ def expert_inputs(name: str, gram: torch.Tensor, tokens: int, layer: torch.Tenso
 
 
 def in_parts(sets: Sequence[Sequence[str]], experts: Mapping[str, ExpertWeight]) -> list[list[Sequence[str]]]:
-    """Cut sets into parts whose experts' gram matrices fit into :data:`AT_ONCE`; other sets are all in the first."""
+    """Split sets into parts whose experts' gram matrices fit into :data:`AT_ONCE`; other sets are all in the first."""
     parts: list[list[Sequence[str]]] = [[names for names in sets if names[0] not in experts]]
     n_bytes = 0
     for names in (names for names in sets if names[0] in experts):
@@ -124,22 +124,21 @@ def in_parts(sets: Sequence[Sequence[str]], experts: Mapping[str, ExpertWeight])
     return parts
 
 
-def rounding_of(name: str) -> str:
-    """Return the name of the squared error of a linear's inputs in INT8 next to a gram matrix, as a matrix [1, 1]."""
+def error_key(name: str) -> str:
+    """Return the key of the squared error [1, 1] of a linear's inputs in INT8 next to a gram matrix."""
     return f"{name} rounding"
 
 
 FIRST = 64
-"""Tokens of a text that its first one stands for, where tokens count alike: most of the others attend to it, and share
-its error."""
+"""Weight of the first token of a text where tokens count alike: most others attend to it, and share its error."""
 
 FIRST_SHARE = 8
-"""Where tokens count by their size, the first one counts as this part of its window, for the same reason: an eighth.
-On a published model that takes an eighth off what SparseGPT loses (docs/log/kept-weights.md)."""
+"""Weight of the first token where tokens count by their size, for the same reason: an eighth of its text window. On a
+published model SparseGPT then loses an eighth less (docs/log/kept-weights.md)."""
 
 
 def alike_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return tokens [..., in] scaled to a norm of 1, the first of each text to the root of :data:`FIRST`."""
+    """Scale tokens [..., in] to a norm of 1, the first of each text to the root of :data:`FIRST`."""
     norm = x.norm(dim=-1, keepdim=True)
     scaled = x / torch.where(norm > 0, norm, 1.0)
     if x.dim() == 3:
@@ -158,8 +157,7 @@ def collect_grams(
 
     With ``alike`` tokens count the same however large they are: the largest can be 300 thousand times the others.
 
-    With each comes what rounding costs: see :func:`rounding_of`.
-    For experts there are counts and sums in place of it.
+    Each comes with its rounding error (:func:`error_key`), or for experts with counts and sums.
 
     Raises:
         InputError: A linear is never called.
@@ -173,19 +171,19 @@ def collect_grams(
             x = (alike_tokens(wide) if alike else wide).flatten(0, -2)
             if name not in grams:
                 grams[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-                grams[rounding_of(name)] = torch.zeros(1, 1, device=x.device)
+                grams[error_key(name)] = torch.zeros(1, 1, device=x.device)
             grams[name].addmm_(x.T, x)
             if wide.dim() == 3 and not alike:
                 more = max(wide.shape[1] // FIRST_SHARE, 1) - 1
                 grams[name].addmm_(wide[:, 0].T, wide[:, 0], alpha=more)
-            grams[rounding_of(name)] += (x - dequantize(*quantize_rows(x, torch.int8))).square().sum()
+            grams[error_key(name)] += (x - dequantize(*quantize_rows(x, torch.int8))).square().sum()
 
         return hook
 
     def see(name: str, x: torch.Tensor) -> None:
         wide = alike_tokens(x.to(torch.float32)) if alike else x.to(torch.float32)
         grams[name].addmm_(wide.T, wide)
-        grams[tokens_of(name)] += len(x)
+        grams[tokens_key(name)] += len(x)
 
     plain = {name: linear for name, linear in linears.items() if isinstance(linear, nn.Module)}
     hooks = (linear.register_forward_pre_hook(collect(name)) for name, linear in plain.items())
@@ -200,9 +198,9 @@ def collect_grams(
 
 
 def take_inputs(name: str, linear: object, grams: dict[str, torch.Tensor]) -> Inputs:
-    """Take the inputs of a set of linears out of the sums of a layer."""
+    """Remove the inputs of a set of linears from the sums of a layer, and return them."""
     gram = grams.pop(name)
     if not isinstance(linear, ExpertWeight):
-        return Inputs(gram, rounding=float(grams.pop(rounding_of(name))))
-    tokens, layer_tokens = (int(grams[tokens_of(key)]) for key in (name, linear.layer))
+        return Inputs(gram, rounding=float(grams.pop(error_key(name))))
+    tokens, layer_tokens = (int(grams[tokens_key(key)]) for key in (name, linear.layer))
     return expert_inputs(name, gram, tokens, grams[linear.layer], layer_tokens)

@@ -1,6 +1,6 @@
-"""Training after pruning, with the zeros held where they are.
+"""Training after pruning, with zeros held at zero.
 
-It works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after each step, or give
+It works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after each step, or pass
 :meth:`HeldZeros.callback` to transformers' Trainer. The zeros are read from the model, whatever pruned it.
 """
 
@@ -78,7 +78,7 @@ class HeldZeros:
 
 
 def prunable_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return where the weights are that pruning may have treated: more than those that it treats by default."""
+    """Return the module and attribute of each weight that pruning may have treated: more than it does by default."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     places: dict[str, tuple[nn.Module, str]] = {
@@ -110,7 +110,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _cut_like(weight: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Return a mask where its weight is: on its device, and cut as it is by ``fully_shard`` and its like."""
+    """Return a mask on the device of its weight, and sharded like it by ``fully_shard`` and its like."""
     mesh = getattr(weight, "device_mesh", None)
     if mesh is None or hasattr(zero, "device_mesh"):
         return zero.to(weight.device)

@@ -1,4 +1,4 @@
-"""Forward hooks: some that are gone when a block ends, and those of a layer that another one replaces."""
+"""Forward hooks: temporary ones, and those of a layer that another one replaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks at the end of a block, whatever ends it; and those before one that cannot be registered."""
+    """Remove hooks at the end of a block, or when a later one cannot be registered."""
     with ExitStack() as registered:
         for handle in handles:
             registered.enter_context(handle)
@@ -19,9 +19,9 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def move_hooks(linear: nn.Linear, layer: nn.Module) -> None:
-    """Let a linear's forward hooks run on the layer in its place, from where their handles still remove them.
+    """Move a linear's forward hooks to the layer in its place; their handles still remove them.
 
-    Hooks that compute the weight before each call, as those of ``torch.nn.utils.prune`` do, end with the linear.
+    Hooks that compute the weight before each call, as those of ``torch.nn.utils.prune``, end with the linear.
     """
     # The same dicts: a handle removes its hook from the dict in which it was registered.
     layer._forward_hooks = linear._forward_hooks

@@ -9,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A number that is a part of a name on its own: ``fc1`` and ``fc2`` are two layers, not one that is repeated."""
+"""A whole part of a name that is a number: ``fc1`` and ``fc2`` are two layers, not one that is repeated."""
 
 
 def kind_of(name: str) -> str:
-    """Return a module's name with ``*`` in the place of the numbers of layers and experts.
+    """Replace the numbers of layers and experts in a module's name by ``*``.
 
     >>> kind_of("h.11.mlp.dense_h_to_4h")
     'h.*.mlp.dense_h_to_4h'
@@ -22,7 +22,7 @@ def kind_of(name: str) -> str:
 
 
 def alike(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """Return the items that share a key together, in the order in which the keys come first."""
+    """Group items by key, in the order of the keys' first items."""
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

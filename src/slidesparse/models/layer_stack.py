@@ -1,7 +1,7 @@
 """The repeated layers of a model, and running them one at a time.
 
-What runs before the layers runs once, and records the hidden state and the other arguments that each layer gets. From
-then on any one layer can run on its own, so that only its weights need be in memory.
+The modules before the layers run once, to record the hidden state and the other arguments of each layer. From then on
+any one layer can run on its own, so that only its weights need be in memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
-"""Keyword arguments of the model's forward; it has no cache, which layers that run anew would go on filling."""
+"""Keyword arguments of the model's forward; without a cache, which layers that run again would go on filling."""
 
-Give = Callable[[torch.Tensor, int], object]
-"""What a layer, with its number, gives for the next hidden state."""
+LayerOutput = Callable[[torch.Tensor, int], object]
+"""Makes a layer's output of a hidden state and the layer's number."""
 
 LEFT_DENSE = "leave them at dense (--layer NAME=dense)"
-"""What works for linears outside of the layers."""
+"""Remedy for linears outside of the layers."""
 
 BY_MAGNITUDE = "use --method magnitude"
-"""What works where calibration does not."""
+"""Remedy where calibration does not work."""
 
 CHAIN = "layers that take a hidden state and return the next"
 
 
 @dataclass(frozen=True)
-class Second:
-    """Stands among arguments for what a layer before gives next to the hidden state, such as tokens to attend to."""
+class PassedThrough:
+    """Placeholder for a layer's second output among the arguments of later ones, such as tokens to attend to."""
 
     layer: int
 
@@ -51,58 +51,59 @@ class Sample:
     Attributes:
         hidden: The hidden state.
         arguments: The other arguments of each layer, by position and by name.
-        seconds: What layers gave next to the hidden state, as long as later layers read it. GLM-5 hands on the indices
-            of 2048 tokens for each token, int32: 8 KiB, next to 12 KiB of hidden state. Two layers' are in memory.
+        passed: Second outputs of layers, as long as later layers read them. GLM-5 passes on the indices of 2048 tokens
+            for each token, int32: 8 KiB, next to 12 KiB of hidden state. Two layers' are in memory.
     """
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    seconds: dict[Second, Any] = field(default_factory=dict)
+    passed: dict[PassedThrough, Any] = field(default_factory=dict)
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's other arguments; an InputError where one before it gave nothing next to the hidden state."""
+        """Return a layer's other arguments; an InputError where one before it had no second output."""
         args, kwargs = self.arguments[index]
         return tuple(self._present(one) for one in args), {name: self._present(one) for name, one in kwargs.items()}
 
     def _present(self, one: Any) -> Any:
-        if not isinstance(one, Second):
+        if not isinstance(one, PassedThrough):
             return one
-        if one not in self.seconds:
+        if one not in self.passed:
             raise InputError(
                 f"cannot calibrate layer {one.layer} of the stack",
                 got="a hidden state alone",
                 needed="what a later layer reads next to it",
                 remedy=BY_MAGNITUDE,
             )
-        return self.seconds[one]
+        return self.passed[one]
 
     def keep_second(self, index: int, second: Any) -> None:
-        """Keep what a layer gave next to the hidden state, and drop what neither it nor later layers read."""
+        """Keep a layer's second output, and drop those that neither it nor later layers read."""
         later = [one for args, kwargs in self.arguments[index:] for one in (*args, *kwargs.values())]
-        read = {one for one in later if isinstance(one, Second)}
-        self.seconds = {one: found for one, found in (self.seconds | {Second(index): second}).items() if one in read}
+        read = {one for one in later if isinstance(one, PassedThrough)}
+        passed = self.passed | {PassedThrough(index): second}
+        self.passed = {one: value for one, value in passed.items() if one in read}
 
-    def apart(self) -> Sample:
-        """Return a sample that can go through other layers than this one.
+    def fork(self) -> Sample:
+        """Return a copy that can go through other layers.
 
-        Layers hand things on in dicts and lists among their arguments, such as the keys and values that later layers
-        of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own. Tensors are the same ones.
+        Layers pass things on in dicts and lists among their arguments, such as the keys and values that later layers
+        of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own, and shares tensors.
         """
-        made: dict[int, Any] = {}
-        return Sample(self.hidden, _own_containers(self.arguments, made), _own_containers(self.seconds, made))
+        copies: dict[int, Any] = {}
+        return Sample(self.hidden, _own_containers(self.arguments, copies), _own_containers(self.passed, copies))
 
 
-def _own_containers(value: Any, made: dict[int, Any]) -> Any:
-    """Copy dicts, lists and what is in them; ``made`` keeps one that several layers share a single one."""
+def _own_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy nested dicts and lists; ``copies`` keeps one that several layers share a single one."""
     if type(value) is tuple:
-        return tuple(_own_containers(one, made) for one in value)
+        return tuple(_own_containers(one, copies) for one in value)
     if not isinstance(value, list | MutableMapping):
         return value
-    if id(value) not in made:
-        own = made[id(value)] = copy.copy(value)
+    if id(value) not in copies:
+        own = copies[id(value)] = copy.copy(value)
         for key in range(len(own)) if isinstance(own, list) else list(own):
-            own[key] = _own_containers(own[key], made)
-    return made[id(value)]
+            own[key] = _own_containers(own[key], copies)
+    return copies[id(value)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
 
 
 def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
-    """Raise an InputError for layers that run several times in a pass, as ALBERT's: calibration would see one alone."""
+    """Raise an InputError for layers that run several times in a pass, as ALBERT's: calibration would see only one."""
     if run is None:
         return
     names = {layer: name for name, layer in layer_list.items()}
@@ -168,7 +169,7 @@ def _cannot_calibrate(model: nn.Module, got: str, needed: str) -> InputError:
 def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
     """Return the innermost model around the layers that takes token numbers, with its name; it may be ``model`` itself.
 
-    Of a model of text and images it is the language model, so that nothing but text is needed to run it.
+    In a multimodal model it is the language model, which runs on text alone.
     """
     name = layer_list.name
     while name:
@@ -192,38 +193,37 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     _, stack = stack_around(model, layer_list)
     samples: list[Sample] = []
     for batch in batches:
-        found = _either_way(model, partial(_recorded, stack, layer_list, batch))
-        if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
+        recorded = _record(model, partial(_recorded, stack, layer_list, batch))
+        if [len(sample.arguments) for sample in recorded] != [len(layer_list.layers)]:
             raise InputError(
                 f"{type(model).__name__} does not run {layer_list.name} one after the other", remedy=BY_MAGNITUDE
             )
-        samples += found
+        samples += recorded
     return samples
 
 
-def _either_way(model: nn.Module, run: Callable[[Give], list[Sample]]) -> list[Sample]:
-    """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
+OUTPUTS: tuple[LayerOutput, ...] = (
+    lambda hidden, _: hidden,
+    lambda hidden, _: (hidden,),
+    lambda hidden, index: (hidden, PassedThrough(index)),
+)
+"""Forms of a layer's output, tried in turn: which one a stack reads shows only with weights."""
 
-    Nobody can tell which before they have weights. The tuple may hold one more thing that goes to later layers as it
-    is: see :class:`Second`. A stack that reads more of the tuple is no plain chain.
-    """
+
+def _record(model: nn.Module, run: Callable[[LayerOutput], list[Sample]]) -> list[Sample]:
+    """Run a stack with the first of :data:`OUTPUTS` that it can read; one that reads more is no plain chain."""
     errors: list[Exception] = []
-    ways: tuple[Give, ...] = (
-        lambda hidden, _: hidden,
-        lambda hidden, _: (hidden,),
-        lambda hidden, n: (hidden, Second(n)),
-    )
-    for give in ways:
+    for output in OUTPUTS:
         try:
-            return run(give)
+            return run(output)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
+        except Exception as error:  # a stack that is no plain chain can fail on the stand-ins in any way
             errors.append(error)
     raise _cannot_calibrate(model, first_line(errors[0]), CHAIN) from errors[0]
 
 
-def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> list[Sample]:
+def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, output: LayerOutput) -> list[Sample]:
     samples: list[Sample] = []
 
     def stand_in(index: int) -> Callable[..., object]:
@@ -234,7 +234,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
                 raise _Recorded
-            return give(hidden, index)
+            return output(hidden, index)
 
         return forward
 
@@ -244,10 +244,10 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
 
 
 def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterable[object]) -> None:
-    """Refuse what a stack makes of a hidden state that it takes for several things, which its layers would give.
+    """Refuse a hidden state that the stack changed, or unpacked as if it were a tuple.
 
-    T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
-    DeBERTa's may add a convolution to what its first layer gives.
+    T5's unpacks three outputs, which a batch of three text windows allows too. BLOOM's takes the first of several.
+    DeBERTa's may add a convolution to its first layer's output.
     """
     memory = given.untyped_storage().data_ptr()
     tensors = (one for one in others if isinstance(one, torch.Tensor))
@@ -273,16 +273,16 @@ def _forwards(layers: Sequence[nn.Module], forward: Callable[[int], Callable[...
 
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
-    """Return the hidden state that a layer computes from a sample's; what else later layers read the sample keeps."""
+    """Return the hidden state that a layer computes from a sample's; the sample keeps its second output."""
     args, kwargs = sample.inputs(index)
     out = layer(sample.hidden, *args, **kwargs)
     if isinstance(out, tuple) and len(out) > 1:
         sample.keep_second(index, out[1])
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return hidden
 
 
 def advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
-    """Run a layer on all samples: what it gives is what the next one reads."""
+    """Run a layer on all samples, and replace their hidden states by its outputs."""
     for sample in samples:
         sample.hidden = run_layer(layer, sample, index)

@@ -4,8 +4,8 @@ Only one layer's weights need be on the device. The samples go through layer 0, 
 statistics of their inputs; then they go through the pruned layer 0, whose outputs are the inputs of layer 1. So every
 layer is calibrated on the inputs that it will really see, the damage of earlier layers included.
 
-Where layers are matched (:mod:`slidesparse.models.match_layer`), the samples go through the dense layers as well, and
-what these give is half of what a pruned layer is trained to give.
+Where layers are matched (:mod:`slidesparse.models.match_layer`), the samples go through the dense layers as well,
+whose outputs are half of a pruned layer's target.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SetLoss:
         names: The linears.
         pattern: Their pattern.
         loss: Squared error of their outputs over their energy, on the calibration inputs, before matching.
-        tokens: What the router sent to an expert; None for linears, which see all tokens.
-        borrowed: The tokens that an expert borrowed from its layer.
+        tokens: Number of tokens sent to an expert; None for linears, which see all tokens.
+        borrowed: Number of tokens that an expert borrowed from its layer.
         rounding: Squared error of the pruned linears' outputs over their energy when inputs are rounded to INT8, a
             token at a time; None for experts.
         weights: The same when the pruned weights are rounded for their outputs, all tokens counted alike; None where
@@ -51,7 +51,7 @@ class SetLoss:
 
 
 class LayerStore:
-    """Loads a layer's weights and keeps the pruned ones; this one has them all in the model, where they stay."""
+    """Loads a layer's weights and keeps the pruned ones; here all are in the model, and stay there."""
 
     def load(self, name: str, layer: nn.Module) -> None:
         """Make a layer ready to run."""
@@ -68,11 +68,11 @@ class LayerStore:
         return None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
-        """Keep the pruned weights of a layer, and what its sets lost."""
+        """Keep the pruned weights of a layer, and the losses of its sets."""
 
 
 class _Pruned(LayerStore):
-    """Has the weights of a layer that are pruned already, to round them."""
+    """Holds the pruned weights of a layer, to round them."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.weights = weights
@@ -111,12 +111,12 @@ def prune_layers(
         store: Loads the layers' weights, and keeps the pruned ones.
         prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
         experts: Weights of experts by name, each of which is a set of its own.
-        matching: How each layer's outputs are matched with the dense model's on the samples; None: they are not. Layers
-            whose experts are pruned cannot be matched.
-        rounder: What rounds each layer's weights in the end; None: nothing does.
+        matching: Trains each layer's outputs to match the dense model's on the samples; None: no matching. Layers with
+            pruned experts cannot be matched.
+        rounder: Rounds each layer's weights in the end; None: no rounding.
     """
     store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
-    dense = [] if matching is None else [sample.apart() for sample in samples]
+    dense = [] if matching is None else [sample.fork() for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
@@ -151,11 +151,11 @@ def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> No
 
 
 def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Sequence[Sample]) -> list[Example]:
-    """Return what a layer reads, and what it shall give once it is pruned; it still is dense.
+    """Return the inputs of a layer, still dense, and the targets of its outputs once it is pruned.
 
-    That is the mean of what the dense model gives there and of what the dense layer makes of the inputs as they are.
-    The first alone asks a layer to undo what the layers before have lost, which it learns by heart from little text.
-    Each is halved before they are added: FP16 has no sum of two numbers that are beyond half of its range.
+    A target is the mean of the dense model's hidden state there and of the dense layer's output on the actual inputs.
+    The first alone asks a layer to undo the losses of earlier layers, and it overfits to do so on little text.
+    Each is halved before they are added, since the sum could overflow in FP16.
     """
     return [
         Example(sample.hidden, sample.inputs(index), wanted.hidden / 2 + run_layer(layer, sample, index) / 2)
@@ -207,7 +207,7 @@ def prune_set(
     inputs: Inputs,
     store: LayerStore,
 ) -> tuple[dict[str, torch.Tensor], SetLoss]:
-    """Return the pruned weights of a set of linears that read one input, and what the set lost."""
+    """Return the pruned weights of a set of linears that read one input, and the set's loss."""
     originals = {name: store.weight(name, linears[name]) for name in names}
     new = pruner.prune(Linears(originals, pattern, inputs.gram))
     loss = output_error(originals, new, inputs.gram)

@@ -1,11 +1,11 @@
-"""Train what pruning left of a layer, so that the layer's outputs come nearer to those of the dense model.
+"""Train the kept weights of a pruned layer, so that its outputs come nearer to those of the dense model.
 
-Pruning methods look at one linear at a time. What they cannot see is how the errors of a layer's linears meet in its
-output, and how inputs drift once the layers before are pruned. So a pruned layer is trained for some hundred steps:
-the kept weights move, and zeros stay zero. Norms and biases stay too: training them gained nothing.
+Pruning methods look at one linear at a time. They cannot see how the errors of a layer's linears add up in its output,
+or how inputs drift once earlier layers are pruned. So a pruned layer is trained for some hundred steps: the kept
+weights move, and zeros stay zero. Norms and biases stay too: training them gained nothing.
 
-The sources of the idea train one layer after the other too: Guo et al., "EBFT: Effective and Block-Wise Fine-Tuning for
-Sparse LLMs" (2024), and Yang et al., "Wanda++: Pruning Large Language Models via Regional Gradients" (2025).
+Sources, which train layer by layer too: Guo et al., "EBFT: Effective and Block-Wise Fine-Tuning for Sparse LLMs"
+(2024), and Yang et al., "Wanda++: Pruning Large Language Models via Regional Gradients" (2025).
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from torch import nn
 from slidesparse.weights.support import is_nonzero
 
 RATE = 0.004
-"""Largest step of a number, as a share of the root mean square of the layer's kept weights: so the scale of weights
-does not matter."""
+"""Peak learning rate, as a share of the root mean square of the layer's kept weights."""
 
 WARM_UP = 10
-"""Steps in which the rate grows, since Adam knows little of the gradients at first. Then it falls along a cosine."""
+"""Steps of linear warm-up, before the learning rate falls along a cosine."""
 
 BETAS = (0.9, 0.95)
-"""Adam's: the second is lower than usual, since there are few steps."""
+"""Adam's; the second is lower than usual, since there are few steps."""
 
 EPSILON = 1e-12
-"""Adam's: far below any gradient, of which single weights have tiny ones."""
+"""Adam's; far below any gradient."""
 
 GRADIENT = 1 / 64
-"""Root mean square of an output's gradient at the beginning. Adam does not mind, but FP16 does: sums over thousands of
-tokens stay finite, and small ones do not vanish."""
+"""Root mean square of an output's gradient at the start. FP16 needs it: sums over thousands of tokens stay finite, and
+small ones do not vanish."""
 
 
 @dataclass(frozen=True)
 class Matching:
-    """How layers are matched: ``steps`` for each, of one example each, in an order that ``seed`` decides."""
+    """Options of matching: ``steps`` for each layer, of one example each, in the order that ``seed`` decides."""
 
     steps: int
     seed: int = 0
@@ -48,7 +47,7 @@ class Matching:
 
 @dataclass(frozen=True)
 class Example:
-    """A hidden state that a layer reads, its other arguments by position and by name, and the hidden state wanted."""
+    """A layer's hidden state, its other arguments by position and by name, and the wanted output."""
 
     hidden: torch.Tensor
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,15 +60,14 @@ def match_layer(
 ) -> dict[str, torch.Tensor]:
     """Return better values for the pruned weights of a layer, in the types in which they are stored.
 
-    A layer whose outputs came no nearer with the values in these types keeps those that it has. Rounding to 8 bits
-    comes after that.
+    A layer whose outputs came no nearer keeps its weights. Rounding to 8 bits comes later.
     """
     training = _Training(layer, free)
-    begin = training.stored()
+    before = training.stored()
     training.run(examples, matching)
-    found = training.stored()
-    # Written so that a layer which ran into NaN is not taken.
-    return found if training.error(found, examples) < training.error(begin, examples) else begin
+    after = training.stored()
+    # Written so that NaN is not taken.
+    return after if training.error(after, examples) < training.error(before, examples) else before
 
 
 class _Training:
@@ -107,13 +105,13 @@ class _Training:
             optimiser.step()
 
     def _factor(self, examples: Sequence[Example]) -> float:
-        """Return what makes gradients of outputs :data:`GRADIENT` in size: FP16 would round those of a mean to 0."""
+        """Return the factor that scales gradients of outputs to :data:`GRADIENT`: FP16 would round a mean's to 0."""
         error, count = self.error(self.stored(), examples), sum(example.wanted.numel() for example in examples)
         size = math.sqrt(error / count)
         return GRADIENT / (2 * size) if 0 < size < math.inf else 1.0
 
     def _held(self) -> dict[str, torch.Tensor]:
-        """Return the weights, of which pruned ones are zero and get no gradient."""
+        """Return the weights; pruned ones are zero and get no gradient."""
         return {name: value * self.kept[name] for name, value in self.values.items()}
 
     def _squared_error(self, weights: Mapping[str, torch.Tensor], example: Example) -> torch.Tensor:

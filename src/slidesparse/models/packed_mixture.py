@@ -1,7 +1,7 @@
-"""Packed experts in the place of transformers' own, which hold the weights of a layer in one parameter each.
+"""Packed experts in place of transformers' own, which hold the weights of a layer in one parameter each.
 
-From its version 5 on, transformers describes such modules: how gate and up lie, whether there is a bias, what the gate
-does. Modules that it describes otherwise than as gate, up and down with SiLU stay as they are.
+From version 5 on, transformers describes such modules: the layout of gate and up, the bias, the activation. Only
+modules that it describes as gate, up and down with SiLU are replaced.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DESCRIBED = {
     "is_concatenated": (True, "gate and up take turns, row by row"),
     "is_transposed": (False, "their weights are transposed"),
 }
-"""What transformers says of a module of experts -> what it must be, and why experts stay dense where it is not."""
+"""Flag of a transformers module of experts -> its needed value, and the reason to keep experts dense otherwise."""
 
 UNSAID = {"has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
-"""What its versions before 5.3, 5.10 and 5.20 do not say, and what then holds of a module that has the usual gate."""
+"""Flags that versions before 5.3, 5.10 and 5.20 lack -> their value in a module that has the usual gate."""
 
 PARAMETERS = ("gate_up_proj", "down_proj")
-"""What transformers calls the parameters of fused experts."""
+"""transformers' names of the parameters of fused experts."""
 
 
 class PackedMixture(nn.Module):
@@ -45,7 +45,7 @@ class PackedMixture(nn.Module):
 
         Args:
             hidden_states: [M, H].
-            top_k_index: Integers [M, k]; the number of experts itself stands for none.
+            top_k_index: Integers [M, k]; the number of experts itself means none.
             top_k_weights: [M, k].
         """
         here = torch.where(top_k_index < self.slide.count, top_k_index, -1)
@@ -61,14 +61,14 @@ class PackedMixture(nn.Module):
 
 
 def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
-    """Return why packed experts cannot take the place of a module, in words; None where they can."""
+    """Return the reason why packed experts cannot replace a module; None where they can."""
     if experts.members or set(experts.weights) != set(PARAMETERS):
         return f"{type(module).__name__} holds them in another way than in gate_up_proj and down_proj"
     for name, (needed, why) in DESCRIBED.items():
-        found = getattr(module, name, UNSAID.get(name))
-        if found is None:
+        flag = getattr(module, name, UNSAID.get(name))
+        if flag is None:
             return f"transformers does not describe {type(module).__name__}"
-        if found is not needed:
+        if flag is not needed:
             return why
     gate: Any = getattr(module, "_apply_gate", None)
     if getattr(gate, "__module__", None) != "transformers.integrations.moe":

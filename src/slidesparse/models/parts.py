@@ -1,7 +1,7 @@
-"""Tell the parts of a multimodal model from each other: the language model, what sees, what hears, what joins them.
+"""The parts of a multimodal model: language model, vision and audio towers, projectors.
 
-transformers gives every part a config of its own, of a class of its own. So a layer belongs to the part whose config
-the nearest module around it has.
+transformers gives every part a config of its own class. So a layer belongs to the part whose config the nearest module
+around it has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = {
     "vision": ("vision", "visual", "image", "vit", "video"),
     "audio": ("audio", "speech", "sound"),
 }
-"""Part -> words of which the name of its config has one: ``text_config``, ``vision_config``."""
+"""Part -> words in the name of its config: ``text_config``, ``vision_config``."""
 
 
 def text_config(config: Any) -> Any:
@@ -35,40 +35,39 @@ def text_config(config: Any) -> Any:
 
 
 def parts_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the part that each module belongs to: ``language``, ``vision``, ``audio`` or ``joint``.
+    """Return the part of each module: ``language``, ``vision``, ``audio`` or ``joint``.
 
-    Returns:
-        Nothing for a model that has not both a language part and another one.
+    A model without both a language part and another one has none.
     """
     config = getattr(model, "config", None)
     kinds: dict[type, str] = {}
     _classify(config, kinds)
     if "language" not in kinds.values() or set(kinds.values()) <= {"language", "joint"}:
         return {}
-    found: dict[str, str] = {}
-    _assign("", model, "joint", kinds, found)
-    # What makes logits for the language model is often beside it.
+    parts: dict[str, str] = {}
+    _assign("", model, "joint", kinds, parts)
+    # The language model's output embedding is often beside it.
     head = set() if (output := output_embedding(model)) is None else set(output.modules())
-    found |= {name: "language" for name, module in model.named_modules() if module in head}
-    return {name: found[name] for name in names}
+    parts |= {name: "language" for name, module in model.named_modules() if module in head}
+    return {name: parts[name] for name in names}
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return what makes logits of the last hidden state; None in a model without it."""
+    """Return the output embedding, which computes logits; None in a model without one."""
     output: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     return output
 
 
-def _assign(name: str, module: nn.Module, around: str, kinds: dict[type, str], found: dict[str, str]) -> None:
-    """Note the part of a module and of all inside it; ``around`` is the part that the module is in."""
+def _assign(name: str, module: nn.Module, around: str, kinds: dict[type, str], parts: dict[str, str]) -> None:
+    """Note the part of a module and of all modules inside; ``around`` is the part of its parent."""
     part = kinds.get(_config_class(module), around)
     others = {"vision", "audio"}
     if part == "language" and not is_language_model(module):
-        # What is no model, and holds one that sees or hears, hands over between the two.
+        # A module that is no model, and holds a vision or audio tower, joins the two.
         part = "joint" if any(kinds.get(_config_class(inner)) in others for inner in module.modules()) else part
-    found[name] = part
+    parts[name] = part
     for child, inside in module.named_children():
-        _assign(f"{name}.{child}" if name else child, inside, part, kinds, found)
+        _assign(f"{name}.{child}" if name else child, inside, part, kinds, parts)
 
 
 def _config_class(module: nn.Module) -> type:
@@ -76,7 +75,7 @@ def _config_class(module: nn.Module) -> type:
 
 
 def is_language_model(module: nn.Module) -> bool:
-    """Say whether a module is a model of transformers that takes token numbers."""
+    """Return whether a module is a transformers model that takes token numbers."""
     embeddings = getattr(module, "get_input_embeddings", None)
     try:
         return embeddings is not None and isinstance(embeddings(), nn.Embedding)
@@ -107,19 +106,22 @@ def _classify(config: Any, kinds: dict[type, str]) -> None:
 
 
 def outside_part(model: nn.Module, names: Iterable[str], part: Part) -> dict[str, str]:
-    """Return why layers are left alone that are not in a part; an InputError where the model has no such part."""
+    """Return the layers outside a part, each with the reason to leave it alone.
+
+    A model without such a part is an InputError.
+    """
     if part not in CHOICES:
         raise InputError("part", got=repr(part), needed=" or ".join(CHOICES))
-    found = parts_of(model, names)
-    if part == "all" or (part == "language" and not found):
+    parts = parts_of(model, names)
+    if part == "all" or (part == "language" and not parts):
         return {}
-    if part not in found.values():
+    if part not in parts.values():
         raise InputError(
             f"{type(model).__name__} has no {part} part", got="a model of one kind", remedy="leave --part out"
         )
     option = "vision or all" if part == "language" else "language or all"
     return {
         name: f"in the {own} part; --part {option if own in ('vision', 'language') else 'all'}"
-        for name, own in found.items()
+        for name, own in parts.items()
         if own != part
     }

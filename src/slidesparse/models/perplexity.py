@@ -1,8 +1,8 @@
 """Perplexity of a causal language model on a text, by the standard definition with a strided window.
 
-``exp(- 1/n sum_i log p(x_i | context of x_i))`` over all tokens but the first. A model reads ``window`` tokens at a
-time; windows start ``stride`` apart and each scores only the tokens that no earlier one scored. So every token is
-scored once, and every one after the first window sees at least ``window - stride`` tokens before it.
+``exp(- 1/n sum_i log p(x_i | context of x_i))`` over all tokens but the first. A model reads text windows of ``window``
+tokens; they start ``stride`` tokens apart, and each scores only the tokens that no earlier one scored. So every token
+is scored once, and every one after the first window sees at least ``window - stride`` tokens before it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 """Token numbers int64 [batch, length] -> logits [batch, length, vocabulary]."""
 
 CHUNK = 1 << 25
-"""Logits that are float32 at a time, 128 MiB: a window of a vocabulary of 150 thousand has a gigabyte of them."""
+"""Logits in float32 at a time, 128 MiB: a whole text window has a gigabyte with a vocabulary of 150 thousand."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """Perplexity of a model on a text.
 
     Attributes:
         nats: Sum of the negative log-likelihoods.
@@ -50,7 +50,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite for a model so broken that it is no float."""
+        """``exp(loss)``; infinite where that overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -58,7 +58,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits for a byte of text, which does not depend on the tokenizer; None without the length of the text."""
+        """Bits per byte of text, which do not depend on the tokenizer; None without the length of the text."""
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
 
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, window: int, stride: int, done: int = 1) -> Iterator[Window]:
-    """Yield the windows that cover a text, but for ``done`` tokens: the first, which has nothing before it.
+    """Yield the windows that cover a text after its first ``done`` tokens: by default the first has no context.
 
     >>> [(w.start, w.end, w.scored) for w in windows(10, 4, 3)]
     [(0, 4, 3), (3, 7, 3), (6, 10, 3)]
@@ -84,7 +84,7 @@ def windows(tokens: int, window: int, stride: int, done: int = 1) -> Iterator[Wi
 
 
 def check_windows(window: int | None, stride: int | None) -> None:
-    """Raise an InputError for windows of less than two tokens, or strides that skip some; None: not known yet."""
+    """Raise an InputError for windows of less than two tokens, or strides that skip tokens; None: not known yet."""
     if window is not None and window < 2:
         raise InputError("tokens of a window (--window)", got=window, needed="2 or more")
     if stride is not None and (stride < 1 or (window is not None and stride >= window)):
@@ -114,11 +114,11 @@ def measure_perplexity(
         n_bytes: Length of the text, for bits per byte.
         batch: Windows at a time.
         advance: Called with the number of tokens that were scored.
-        before: What each window begins with, and ``tokens`` does not: int64 [k], k < window; None or none: nothing. It
-            is not scored, and the text's first token is.
+        before: Tokens put before each window, such as BOS: int64 [k], k < window. They are not scored, and the text's
+            first token then is.
 
     Raises:
-        InputError: The numbers do not fit, or the model answers with NaN.
+        InputError: The sizes do not fit, or the model answers with NaN.
     """
     if len(tokens) < 2:
         raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")
@@ -131,8 +131,8 @@ def measure_perplexity(
         raise InputError(
             "tokens of a window (--window)", got=window, needed=f"more than {len(before)}, with which each begins"
         )
-    found = list(windows(len(tokens), window - len(before), stride, 0 if len(before) else 1))
-    for readings in _batches(found, batch):
+    cover = list(windows(len(tokens), window - len(before), stride, 0 if len(before) else 1))
+    for readings in _batches(cover, batch):
         ids = torch.stack([torch.cat([before, tokens[w.start : w.end]]) for w in readings])
         losses = map(_token_losses, logits(ids)[:, :-1], ids[:, 1:])
         total = sum(float(row[-w.scored :].sum(dtype=torch.float64)) for row, w in zip(losses, readings, strict=True))

@@ -52,18 +52,16 @@ def prune_in_memory(
     matching: Matching | None = None,
     rounder: Pruner | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the pruned weights of linears by name, [out, in] in their types; the model is left as it was.
-
-    They take as much memory as the weights themselves.
+    """Return the pruned weights of linears by name, [out, in] in their types; the model keeps its own.
 
     Args:
         model: A causal language model whose layers are in one ``nn.ModuleList``.
         linears: The linears to prune, all of them in these layers.
-        sets: Those of them that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
+        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
         patterns: Linear -> pattern.
         pruner: A method that needs calibration.
         windows: int64 [windows, length].
-        run: Runs the model, to see whether each layer runs once; None: it cannot be run.
+        run: Runs the model, to check that each layer runs once; None: it cannot be run.
         matching: See :func:`slidesparse.models.layerwise.prune_layers`.
         rounder: See :func:`slidesparse.models.layerwise.prune_layers`.
 

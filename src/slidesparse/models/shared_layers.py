@@ -1,8 +1,8 @@
 """Calibrate and prune the layers of a model with several processes.
 
-Each process runs its share of the batches through a layer. The gram matrices are summed, the sets of linears are dealt
-out to be pruned, and every process gets all pruned weights: the next layer needs them. The result has the same bits
-for any number of processes whose devices compute the same bits.
+Each process runs its share of the batches through a layer. The gram matrices are summed, each set of linears is pruned
+by one process, and every process gets all pruned weights for the next layer. The result has the same bits for any
+number of processes whose devices compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from slidesparse.base.assignment import assign
 from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
-from slidesparse.models.grams import Inputs, collect_grams, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
+from slidesparse.models.grams import (
+    Inputs,
+    collect_grams,
+    error_key,
+    expert_inputs,
+    in_parts,
+    sum_columns,
+    tokens_key,
+)
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
 from slidesparse.pruning import Pruner, RoundForOutputs
@@ -47,10 +55,10 @@ class SharedLayers:
         samples: Sequence[Sample],
         store: LayerStore,
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
-        """Return the pruned weights of a layer, and what its sets lost, at every process."""
-        solver = self._dealt(sets, linears)
+        """Return the pruned weights of a layer, and the losses of its sets, at every process."""
+        solver = self._solvers(sets, linears)
         own: dict[str, torch.Tensor] = {}
-        told: list[tuple[SetLoss, torch.dtype]] = []
+        losses: list[tuple[SetLoss, torch.dtype]] = []
         for part in in_parts(sets, only_experts(linears)):
             heads = {names[0]: linears[names[0]] for names in part}
             tree = self._grams(layer, index, heads, samples, isinstance(pruner, RoundForOutputs))
@@ -58,23 +66,23 @@ class SharedLayers:
             inputs = self._inputs(tree, part, linears, solver)
             for names in (names for names in part if names[0] in inputs):
                 new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
-                told.append((loss, new[names[0]].dtype))
+                losses.append((loss, new[names[0]].dtype))
                 own |= new
-        return self._exchanged(sets, linears, solver, own, told)
+        return self._exchanged(sets, linears, solver, own, losses)
 
     def _inputs(
         self, tree: GramTree, sets: Sequence[Sequence[str]], linears: Mapping[str, Any], solver: Mapping[str, int]
     ) -> dict[str, Inputs]:
-        """Return what this process is to know of the inputs of the sets that it prunes, by their first linear."""
+        """Return the inputs of the sets that this process prunes, by their first linear."""
         experts = only_experts({names[0]: linears[names[0]] for names in sets})
         sums: dict[str, tuple[torch.Tensor, int]] = {}
         for layer, one in {one.layer: one for one in experts.values()}.items():
             total = self._everywhere(tree, layer, sum_columns(one))
-            sums[layer] = total, int(self._everywhere(tree, tokens_of(layer), 1))
+            sums[layer] = total, int(self._everywhere(tree, tokens_key(layer), 1))
         inputs = {}
         for head in (names[0] for names in sets):
             gram = tree.total(head, linears[head].weight.shape[1], solver[head], self.tensors)
-            number = tree.total((tokens_of if head in experts else rounding_of)(head), 1, solver[head], self.tensors)
+            number = tree.total((tokens_key if head in experts else error_key)(head), 1, solver[head], self.tensors)
             if gram is None or number is None:
                 continue
             if head in experts:
@@ -106,8 +114,10 @@ class SharedLayers:
             tree.add(share, collect_grams(layer, index, linears, here, alike) if here else {})
         return tree
 
-    def _dealt(self, sets: Sequence[Sequence[str]], linears: Mapping[str, nn.Linear | ExpertWeight]) -> dict[str, int]:
-        """Return which process prunes each set, by its first linear."""
+    def _solvers(
+        self, sets: Sequence[Sequence[str]], linears: Mapping[str, nn.Linear | ExpertWeight]
+    ) -> dict[str, int]:
+        """Return the process that prunes each set, by its first linear."""
         costs = {}
         for names in sets:
             columns = linears[names[0]].weight.shape[1]
@@ -121,10 +131,10 @@ class SharedLayers:
         linears: Mapping[str, nn.Linear | ExpertWeight],
         solver: Mapping[str, int],
         own: Mapping[str, torch.Tensor],
-        told: Sequence[tuple[SetLoss, torch.dtype]],
+        losses: Sequence[tuple[SetLoss, torch.dtype]],
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
         """Return all processes' pruned weights and losses, in the order of the sets."""
-        known = {one[0].names[0]: one for several in self.ranks.gather(told) for one in several}
+        known = {one[0].names[0]: one for several in self.ranks.gather(losses) for one in several}
         pruned = {}
         for names in sets:
             dtype = known[names[0]][1]

@@ -1,19 +1,19 @@
 """Move outliers from activations into weights before both become 8 bits, without changing what a layer computes.
 
 A few channels of a norm's output may be a hundred times as large as the others. They set the scale of every token, so
-that the other channels round to few steps. Dividing channel ``j`` of the norm's gain by ``s_j`` and multiplying column
-``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
-and Efficient Post-Training Quantization for Large Language Models" (2023), ``s_j = max |x_j|^a / max |w_j|^(1 - a)``.
-Of several strengths ``a`` that one is taken whose rounded products on some tokens are nearest to the exact ones; where
-none is nearer than without factors, there are none.
+that the other channels round to few steps. Dividing channel ``j`` of the norm's weight by ``s_j`` and multiplying
+column ``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant:
+Accurate and Efficient Post-Training Quantization for Large Language Models" (2023),
+``s_j = max |x_j|^a / max |w_j|^(1 - a)``. Of several strengths ``a`` the best is taken: that with the smallest error of
+the rounded products on some tokens, or no factors where none is better.
 
-Inside a gated MLP the same is possible without a norm: what ``down`` reads is the output of ``up`` times a number for
-each channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
+Inside a gated MLP the same is possible without a norm: ``down`` reads the output of ``up`` times a number for each
+channel, so row ``j`` of ``up`` is divided, whose own scale takes that factor in without loss.
 
 Here ``s_j`` is rounded to a power of two, and one common power is taken out, which scales of tokens and rows absorb
 anyway. So folding is exact in BF16 and float32: a layer whose outputs do not stay the same bit for bit, as that of a
-norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros. FP16 has few exponents: what a factor takes below
-2^-14 is rounded to a multiple of 2^-24. So layers of an FP16 model are tried in float32.
+norm that multiplies by ``1 + weight``, is left alone. Zeros stay zeros. FP16 has few exponents: values below 2^-14 are
+rounded to a multiple of 2^-24. So layers of an FP16 model are tried in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Quantise = Callable[[torch.Tensor], Quantised]
 
 @dataclass(frozen=True)
 class Fold:
-    """What writes some channels, and all that reads them.
+    """The writer of some channels, and all their readers.
 
     Attributes:
         writer: The name of a norm, or of a linear whose output is multiplied channel by channel before it is read.
@@ -93,12 +93,12 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
 
 
 def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Callable[[], object]) -> list[Fold]:
-    """Return the linears that may write the channels of another one, as far as shapes tell: up and down, gate and down.
+    """Return the linears that may write the channels of another one by their shapes: up and down, gate and down.
 
-    Which of them do is tried out: ``gate`` is not, since no power of two passes through its activation unchanged.
+    A trial decides later: ``gate`` fails, since no power of two passes through its activation unchanged.
 
     Args:
-        linears: Those that may be scaled, in the model's order.
+        linears: Linears that may be scaled, in the model's order.
         model: May be on the meta device.
         run: Runs the model once, on any input.
     """
@@ -115,9 +115,9 @@ def find_inner_folds(linears: dict[str, nn.Linear], model: nn.Module, run: Calla
 def _nearest_writers(
     reader: str, linears: dict[str, nn.Linear], sets: Sequence[Sequence[str]], place: dict[str, int]
 ) -> Sequence[str]:
-    """Return the last linears before a reader that have its channels as rows, all of them; or one that joins two such.
+    """Return the last linears before a reader whose rows are all its channels; or one that joins two such.
 
-    What is joined cannot be scaled, and what is before it does not write the reader's channels.
+    A joined one cannot be scaled, and those before it do not write the reader's channels.
     """
     channels = linears[reader].in_features
     fitting = [
@@ -130,23 +130,23 @@ def _nearest_writers(
 
 
 def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
-    """Say whether only linears read a norm's output, and all of its channels as they are."""
-    readers, gain = [modules[name] for name in one.linears], modules[one.writer].get_parameter("weight")
-    return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
+    """Return whether only linears read a norm's output, and all of its channels as they are."""
+    readers, weight = [modules[name] for name in one.linears], modules[one.writer].get_parameter("weight")
+    return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(weight) for r in readers)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Say whether a module has a gain for each channel, and nothing else but a bias."""
+    """Return whether a module has a weight for each channel, and no other parameter but a bias."""
     names = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
     return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
 
 
 def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor], strength: float = 0.5) -> torch.Tensor:
-    """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
+    """Return the exponent of each channel's factor, int8 [in]; most are 0.
 
     Args:
         largest_input: The largest absolute input of each channel, [in].
-        weights: Those of all readers, [out, in] each.
+        weights: Weights of all readers, [out, in] each.
         strength: How far outliers move from inputs, at 0, into weights, at 1.
     """
     largest_weight = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
@@ -167,14 +167,14 @@ def best_exponents(
     of_inputs: Quantise,
     of_weights: Quantise,
 ) -> torch.Tensor:
-    """Return the exponents with which rounding takes least from the readers' outputs: int8 [in], or all 0.
+    """Return the exponents with the least rounding error of the readers' outputs: int8 [in], or all 0.
 
     Args:
-        inputs: Some tokens of what they read, [tokens, in].
+        inputs: Some tokens of their inputs, [tokens, in].
         largest_input: The largest absolute input of each channel, over all tokens.
-        weights: Those of all readers, [out, in] each.
-        of_inputs: How inputs are rounded where the model is served.
-        of_weights: How weights are.
+        weights: Weights of all readers, [out, in] each.
+        of_inputs: Rounds inputs as the server will.
+        of_weights: Rounds weights.
     """
     wide, wides = inputs.to(torch.float32), [weight.to(torch.float32) for weight in weights]
 
@@ -186,13 +186,13 @@ def best_exponents(
             for weight in wides
         )
 
-    found = [exponents(largest_input, weights, strength) for strength in STRENGTHS]
-    return min([torch.zeros_like(found[0]), *found], key=loss)
+    tried = [exponents(largest_input, weights, strength) for strength in STRENGTHS]
+    return min([torch.zeros_like(tried[0]), *tried], key=loss)
 
 
 @torch.no_grad()
 def fold(modules: Mapping[str, nn.Module], one: Fold, powers: torch.Tensor) -> None:
-    """Divide what writes the channels by the factors, and multiply the columns of its readers, in place."""
+    """Divide the writer of the channels by the factors, and multiply the columns of its readers, in place."""
     factors = torch.exp2(powers.to(torch.float32))
     for parameter in modules[one.writer].parameters(recurse=False):
         parameter.div_(factors.to(parameter).view(-1, *[1] * (parameter.dim() - 1)))

@@ -42,7 +42,7 @@ from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_roundin
 from slidesparse.weights.support import check_pattern, check_weight, checked_bias
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
-"""Why linears that a sentence encoder has after its transformers model stay dense in 8 bits: it could not load them."""
+"""Reason for linears that a sentence encoder has after its transformers model: in 8 bits it could not load them."""
 
 
 def layer_patterns(
@@ -76,9 +76,9 @@ def sets_to_prune(
     pruner: Pruner,
     run: Callable[[], object] | None,
 ) -> list[list[str]]:
-    """Return the sets of layers that a method must see together; a layer that nothing couples is a set of its own.
+    """Return the sets of layers that a method must see together; an uncoupled layer is a set of its own.
 
-    A set whose members have different patterns, or a model that cannot be run, is an InputError.
+    Different patterns in a set, or a model that cannot be run, is an InputError.
     """
     coupled = {name for name, p in patterns.items() if p != DENSE and pruner.needs_calibration}
     if not coupled:
@@ -100,10 +100,10 @@ def require_alike(
     patterns: Mapping[str, Pattern | str],
     run: Callable[[], object] | None,
 ) -> None:
-    """Raise an InputError for other patterns in linears of a module that read the same input: q, k and v; gate and up.
+    """Raise an InputError for different patterns in a module's linears that read one input: q, k and v; gate and up.
 
     Servers join these into one layer, which has one pattern and one type: a word in place of a pattern means another
-    type. In a model that cannot be run nothing is refused here: the server has its own check.
+    type. A model that cannot be run is left to the server's own check.
     """
 
     def parent(name: str) -> str:
@@ -131,7 +131,7 @@ def _unlike(names: Iterable[str], patterns: Mapping[str, Pattern | str]) -> Inpu
 def run_once(model: nn.Module) -> Callable[[], object] | None:
     """Return a function that runs a transformers model on dummy inputs, on its device; None for other models.
 
-    Of a multimodal model the language part runs alone.
+    A multimodal model runs its language part alone.
     """
     model = language_model(model)
     if not hasattr(model, "dummy_inputs"):
@@ -153,7 +153,7 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
 
 
 def _read_by(model: nn.Module) -> dict[str, str]:
-    """Return the linears whose weight a transformers model reads without calling them, found without computing."""
+    """Return the linears whose weight a transformers model uses directly, found on the meta device."""
     empty = without_weights(model)
     if empty is None:
         return {}
@@ -162,12 +162,12 @@ def _read_by(model: nn.Module) -> dict[str, str]:
 
 
 def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[str, str]:
-    """Return the linears that models of transformers need dense, or what reads them when they are saved, and why."""
+    """Return the linears that transformers models, or readers of their checkpoints, need dense, with the reasons."""
     keep: dict[str, str] = {}
     models = dict(models_inside(model))
     for prefix, one in models.items():
         reasons = _read_by(one)
-        if storage in QUANTISED:  # what it writes is for vLLM, too
+        if storage in QUANTISED:  # vLLM reads the checkpoint too
             reasons |= linears_of_float_mixers(one) | (float_heads(one) if lm_head else {})
         output = None if one is model or lm_head else output_embedding(one)
         if output is not None:
@@ -180,7 +180,7 @@ def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[s
 
 
 def _pruner(model: nn.Module, method: str | None, calibration: torch.Tensor | None, match_steps: int) -> Pruner | None:
-    """Return the method, after a check that it goes with the calibration; None where nothing is pruned."""
+    """Return the method, checked against the calibration; None where nothing is pruned."""
     if isinstance(method, str) and method == "auto":
         method = "magnitude" if calibration is None else "sparsegpt"
     pruner = None if method is None else get_pruner(method)
@@ -215,13 +215,12 @@ def sparsify_(
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
-    Forward hooks of a linear run on the layer in its place. Adapters of PEFT stay as they are. So do, in 8 bits, those
-    linears of a transformers model that vLLM holds in floats.
+    Forward hooks of a linear run on the layer in its place. Adapters of PEFT stay as they are. So do, in 8 bits, the
+    linears of a transformers model that vLLM keeps in a float type.
 
-    A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
-    :func:`slidesparse.load`, vLLM and transformers load. So is one inside of another module, such as a sentence
-    encoder. Give it the whole of a transformers model that is saved, and leave parts alone by ``ignore`` and ``part``:
-    a part does not know of the config of what is around it.
+    A transformers model, also one inside another module such as a sentence encoder, is described in its config, so that
+    its ``save_pretrained`` writes a checkpoint that :func:`slidesparse.load`, vLLM and transformers load. Pass the
+    whole model that is saved, and leave parts alone by ``ignore`` and ``part``: a part has no access to the config.
 
     Args:
         model: Any module; transformers models know their output embedding, which stays dense.
@@ -230,16 +229,16 @@ def sparsify_(
         ignore: Layers to leave alone: see :func:`slidesparse.models.targets.find_targets`.
         layers: Exceptions: see :func:`layer_patterns`.
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
-        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
+        part: The part of a multimodal model to treat: ``language``, ``vision`` or ``all``.
         method: Pruning method, or None when the weights satisfy their patterns already. ``auto``: SparseGPT with
             calibration, and magnitude without, which costs a language model many times as much.
         calibration: Token numbers for the methods that need them, int64 [windows, length]: 128 windows of 2048 tokens
             of text like the model's use are usual. The model is a causal language model of transformers. Outliers of
             activations are not folded into weights first, as ``slidesparse prune`` does for INT8 with a text.
-        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
+        match_steps: Training steps of each pruned layer towards the dense one's outputs; 0: none.
         backend: ``auto`` or a backend's name, for every sparse layer.
-        fallback: How ``auto`` runs layers that no accelerated backend can run.
-        rounding: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
+        fallback: Backend of ``auto`` for layers that no accelerated backend can run.
+        rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
             ``dense`` keep eight.
 
     Returns:
@@ -265,7 +264,7 @@ def sparsify_(
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
     targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
-    for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
+    for name, linear in targets.linears.items():  # all checks come before the first replacement
         weight = linear.weight.detach()
         check_weight(weight, name)
         if storage in FLOATS and storage != weight.dtype:
@@ -301,8 +300,8 @@ def sparsify_(
         for alias in aliases[id(linear)]:  # one module may have several names
             model.set_submodule(alias, layer)
     describe_in_config(model)
-    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE, OFFLOADED, COMPRESSED, OWN_FORWARD)
-    for line in describe_dense({name: why for name, why in targets.dense.items() if why.endswith(told)}):
+    reported = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE, OFFLOADED, COMPRESSED, OWN_FORWARD)
+    for line in describe_dense({name: why for name, why in targets.dense.items() if why.endswith(reported)}):
         LOG.warning(line)
     for line in describe_experts(experts):
         LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)

@@ -1,8 +1,8 @@
-"""Find the layers of a model that are treated, and those among them that read the same input.
+"""Find the layers of a model to be treated, and those among them that read the same input.
 
-A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding, in the part of a
-multimodal model that was asked for), not by its name; the exceptions are :data:`READ_AS_MATRIX` and :data:`HEADS`,
-which differ from other linears in nothing but their names.
+A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding, in the chosen part of a
+multimodal model), not by its name; the exceptions are :data:`READ_AS_MATRIX` and :data:`HEADS`, which differ from
+other linears only by their names.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.models.parts import Part, output_embedding, outside_part
 
 MIN_FEATURES = 32
-"""Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
+"""Fewest inputs or outputs of a treated linear: nothing is gained on smaller ones (classifiers, routers)."""
 
 READ_AS_MATRIX = "kv_b_proj"
 """The linear of multi-head latent attention (DeepSeek-V2 and after) whose weight servers split and multiply into other
 weights after loading, without calling the layer: it must stay dense."""
 
 HEADS = (".classifier.dense", ".head.dense", ".pooler.dense", ".text_model.head")
-"""How linears are named by which encoders of transformers judge a whole text (BERT, RoBERTa, ModernBERT, SigLIP). vLLM
-holds them as plain ``nn.Linear`` and reads no scales for them
-(model_executor/models/{bert,roberta,modernbert,siglip}.py)."""
+"""Names of linears in the heads of transformers' encoders (BERT, RoBERTa, ModernBERT, SigLIP). vLLM has plain
+``nn.Linear`` for them and reads no scales (model_executor/models/{bert,roberta,modernbert,siglip}.py)."""
 
 HYPER_CONNECTIONS = ("fn", "hc_fn")
 """Matrices of hyper-connections, which mix the streams of a residual (HYV4): parameters, and no linears."""
 
 OWN_FORWARD = "has a forward of its own"
-"""How the reason ends to leave alone a subclass of ``nn.Linear`` that computes more."""
+"""End of the reason for a subclass of ``nn.Linear`` that computes more."""
 
 OFFLOADED = "accelerate keeps its weight elsewhere; load the whole model onto one device"
-"""Why linears stay as they are that a ``device_map`` left in the memory of the host or on a disk."""
+"""Reason for linears that a ``device_map`` left in host memory or on a disk."""
 
 COMPRESSED = "compressed-tensors computes it; give the folder to slidesparse.load, or to slidesparse prune"
-"""Why linears stay as they are that transformers loaded from a checkpoint in 8 bits."""
+"""Reason for linears that transformers loaded from a checkpoint in 8 bits."""
 
 IGNORED = "on the ignore list"
-"""Why linears stay as they are that an option names, or a checkpoint."""
+"""Reason: listed by ``--ignore``, or by the checkpoint."""
 
 OUTPUT = "output embedding"
-"""Why what makes logits stays as it is, unless it is asked for."""
+"""Reason: output embedding, and no ``--lm-head``."""
 
 ADAPTER = "a part of an adapter"
-"""Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
+"""Reason for linears that PEFT adds to others: they are small, and trained further."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Targets:
     """The linears of a model.
 
     Attributes:
-        linears: Module name -> module, of those to be treated, in the model's order.
-        dense: Module name -> why it stays as it is, of all other linears.
-        other: Name -> why it stays as it is, of modules and parameters that multiply and are no ``nn.Linear``.
+        linears: Linears to be treated, by name in the model's order.
+        dense: All other linears: name -> reason to leave it alone.
+        other: Modules and parameters that multiply and are no ``nn.Linear``: name -> reason.
     """
 
     linears: dict[str, nn.Linear]
@@ -89,11 +88,11 @@ def find_targets(
         model: May be on the meta device.
         ignore: Names to leave alone: exact module names, or ``re:`` and a regular expression that the start of a name
             must match (the convention of compressed-tensors).
-        lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
+        lm_head: Treat the output embedding too, unless it shares its weight with the input embedding.
         also_ignore: More such names, which a quantised source lists; each may match nothing.
-        part: Which part of a multimodal model is treated.
-        keep: Linear -> why it must stay dense, for reasons that the model does not show.
-        without: Linears to pass over: those of experts, which are treated as what they are.
+        part: The part of a multimodal model to treat.
+        keep: Linear -> reason to keep it dense that the model does not show.
+        without: Linears to pass over: those of experts, which are treated separately.
 
     Raises:
         InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
@@ -154,26 +153,26 @@ def find_targets(
     targets = Targets(linears, {name: why for name, why in reasons.items() if why is not None}, no_linears(model))
     if not linears:
         sparse = sum(isinstance(module, SlideLinear) for module in model.modules())
-        said = [f"{counted(sparse, 'SlideLinear')}, sparse already"] if sparse else []
-        said += [line.removeprefix("left dense: ") for line in describe_dense({**targets.dense, **targets.other})[:3]]
+        got = [f"{counted(sparse, 'SlideLinear')}, sparse already"] if sparse else []
+        got += [line.removeprefix("left dense: ") for line in describe_dense({**targets.dense, **targets.other})[:3]]
         raise InputError(
             "the model has no linear layer to treat",
-            got="; ".join(said) or "no linear layer",
+            got="; ".join(got) or "no linear layer",
             needed="at least one nn.Linear, in a mixture of experts too",
         )
     return targets
 
 
 def treated_head(model: nn.Module, treated: Mapping[str, nn.Module]) -> str | None:
-    """Return the name of the output embedding where it is among the layers that are treated; else None."""
+    """Return the name of the output embedding if it is treated; else None."""
     output = output_embedding(model)
     return next((name for name, module in treated.items() if module is output), None)
 
 
 def computes_as_linear(module: nn.Linear) -> bool:
-    """Say whether a linear computes ``x W^T + b`` and nothing else; subclasses may have a forward of their own.
+    """Return whether a linear computes ``x W^T + b`` and nothing else; subclasses may have a forward of their own.
 
-    It is tried on a small layer, whose attributes are those of ``nn.Linear``: a forward that needs more does more.
+    It is tried on a small ``nn.Linear``: a forward that needs other attributes computes more.
 
     >>> computes_as_linear(nn.Linear(4, 3))
     True
@@ -188,12 +187,12 @@ def computes_as_linear(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             return bool(torch.allclose(forward(plain, x), plain(x), rtol=1e-9, atol=1e-12))
-    except Exception:  # whatever else it does, it is no plain linear
+    except Exception:  # a plain linear raises nothing
         return False
 
 
 def _why_no_linear(module: nn.Linear) -> str:
-    """Return why a linear that computes something else stays as it is."""
+    """Return the reason to leave a linear with another forward alone."""
     if hasattr(module, "_hf_hook"):
         return OFFLOADED
     if hasattr(module, "quantization_scheme"):
@@ -202,16 +201,16 @@ def _why_no_linear(module: nn.Linear) -> str:
 
 
 def no_linears(model: nn.Module) -> dict[str, str]:
-    """Return what multiplies like a linear and is none -> why it stays as it is.
+    """Return the modules and parameters that multiply like a linear, each with the reason to leave it alone.
 
     These are transformers' ``Conv1D`` (GPT-2), which stores a weight [in, out], and matrices of hyper-connections.
     """
-    found = {
+    convolutions = {
         name: "Conv1D, whose weight is stored [in, out]: compressed-tensors quantises nn.Linear alone"
         for name, module in model.named_modules()
         if type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
     }
-    return found | {
+    return convolutions | {
         name: "a hyper-connection, which multiplies by a parameter and is no nn.Linear"
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[2] in HYPER_CONNECTIONS and parameter.dim() == 2
@@ -219,18 +218,18 @@ def no_linears(model: nn.Module) -> dict[str, str]:
 
 
 def adapter_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return how names of linears begin that are parts of PEFT's adapters, whose layers say what belongs to those."""
+    """Return the name prefixes of linears in PEFT's adapters, as listed by its layers."""
     named = ((name, getattr(module, "adapter_layer_names", ())) for name, module in model.named_modules())
     return tuple(f"{name}.{leaf}.".removeprefix(".") for name, leaves in named for leaf in leaves)
 
 
 def read_as_matrix(name: str) -> bool:
-    """Say whether a layer of this name is :data:`READ_AS_MATRIX`."""
+    """Return whether a layer of this name is :data:`READ_AS_MATRIX`."""
     return name.rpartition(".")[2] == READ_AS_MATRIX
 
 
 def describe_dense(dense: Mapping[str, str]) -> list[str]:
-    """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
+    """Return a line for each kind of linear that stays dense, with its reason; those that differ by number share it."""
     kinds = alike(dense, lambda name: (kind_of(name), dense[name]))
     return [f"left dense: {shared_name(names)} ({dense[names[0]]})" for names in kinds]
 

@@ -1,7 +1,7 @@
-"""Name the linears that a checkpoint holds and its class in transformers does not use, for an ignore list.
+"""Ignore-list entries for linears of a checkpoint that its class in transformers does not use.
 
-Such are the heads that foresee several tokens at once, of DeepSeek-V3, GLM-4 and Qwen3-Next. They are copied in their
-float type, and vLLM runs them as drafts. Every linear that the list does not name counts as one of 8 bits there.
+Examples are the multi-token prediction heads of DeepSeek-V3, GLM-4 and Qwen3-Next. They are copied in their float type,
+and vLLM runs them as drafts. There every linear that the list does not name counts as one of 8 bits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def entries_for_unused(
     r"""Return entries of an ignore list of compressed-tensors for tensors that no linear of the model has.
 
     Args:
-        shapes: Tensor -> its shape. What is no matrix of a linear is passed over; experts of a layer share an entry.
-        used: Tensors that the model has. No entry is for all experts of a layer that has some of them.
-        layers: How many layers the model has, where that is known. vLLM counts some drafts on from there.
+        shapes: Tensor -> its shape. Only matrices of linears get entries; experts of a layer share one.
+        used: Tensors that the model has. A layer of experts with some of them gets no common entry.
+        layers: Number of layers of the model, where it is known. vLLM numbers some drafts from there on.
 
     >>> entries_for_unused({"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)})
     ['mtp.fc']
@@ -35,7 +35,7 @@ def entries_for_unused(
 
 
 def names_as_layers(names: Iterable[str], layers: int | None) -> list[str]:
-    """Return vLLM's own names of those linears that it builds as layers after the last one of a model of so many."""
+    """Return vLLM's own names of the linears of drafts that it builds as layers after the model's last."""
     if layers is None:
         return []
     drafts = map(AS_LAYERS.fullmatch, names)

@@ -1,8 +1,8 @@
-"""Find the linears whose weight a model computes with itself, instead of calling the layer.
+"""Find the linears whose weight the model uses directly, instead of calling the layer.
 
-Mamba multiplies by ``dt_proj.weight``, and RWKV divides ``output.weight`` in place. So nothing is gained on a packed
-one of these, and a quantised one is wrong wherever the reader does not know of scales. The model is run once with
-layers in the places of its linears that note what is done with their weights.
+Mamba multiplies by ``dt_proj.weight``, and RWKV divides ``output.weight`` in place. So packing them gains nothing, and
+quantising them is wrong wherever the reader does not know of scales. The model runs once with stand-ins for its linears
+that note each use of their weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHY = "the model computes with its weight without calling it"
 
 
 class _Watched(DenseWeight):
-    """A weight that may be written to: what is written goes into a copy."""
+    """A weight that may be written to: writes go into a copy."""
 
     @classmethod
     def refuse(cls, name: str) -> None:
@@ -28,9 +28,9 @@ class _Watched(DenseWeight):
 
 
 class _Noting(nn.Module):
-    """Computes what a linear computes, and notes when something else computes with its weight.
+    """Stand-in for a linear that notes when something else uses its weight.
 
-    It is no ``nn.Linear``, as a SlideLinear is none: what a model does with the one, it does with the other.
+    It is no ``nn.Linear``, as a SlideLinear is none, so that the model treats both alike.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -56,7 +56,7 @@ class _Noting(nn.Module):
 def read_without_calling(
     model: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], object] | None
 ) -> dict[str, str]:
-    """Return the linears whose weight the model reads without calling them, and why they stay dense."""
+    """Return the linears whose weight the model uses directly, with the reason to keep them dense."""
     if run is None:
         return {}
     noting = {name: _Noting(linear) for name, linear in linears.items()}

@@ -1,4 +1,4 @@
-"""``slidesparse prune --dry-run``: what would be done, how large it would be, and nothing done."""
+"""``slidesparse prune --dry-run``: the plan and its sizes, and nothing done."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from slidesparse.offline.prune_options import PruneOptions
 
 @dataclass(frozen=True)
 class Tensors:
-    """How many tensors, or layers, share a fate, and their bytes here and, with scales, in the new checkpoint."""
+    """Number of tensors or layers treated alike, and their bytes in the source and, with scales, in the result."""
 
     count: int
     source_bytes: int
     destination_bytes: int
 
     def describe(self, kind: str) -> str:
-        """Return it for a line; ``kind`` is a plural."""
+        """Return the number and the sizes in words; ``kind`` is a plural."""
         sizes = dict.fromkeys((readable_size(self.source_bytes), readable_size(self.destination_bytes)))
         return f"{self.count} {kind if self.count != 1 else kind.removesuffix('s')}, {' -> '.join(sizes)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(PruneOutcome):
-    """What pruning would do.
+    """The outcome of a dry run.
 
     Attributes:
-        treated: Pattern -> the linears that would get it.
-        experts: Pattern -> the tensors of experts that would get it.
-        left: Reason -> the layers that would be left alone for it.
-        others: Everything else that would be copied: embeddings, norms, biases.
-        files: Other files that would be copied, and their bytes.
+        treated: Pattern -> its linears.
+        experts: Pattern -> its tensors of experts.
+        left: Reason -> the layers left alone for it.
+        others: All other copied tensors: embeddings, norms, biases.
+        files: Other copied files, and their bytes.
         free_bytes: Free on the disk of the destination.
-        refused: What the run would say of a disk that is too small; None where it is not.
-        seconds: About how long calibration takes on the device; None where none is done.
+        refused: Error of a run whose disk is too small; else None.
+        seconds: Estimated time of calibration on the device; None without calibration.
     """
 
     treated: dict[str, Tensors]
@@ -71,7 +71,7 @@ class DryRun(PruneOutcome):
         return {**asdict(self), "fits": self.fits}
 
     def describe(self) -> str:
-        """Return it as text."""
+        """Return the dry run as text."""
         lines = ["dry run: nothing was written"]
         time = "" if self.seconds is None else f": {describe_seconds(self.seconds)} on this machine"
         lines.append(f"would prune by {self.calibrated or self.method}{time}")
@@ -96,9 +96,9 @@ def dry_run(
     device: str | torch.device = "cpu",
     links: Links = "refuse",
 ) -> DryRun:
-    """Return what :func:`slidesparse.offline.prune.prune_checkpoint` would do; it has the same arguments and errors.
+    """Plan :func:`slidesparse.offline.prune.prune_checkpoint`, with the same arguments and errors, and write nothing.
 
-    A disk that is too small is no error here, since the sizes are what one wants to know then.
+    A disk that is too small is no error here, but noted in the result.
     """
     prepared = prepare(source, destination, options, device, links)
     made, files = prepared.plan, prepared.files
@@ -112,17 +112,17 @@ def dry_run(
     known = {tensor for names in tensors_of.values() for tensor in names}
 
     def sizes(names: Iterable[str], count: int | None = None) -> Tensors:
-        """Return how large tensors of the source are, there and in the new checkpoint; each counts once."""
+        """Return the bytes of tensors of the source, there and in the new checkpoint; each counts once."""
         names = list(dict.fromkeys(names))
         here = sum(made.source.checkpoint.stored(name).n_bytes for name in names)
         there = sum(one.n_bytes for name in names for one in jobs[name].outputs.values())
         return Tensors(len(names) if count is None else count, here, there)
 
-    def by_fate(fates: Mapping[str, str]) -> dict[str, Tensors]:
-        """Return fate -> what shares it, the most common first, from layer -> fate."""
+    def grouped(labels: Mapping[str, str]) -> dict[str, Tensors]:
+        """Group layers by label, the most common first."""
         return {
-            fates[group[0]]: sizes((tensor for name in group for tensor in tensors_of[name]), len(group))
-            for group in sorted(alike(fates, fates.__getitem__), key=len, reverse=True)
+            labels[group[0]]: sizes((tensor for name in group for tensor in tensors_of[name]), len(group))
+            for group in sorted(alike(labels, labels.__getitem__), key=len, reverse=True)
         }
 
     refused = None
@@ -132,9 +132,9 @@ def dry_run(
         refused = str(error)
     return DryRun(
         **prepared.outcome(),
-        treated=by_fate(linears),
-        experts=by_fate(experts),
-        left=by_fate(left),
+        treated=grouped(linears),
+        experts=grouped(experts),
+        left=grouped(left),
         others=sizes(tensor for tensor in jobs if tensor not in known),
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
         destination_bytes=size,

@@ -1,8 +1,8 @@
-"""Estimate how long a calibrated pruning takes, from its arithmetic and the rate of one matrix product on the device.
+"""Estimate the time of a calibrated pruning, from its arithmetic and the rate of one matrix product on the device.
 
 Counted per weight [out, in] on ``n`` tokens: two passes of the layer, the gram matrix of its input, the factor of that
 matrix in float64, SparseGPT's sweep and its 25 conjugate-gradient steps, and three passes for each step of matching.
-Attention, reading and writing are left out, and a device runs small products below its rate, so that the result is no
+Attention, reading and writing are left out, and small products run below the device's rate, so that the result is no
 better than a factor of two.
 """
 
@@ -25,7 +25,7 @@ OVERHEAD = 2.0
 
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
-    """Return about how many seconds the layers of a plan take on a device; None where no text is read."""
+    """Return the estimated seconds for the layers of a plan on a device; None without calibration."""
     return None if plan.layers is None else OVERHEAD * _operations(plan) / _operations_a_second(device)
 
 

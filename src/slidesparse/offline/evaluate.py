@@ -36,8 +36,8 @@ from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.weights.pattern import DENSE
 
 FEW_TOKENS = 1000
-"""Tokens below which a warning follows the figures. Losses of single tokens scatter by nats: if by 3, then the mean of
-1000 is uncertain by 0.1, and the perplexity by a tenth."""
+"""Tokens below which a warning follows the figures. Losses of single tokens scatter by nats: with a deviation of 3 the
+mean of 1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
 def warn_of_few(tokens: int, remedy: str = f"take {FEW_TOKENS} or more") -> list[str]:
@@ -56,10 +56,10 @@ class Evaluation:
 
     Attributes:
         model: Folder of the checkpoint.
-        text: Text on which perplexity was measured, or None.
+        text: Text of the perplexity, or None.
         perplexity: Perplexity on that text, or None.
         tasks: Task -> metric -> value, of lm-evaluation-harness.
-        experts: Sentence that says how pruned experts ran; None for models without.
+        experts: Sentence on the run of pruned experts; None for models without.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Evaluation:
     experts: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
+        """Return all fields, with loss, perplexity and bits per byte."""
         fields, measured = asdict(self), self.perplexity
         if measured is not None:
             derived = {"loss": measured.loss, "perplexity": _json_number(measured.perplexity)}
@@ -109,15 +109,15 @@ def evaluate(
     """Evaluate a checkpoint as ``slidesparse eval`` does: perplexity on a text, scores in tasks, or both.
 
     Args:
-        checkpoint: One that ``prune`` wrote, which runs with its sparse layers, or any other that transformers loads:
-            a folder, or ``NAMESPACE/NAME`` of the hub.
+        checkpoint: One that ``prune`` wrote, which runs sparse, or any other that transformers loads: a folder, or
+            ``NAMESPACE/NAME`` of the hub.
         text: A ``.txt``, ``.jsonl`` or ``.parquet`` file, a folder of these, or a data set; None: no perplexity.
         window: Tokens of a text window; None: 2048, or as many as the model can read.
         stride: Tokens between the starts of windows; None: half a window.
         tasks: Names or files of tasks of lm-evaluation-harness.
         limit: Examples of each task; None: all.
         batch: Windows or examples at a time.
-        bos: Begin each window with what the tokenizer puts before a text.
+        bos: Begin each window with the tokenizer's special tokens, such as BOS.
         device: ``cpu`` or ``cuda``; None: a GPU when there is one.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
         progress: Whether to show bars; None: on a terminal.
@@ -151,7 +151,7 @@ def evaluate(
     where = usable_device(device)
     if text is not None:
         usable_path(text, "text")
-    documents = None if text is None else read_documents(text)  # as it was written: a Path is no data set's name
+    documents = None if text is None else read_documents(text)  # not as a Path, which would be no data set's name
     harness = _harness() if tasks else None
     source = Checkpoint(source_folder(checkpoint, revision))
     refuse_masked(model_class(source)[0])
@@ -197,7 +197,7 @@ def _perplexity(
 
 
 def _cost(model: Any, tokens: torch.Tensor, before: torch.Tensor, window: int, stride: int) -> str:
-    """Return the line that says what an evaluation costs on a CPU."""
+    """Return the line on the cost of an evaluation on a CPU."""
     number = sum(1 for _ in windows(len(tokens), max(window - len(before), 1), stride, 0 if len(before) else 1))
     line = f"{counted(number, 'window')} of {window} tokens on the CPU, {counted(len(tokens), 'token')} to score"
     sparse = any(isinstance(module, SlideLinear | PackedMixture) for module in model.modules())
@@ -205,7 +205,7 @@ def _cost(model: Any, tokens: torch.Tensor, before: torch.Tensor, window: int, s
 
 
 def how_experts_ran(checkpoint: Checkpoint, model: Any) -> str | None:
-    """Return a sentence that says how the pruned experts of a loaded checkpoint ran; None where it has none."""
+    """Return a sentence on the run of a loaded checkpoint's pruned experts; None where it has none."""
     marker = Marker.from_config(checkpoint.config)
     names = [] if marker is None else [name for name, pattern in marker.experts.items() if pattern != DENSE]
     if not names:
@@ -221,7 +221,7 @@ def how_experts_ran(checkpoint: Checkpoint, model: Any) -> str | None:
 
 
 def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
-    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
+    """Load a model for inference: with sparse layers if ``prune`` wrote it, else as transformers does.
 
     Raises:
         CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
@@ -269,8 +269,8 @@ def _harness() -> Any:
 def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task, without names and counts, and without values that are no number ("N/A")."""
-    # Its bars are the only progress during hours; they are for a terminal.
+    """Return the metrics of each task, without names, counts and values that are no number ("N/A")."""
+    # Its bars are the only sign of progress for hours, on a terminal.
     bars = nullcontext() if sys.stderr is not None and sys.stderr.isatty() else other_library()
     with bars:
         wrapped = harness.models.huggingface.HFLM(

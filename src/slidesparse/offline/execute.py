@@ -30,9 +30,9 @@ from slidesparse.weights.support import check_weight
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a new checkpoint, made when they are asked for, of the source or its smoothed form.
+    """Computes the weights of a new checkpoint, from the source or its smoothed form.
 
-    ``layers`` is what a calibration text has pruned; None: there was none.
+    ``layers`` are those pruned by a calibration text, or None.
     """
 
     plan: Plan
@@ -41,14 +41,14 @@ class Weights:
     layers: PrunedLayers | None
 
     def copied(self, tensor: str) -> torch.Tensor:
-        """Return a tensor as it is; a CheckpointError for one that is used and holds NaN or Inf."""
+        """Read a tensor to copy; a CheckpointError for one that is used and holds NaN or Inf."""
         value = self.checkpoint.tensor(tensor)
         if tensor in self.plan.source.meta.names.used:
             check_finite(value, tensor)
         return value
 
     def stored(self, tensor: str, job: TensorJob, index: int) -> dict[str, torch.Tensor]:
-        """Return what a weight of a treated tensor becomes: ``index`` is its place there, 0 for a linear."""
+        """Return the new tensors of a weight in a treated tensor, at place ``index``, 0 for a linear."""
         storage, absmean = self.plan.storage, None
         scale = None if storage.source is None else self.checkpoint.tensor(f"{tensor}_scale", self.device)
         if job.pattern != DENSE and self.layers is not None:
@@ -72,7 +72,7 @@ class Weights:
         return self.plan.layers.experts.part(tensor, index, layers.weight).to(self.device)
 
     def _read(self, tensor: str, job: TensorJob, index: int) -> torch.Tensor:
-        """Read a weight [out, in] onto the device, in the type in which it is stored."""
+        """Read a weight [out, in] onto the device, in its stored type."""
         if len(self.checkpoint.stored(tensor).shape) == 2:
             weight = self.checkpoint.tensor(tensor, self.device)
         else:
@@ -82,7 +82,7 @@ class Weights:
 
 
 def require_finite(plan: Plan, progress: bool | None) -> None:
-    """Refuse NaN and Inf in any tensor that is used, before hours of calibration."""
+    """Refuse NaN and Inf in any used tensor, before hours of calibration."""
     checkpoint = plan.source.checkpoint
     sizes = {name: checkpoint.stored(name).n_bytes for name in sorted(plan.source.meta.names.used)}
     with progress_bar("check", sum(sizes.values()), show=progress) as advance:
@@ -94,10 +94,10 @@ def require_finite(plan: Plan, progress: bool | None) -> None:
 def execute(
     plan: Plan, checkpoint: Checkpoint, work: Workplace, device: torch.device, ranks: Ranks, progress: bool | None
 ) -> tuple[list[str], PrunedLayers | None]:
-    """Write the weights of a plan, this process those of its shards; ``checkpoint`` is the source or smoothed.
+    """Write this process's shards of a plan; ``checkpoint`` is the source or its smoothed form.
 
     Returns:
-        The shards of all processes that an interrupted run had finished, and what a calibration text has pruned.
+        All processes' shards that an interrupted run had finished, and the layers pruned by calibration.
     """
     layers = None
     if plan.layers is not None:
@@ -115,7 +115,7 @@ def execute(
             else:
                 digests = write_shard(work.output / shard, plan.shards[shard], weights, advance)
                 work.finish(shard, digests)
-    known = {shard for found in ranks.gather(resumed) for shard in found}
+    known = {shard for shards in ranks.gather(resumed) for shard in shards}
     return [shard for shard in outputs if shard in known], layers
 
 
@@ -132,13 +132,13 @@ def write_shard(
 def write_tensor(
     writer: TensorWriter, tensor: str, job: TensorJob, weights: Weights, advance: Callable[[int], None]
 ) -> None:
-    """Write what a tensor of the source becomes."""
+    """Write the outputs of one tensor of the source."""
     if job.layer is None:
         writer.write(tensor, weights.copied(tensor))
         advance(job.outputs[tensor].n_bytes)
         return
     stored = (weights.stored(tensor, job, index) for index in range(len(job.becomes)))
-    if tensor in job.outputs and len(job.outputs[tensor].shape) == 3:  # experts that go on sharing a tensor
+    if tensor in job.outputs and len(job.outputs[tensor].shape) == 3:  # experts that still share a tensor
         writer.write_parts(tensor, (one[tensor].cpu() for one in stored))
         advance(job.outputs[tensor].n_bytes)
         return

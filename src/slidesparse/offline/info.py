@@ -1,4 +1,4 @@
-"""``slidesparse info``: the libraries and GPUs of this machine, which backends can run, and who measured which card."""
+"""``slidesparse info``: the libraries, GPUs and usable backends of this machine, and the measured cards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES = ("slidesparse", "torch", "triton", "nvidia-cusparselt-cu13", "transf
 def collect() -> dict[str, Any]:
     """Return versions, GPUs, cards, and for each backend why it cannot run an INT8 6:8 layer here (None: it can).
 
-    What is said of cards is the same on every machine: see :mod:`slidesparse.gemm.cards`.
+    The cards are the same on every machine: see :mod:`slidesparse.gemm.cards`.
     """
     why = why_no_cuda()
     device = torch.device("cuda" if why is None else "cpu")

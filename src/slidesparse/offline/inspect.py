@@ -1,4 +1,4 @@
-"""``slidesparse inspect``: the patterns that the weights of a checkpoint really satisfy."""
+"""``slidesparse inspect``: the patterns that the weights of a checkpoint actually satisfy."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Layer:
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
-        backends: The backends that ``backend="auto"`` would use here, and for how many tokens.
-        reason: Why these backends.
-        kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
-        problem: Why the weight cannot be used as marked, or None.
+        backends: Backends of ``backend="auto"`` here, with their numbers of tokens.
+        reason: Reason for these backends.
+        kept_bytes: Backend -> bytes of its form of the weight.
+        problem: Reason why the weight cannot be used as marked, or None.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Inspection:
     Attributes:
         path: The checkpoint.
         layers: All linears except those left dense.
-        dense: Linear left dense -> why.
-        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
-        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it is not treated.
+        dense: Linear left dense -> reason.
+        faults: Unusable tensors: missing, of wrong shape or type, with NaN, or with unusable scales.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> reason why it is not treated.
         experts: The mixtures of experts.
-        expert_layers: The weights of experts that could be read, all experts of a layer in one.
+        expert_layers: The readable weights of experts, all experts of a layer in one.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Inspection:
         return {**asdict(self), "ok": self.ok}
 
     def table(self) -> str:
-        """Return the inspection as text: layers that differ only by number share a line; problems follow."""
+        """Return the inspection as text: layers that differ only by number share a line; problems come last."""
         rows = [
             (
                 kind_of(group[0].name) if len(group) > 1 else group[0].name,
@@ -142,14 +142,13 @@ class Inspection:
         return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])
 
     def _problems(self) -> list[str]:
-        found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
-        return [*(problem for problem in found if problem is not None), *self.faults]
+        problems = (layer.problem for layer in (*self.layers, *self.expert_layers))
+        return [*(problem for problem in problems if problem is not None), *self.faults]
 
 
 def _describe_six_bits(layers: list[Layer]) -> list[str]:
     count = sum(layer.bits == 6 and layer.ideal_speedup > 1 for layer in layers)
-    told = f"{counted(count, 'layer')} of six bits a value: a Hopper GPU keeps 0.8 of the 2:4 MB"
-    return [told] if count else []
+    return [f"{counted(count, 'layer')} of six bits a value: a Hopper GPU keeps 0.8 of the 2:4 MB"] if count else []
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
@@ -172,7 +171,7 @@ def _range(values: list[float], digits: int) -> str:
 
 
 def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
-    """Read every linear of a local checkpoint, and say which patterns it satisfies."""
+    """Find the tightest patterns of all linears and experts of a local checkpoint."""
     source = Source.of(Checkpoint(path))
     checkpoint, marker, meta = source.checkpoint, source.marker, source.meta
     targets = _find_targets(source)
@@ -196,7 +195,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
 
 
 def _find_targets(source: Source) -> Targets:
-    """Sort the linears of a checkpoint by its marker, or where it has none as ``prune`` would with ``--part all``."""
+    """Sort the linears of a checkpoint by its marker, or without one as ``prune --part all`` would."""
     marker, meta, model = source.marker, source.meta, source.meta.model
     marked = None if marker is None else meta.linears(marker)
     rounded = marker is not None and quantisation_dtype(source.checkpoint.config) is not None
@@ -207,7 +206,7 @@ def _find_targets(source: Source) -> Targets:
         return targets
     floats = {**linears_of_float_mixers(model), **float_heads(model)} if rounded else {}
     known = {**targets.dense, **floats, **source.routers}
-    # A router is listed by its name in the model, and by that which the checkpoint has for it.
+    # A router is listed by its names in the model and in the checkpoint.
     names = {
         stored.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in stored_names(meta).items()
     }
@@ -216,21 +215,21 @@ def _find_targets(source: Source) -> Targets:
 
 
 def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, one line each, except for the values of shown layers.
+    """Return the faults of a checkpoint's files, a line each, except for the values of shown layers.
 
-    A quantisation that we do not read is no fault where the checkpoint does not say that it is ours.
+    An unsupported quantisation is a fault only where the checkpoint has our marker.
     """
-    found: list[str] = []
+    faults: list[str] = []
     try:
         meta.require_complete()
     except CheckpointError as error:
-        found.append(str(other_quantisation(checkpoint) or error))
+        faults.append(str(other_quantisation(checkpoint) or error))
     try:
-        found += map(str, find_faults(meta, checkpoint))
+        faults += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
-            found.append(str(error))
-    return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
+            faults.append(str(error))
+    return faults + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:
@@ -244,7 +243,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
     bits = value_bits(weight)
-    choice, kept = _what_runs(pattern, weight, bits) if problem is None else (None, {})
+    choice, kept = _choose(pattern, weight, bits) if problem is None else (None, {})
     return Layer(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
@@ -263,8 +262,8 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     )
 
 
-def _what_runs(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
-    """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+def _choose(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
+    """Return the choice of ``auto`` on this machine, and the bytes of each kept form of the weight."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
     choice = choose(problem)
@@ -273,6 +272,6 @@ def _what_runs(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choic
 
 @lru_cache(maxsize=1024)
 def _form_bytes(backend: str, problem: Problem) -> int:
-    """Return the bytes of a backend's operand. They depend on sizes alone, so a weight of zeros is prepared."""
+    """Return the bytes of a backend's operand, which depend only on sizes: those of a prepared weight of zeros."""
     zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
     return sum(tensor.nbytes for tensor in get_backend(backend).prepare(pack(zeros, problem.pattern)))

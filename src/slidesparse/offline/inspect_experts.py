@@ -1,4 +1,4 @@
-"""Say for ``slidesparse inspect`` which patterns all experts of a layer satisfy, reading one expert at a time."""
+"""The patterns of all experts of a layer, for ``slidesparse inspect``, which reads one expert at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExpertLayer:
     Attributes:
         name: Name by which they are pruned.
         experts: The module that holds them.
-        count: How many experts there are.
+        count: Number of experts.
         shape: [out, in] of one; gate and up may be one weight in the model and two in the checkpoint.
         dtype: Storage type.
         bits: Bits in which every value can be kept: 6 after ``prune --rounding 6bit``.
@@ -42,7 +42,7 @@ class ExpertLayer:
         marked: Pattern that the checkpoint claims, or None.
         tightest: Tightest pattern that every expert satisfies, or ``dense``; ``-`` where one has NaN or Inf.
         stored_bytes: Bytes of the weights as stored.
-        problem: Why one of them cannot be used as marked, or None.
+        problem: Reason why one of them cannot be used as marked, or None.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ExpertLayer:
 
 
 def inspect_experts(source: Source, *, progress: bool | None = None) -> list[ExpertLayer]:
-    """Return the experts of a checkpoint, without those whose weight layout is unknown."""
+    """Return the experts of a checkpoint, except those of unknown layout."""
     layers: dict[str, dict[str, ExpertTensor]] = {}
     for one in source.experts:
         try:
@@ -68,11 +68,11 @@ def inspect_experts(source: Source, *, progress: bool | None = None) -> list[Exp
         except UnsupportedError:
             continue
     with progress_bar("inspect", len(layers), unit="layers of experts", show=progress) as advance:
-        found = []
+        inspected = []
         for layer, tensors in layers.items():
-            found.append(_inspect(layer, tensors, source.checkpoint, source.marker))
+            inspected.append(_inspect(layer, tensors, source.checkpoint, source.marker))
             advance(1)
-    return found
+    return inspected
 
 
 def _inspect(

@@ -1,7 +1,7 @@
 """The model card of a pruned checkpoint: README.md, which a hub shows.
 
-It has what somebody who finds the folder needs: what was done to which model, and how to serve and to load it. Licence,
-language and task are those of the source's own card.
+It states the source, the treatment, and how to serve and load the result. Licence, language and task are those of the
+source's own card.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slidesparse.weights.quant import QUANTISED, parse_dtype
 FILE_NAME = "README.md"
 
 SERVE = "## Serve and load"
-"""The heading before which ``slidesparse recover`` adds what it did."""
+"""The heading before which ``slidesparse recover`` adds its section."""
 
 ROUNDED: dict[PruneRounding, str] = {
     "absmax": "",
     "6bit": ", of six bits where pruned",
     "ternary": ", of three values (BitNet b1.58)",
 }
-"""PruneRounding -> what it makes of a type's values."""
+"""PruneRounding -> its words after the type."""
 
 BLACKWELL = "INT8 does not start in stock vLLM on Blackwell GPUs: prune into FP8 for these.\n"
 
@@ -42,10 +42,10 @@ MAX_BYTES = 1 << 20
 """Most bytes of a card that are read."""
 
 LEFT = "left dense: "
-"""How a line on what stays dense begins in a log; here a heading says so."""
+"""Beginning of the log's lines on dense layers, which a heading replaces here."""
 
 NAMED = " --quantization slidesparse"
-"""What makes vLLM ask the plugin where there is no ``quantization_config``."""
+"""vLLM's option to load the plugin where there is no ``quantization_config``."""
 
 
 def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
@@ -101,7 +101,7 @@ model = ss.load("THIS_FOLDER", device="cuda")
 
 
 def _method(done: PruneSummary) -> str:
-    """Return how weights were chosen and rounded, in words."""
+    """Describe the method of pruning and rounding."""
     if not done.was_pruned:
         return done.calibrated or done.method
     rounded = f", rounded with {done.calibrated}" if done.calibrated else ""
@@ -128,17 +128,18 @@ def _front_matter(origin: HubModel | None, source_card: Path | None, quantised: 
 
 
 def _carried(card: Path) -> dict[str, Any]:
-    """Return what the source's card says that holds for the pruned model too; nothing of a card that is no YAML."""
+    """Return the entries of the source's card that hold for the pruned model too; none if it is no YAML."""
     import yaml
 
     try:
         text = read_whole(card, MAX_BYTES).decode("utf-8-sig")
-        found = re.match(r"---\r?\n(.*?)\r?\n---\s*(?:\n|$)", text, re.DOTALL)
-        # The loader that knows texts alone: merge keys, which the safe one follows, can multiply without end.
-        said = yaml.load(found[1], Loader=yaml.BaseLoader) if found else {}
+        matter = re.match(r"---\r?\n(.*?)\r?\n---\s*(?:\n|$)", text, re.DOTALL)
+        # Not SafeLoader, whose merge keys can multiply without end.
+        card_data = yaml.load(matter[1], Loader=yaml.BaseLoader) if matter else {}
     except (OSError, InputError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError):
         return {}
-    return {key: said[key] for key in CARRIED if _are_words(said.get(key))} if isinstance(said, dict) else {}
+    known = card_data if isinstance(card_data, dict) else {}
+    return {key: known[key] for key in CARRIED if _are_words(known.get(key))}
 
 
 def _are_words(value: Any) -> bool:
@@ -147,5 +148,5 @@ def _are_words(value: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text that stays in its line and in its cell of a table, and that a terminal only draws."""
+    """Return a text that fits in one line and one cell of a table, without control characters."""
     return printable(" ".join(text.replace("|", "/").split()))

@@ -1,4 +1,4 @@
-"""Write config.json of a pruned checkpoint: the source's, with the marker and the quantisation of what was treated."""
+"""The config.json of a pruned checkpoint: the source's, with marker and quantisation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from slidesparse.weights.pattern import DENSE, Pattern
 def new_config(
     source: Source, storage: Storage, common: Pattern, treated: Treated, jobs: Mapping[str, TensorJob]
 ) -> dict[str, Any]:
-    """Return the new config.json; ``common`` is the pattern that treated tensors have but for exceptions."""
+    """Return the new config.json; ``common`` is the pattern of treated tensors, but for exceptions."""
     checkpoint, meta, left = source.checkpoint, source.meta, treated.linears.dense
 
     def hub_names(names: Iterable[str]) -> list[str]:
-        """Return the checkpoint's own names of linears, which programs may know instead of transformers' names."""
+        """Return the checkpoint's own names of linears, which programs may use instead of transformers' names."""
         origins = (meta.names.origins.get(f"{name}.weight") for name in names)
         stored = (origin.removesuffix(".weight") for origin in origins if isinstance(origin, str))
         return [name for name in stored if name not in {*names, *treated.linears.linears}]
@@ -39,7 +39,7 @@ def new_config(
     ignore = [name for name in {**left, **source.routers} if name not in kept]
     ignore += hub_names(source.routers)
     unused = _unused_entries(source)
-    # Programs would take these for pruned ones. Experts are named one by one where they are pruned.
+    # Other programs would take these for pruned. Experts are named one by one where they are pruned.
     without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
     linears = {str(job.layer): job.pattern for job in jobs.values() if job.expert is None}
     exceptions = {name: pattern for name, pattern in linears.items() if pattern != common}
@@ -65,7 +65,7 @@ def new_config(
 
 
 def _expert_entries(source: Source, treated: Treated) -> list[str]:
-    """Return entries of an ignore list for the experts that are left alone."""
+    """Return ignore-list entries for the experts left alone."""
     if not treated.experts:
         return ignore_entries([one.name for one in source.experts], every=True)
     left = treated.experts_left
@@ -74,7 +74,7 @@ def _expert_entries(source: Source, treated: Treated) -> list[str]:
 
 
 def _unused_entries(source: Source) -> list[str]:
-    """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
+    """Return ignore-list entries for linears that transformers does not use, and other programs may."""
     unused = source.meta.names.unused
     shapes = {name: source.checkpoint.stored(name).shape for name in unused}
     layers = getattr(text_config(source.meta.model.config), "num_hidden_layers", None)

@@ -1,4 +1,4 @@
-"""Names of options as a user writes them, for messages about what an earlier run was given."""
+"""Names of options as a user writes them, for messages on the options of an earlier run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AS_WRITTEN = {
 
 
 def as_written(field: str) -> str:
-    """Return the option of the command line that a field of options is.
+    """Return the command line's name of a field of options.
 
     >>> as_written("lm_head"), as_written("layers")
     ('--lm-head', '--layer')

@@ -1,4 +1,4 @@
-"""What pruning a checkpoint does or did: the facts that the run, the dry run and the model card say."""
+"""The outcome of pruning a checkpoint, for the run, the dry run and the model card."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOutcome:
-    """What a run and a dry run say alike.
+    """The common outcome of a run and a dry run.
 
     Attributes:
         destination: The new checkpoint.
         dtype: Type of the treated weights.
-        rounding: How INT8 weights are rounded.
-        treated_experts: Lines that describe the treated experts of a mixture.
-        in_transformers: Whether the installed transformers loads the new checkpoint; None where it cannot be asked.
+        rounding: Rounding of INT8 weights.
+        treated_experts: Lines on the treated experts of a mixture.
+        in_transformers: Whether the installed transformers loads the new checkpoint; None where that is unknown.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         method: Pruning method.
         was_pruned: Whether the source was pruned, and its zeros are kept.
-        calibrated: What a calibrated method does and sees, in words; empty without one.
+        calibrated: Method and text of a calibration, in words; empty without one.
         default_text: Whether the calibration text is the default one.
-        not_copied: Files of the source that hold or describe code or other copies of the weights.
-        destination_bytes: The tensors of the new checkpoint; of a dry run its other files too.
+        not_copied: Files of the source with code, or with other copies of the weights and their descriptions.
+        destination_bytes: Bytes of the new tensors; in a dry run of other files too.
     """
 
     destination: str
@@ -71,13 +71,13 @@ class PruneOutcome:
         return asdict(self)
 
     def _on_use(self, patterns: Iterable[str]) -> list[str]:
-        """Return lines on what programs do with weights that have these patterns, and on what there is to do first."""
+        """Return lines on the use of weights with these patterns, advice first."""
         head = (
             f"{self.dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
         )
         prunes = any(pattern != str(DENSE) for pattern in patterns)
         facts = {
-            # Of six bits the sizes of files show nothing.
+            # Sizes of files do not show six bits.
             SIX_BITS: self.rounding == "6bit" and prunes,
             EXPERTS_FOLLOW: bool(self.treated_experts),
             head: self.dense_head is not None,
@@ -99,18 +99,18 @@ class PruneSummary(PruneOutcome):
     Attributes:
         patterns: Treated layer -> pattern.
         experts: Treated weights of experts -> pattern, of a mixture.
-        dense: Linear left alone -> why.
-        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
+        dense: Linear left alone -> reason.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> reason why it was left alone.
         links: Links of the source that were left out.
-        unexpected: Unexpected keys: tensors that were copied although the model does not use them.
+        unexpected: Unexpected keys: copied tensors that the model does not use.
         resumed: Shards that an interrupted run had finished.
         source_card: Name of the source's README.md beside the new model card; None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
             before their layer is matched; empty without calibration.
-        input_rounding: The same linears -> what rounding inputs to INT8 costs, in that measure; empty for other types.
-        weight_rounding: The same linears -> what rounding their weights to six bits or FP8 costs; empty where neither.
-        borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
-        source_bytes: Tensors of the source.
+        input_rounding: The same linears -> cost of rounding inputs to INT8, in that measure; empty for other types.
+        weight_rounding: The same linears -> cost of rounding weights to six bits or FP8; empty without.
+        borrowed: Weights of experts with too few tokens -> their tokens, of all that were needed.
+        source_bytes: Bytes of the source's tensors.
     """
 
     patterns: dict[str, str]
@@ -129,18 +129,18 @@ class PruneSummary(PruneOutcome):
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """How many linears have each pattern, the most common first."""
+        """Number of linears with each pattern, the most common first."""
         return Counter(self.patterns.values()).most_common()
 
     @property
     def left(self) -> list[str]:
-        """Lines that say what stays dense and why."""
+        """Lines on the dense layers, with reasons."""
         return describe_dense({**self.dense, **self.other})
 
     def describe(self) -> str:
         """Return the summary as text."""
-        found = ", ".join(f"{count} at {pattern}" for pattern, count in self.counts)
-        lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
+        patterns = ", ".join(f"{count} at {pattern}" for pattern, count in self.counts)
+        lines = [f"treated {counted(len(self.patterns), 'layer')}: {patterns}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += _spread("calibration loss", self.losses)
         lines += _spread("rounding inputs to INT8 costs", self.input_rounding)
@@ -167,7 +167,7 @@ class PruneSummary(PruneOutcome):
 
 
 def _spread(what: str, costs: Mapping[str, float]) -> list[str]:
-    """Return a line with the mean and the worst of what sets of linears cost, if any does."""
+    """Return a line with the mean and the worst cost of sets of linears, if there are any."""
     if not any(costs.values()):
         return []
     worst, mean = max(costs, key=costs.__getitem__), sum(costs.values()) / len(costs)

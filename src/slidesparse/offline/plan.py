@@ -1,4 +1,4 @@
-"""Plan what ``slidesparse prune`` does with each tensor of a checkpoint, before any weight is read.
+"""The plan of ``slidesparse prune`` for each tensor of a checkpoint, made before any weight is read.
 
 A plan is data: a dry run prints it, and :func:`slidesparse.offline.execute.execute` changes nothing of it.
 """
@@ -35,18 +35,18 @@ from slidesparse.weights.pattern import DENSE, Pattern
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a checkpoint.
+    """The plan for a checkpoint.
 
     Attributes:
-        source: What was looked up about it.
+        source: The checkpoint and its model.
         options: The options.
-        storage: The form in which treated weights are stored.
-        treated: What is treated, and what is left alone and why.
+        storage: The stored form of treated weights.
+        treated: The treated layers, and those left alone with reasons.
         patterns: Treated linear, or kind of experts' weights -> pattern.
-        shards: File name -> tensor of the source -> what becomes of it.
+        shards: File name -> tensor of the source -> its job.
         config: config.json of the new checkpoint.
-        layers: What is pruned layer by layer with a calibration text; None: nothing is.
-        smoothing: Where outliers of activations are folded into weights first; None: nowhere.
+        layers: The layers to prune with a calibration text; None without one.
+        smoothing: The folds of activation outliers into weights; None without smoothing.
     """
 
     source: Source
@@ -69,12 +69,12 @@ class Plan:
 
 
 def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
-    """Decide what becomes of each tensor of a checkpoint.
+    """Plan the treatment of each tensor of a checkpoint.
 
     Raises:
         CheckpointError: The source cannot be used.
         InputError: An option does not fit the source.
-        UnsupportedError: Its experts cannot be treated as they are stored.
+        UnsupportedError: Its experts cannot be treated in their stored form.
     """
     storage = Storage(*resolve_dtypes(checkpoint, options), options.rounding)
     source = Source.of(checkpoint)
@@ -82,7 +82,7 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
     treated = find_treated(source, options, storage)
     patterns = _patterns(source, options, treated.layers)
     of_linears = {name: patterns[name] for name in treated.linears.linears}
-    # What --ignore leaves alone keeps its type, and so differs from what is dense in 8 bits, too.
+    # Ignored linears keep their type, and so differ from dense ones in 8 bits too.
     forms = dict.fromkeys(treated.unless_ignored, "left alone" if storage.rounds else DENSE) | of_linears
     require_alike(source.meta.model, treated.unless_ignored, forms, source.run)
     jobs: dict[str, TensorJob] = {}
@@ -104,9 +104,9 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
 
 
 def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict[str, Pattern]:
-    """Return the pattern of each treated layer: by the options, and by the marker of a pruned source.
+    """Return the pattern of each treated layer, by the options, and by the marker of a pruned source.
 
-    Other patterns than that are refused: what it left dense would lose weights unseen.
+    Patterns other than the marker's are refused: dense layers would lose weights unnoticed.
     """
     if (marker := source.marker) is None:
         return layer_patterns(treated, options.pattern, options.layers)
@@ -129,9 +129,9 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
 def _layers(
     source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern]
 ) -> LayersToPrune | None:
-    """Return what is pruned layer by layer with a calibration text; None without one.
+    """Return the layers to prune with a calibration text; None without one.
 
-    Linears outside of the layers need no text where they stay dense, and are not among it.
+    Dense linears outside of the layers need no text, and are left out.
     """
     if options.calibration is None:
         return None

@@ -46,13 +46,13 @@ from slidesparse.weights.quant import dtype_name
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before the work begins.
+    """A checked pruning, before the work begins.
 
     Attributes:
-        plan: What becomes of each tensor.
+        plan: The plan for each tensor.
         destination: The folder to make, which does not exist.
         files: Other files of the source.
-        device: Where weights are pruned.
+        device: Device on which weights are pruned.
     """
 
     plan: Plan
@@ -73,10 +73,10 @@ class Prepared:
         known["source"] = fingerprint(checkpoint, checkpoint.config)
         if made.layers is None:
             return known
-        # The windows of a text decide, not where it lies.
+        # The text windows decide, not the path of the text.
         options["calibration"] = [digest(made.layers.windows), *made.layers.windows.shape]
         options["seed"] = made.layers.matching and made.layers.matching.seed
-        # Calibration sums in another order on a GPU than on a CPU; without it, all devices give the same bits.
+        # Calibration sums in another order on a GPU than on a CPU; all else has the same bits on all devices.
         return {**known, "device": self.device.type}
 
     def outcome(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Prepared:
 def prepare(
     source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
 ) -> Prepared:
-    """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
+    """Check the arguments of :func:`prune_checkpoint` and plan it, before anything is written."""
     check_options(options)
     where = usable_device(device)
     checkpoint = Checkpoint(usable_path(source, "source"))
@@ -127,8 +127,8 @@ def prune_checkpoint(
 ) -> PruneSummary:
     """Prune and quantise a checkpoint into a new folder. The source is never touched.
 
-    Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the
-    windows. All of them call this with equal arguments, but for the device; to calibrate it is of one kind.
+    Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the text
+    windows. All call this with equal arguments, but for the device; calibration needs devices of one kind.
 
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
@@ -146,7 +146,7 @@ def prune_checkpoint(
         LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
     with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size, as_written) as work:
         if made.smoothing is not None and made.layers is not None:
-            with ranks.first_alone():  # it finds what the others read from the folder
+            with ranks.first_alone():  # it writes the factors that the others read
                 windows, where = made.layers.windows, prepared.device
                 checkpoint = smooth_checkpoint(checkpoint, made.smoothing, windows, work.kept, where, progress)
         resumed, layers = execute(made, checkpoint, work, prepared.device, ranks, progress)
@@ -166,7 +166,7 @@ def _summary(
     made = prepared.plan
     patterns = {name: str(pattern) for name, pattern in made.patterns.items()}
     few = sorted((one for one in losses if one.borrowed), key=lambda one: one.tokens or 0)
-    # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
+    # FP8 has small numbers next to large ones, so outliers of a token do not cost the others.
     rounded = losses if made.storage.dtype == torch.int8 else []
     return PruneSummary(
         **prepared.outcome(),
@@ -188,7 +188,7 @@ def _summary(
 
 
 def _calibration_words(made: Plan) -> str:
-    """Return what a calibrated method did and saw, without the folder of the text; empty without one."""
+    """Describe the method and the text of a calibration, without the text's folder; empty without one."""
     options = made.options
     if made.layers is None or options.calibration is None:
         return ""

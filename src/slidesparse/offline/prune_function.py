@@ -52,7 +52,7 @@ def prune(
 ) -> PruneSummary | DryRun:
     """Prune and quantise a Hugging Face checkpoint into a new folder, as ``slidesparse prune`` does.
 
-    The source is never touched, and a call that was interrupted goes on where it was.
+    The source is never touched, and an interrupted call is resumed by the same call.
 
     Args:
         source: A folder with ``config.json`` and safetensors, or ``NAMESPACE/NAME`` of the hub.
@@ -60,24 +60,24 @@ def prune(
         pattern: ``6:8``, ``4:6``, ``2:4``, ... of all linears.
         dtype: ``int8``, ``fp8``, or a float type to prune only; None: ``int8``, or that of a quantised source.
         method: ``sparsegpt``, ``wanda`` or ``magnitude``.
-        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs: 200, or 0 for none.
+        match_steps: Training steps of each pruned layer towards the dense one's outputs: 200, or 0 for none.
         smooth: Fold outliers of activations into weights before rounding; None: for INT8 with calibration.
         calibration: Text for SparseGPT and Wanda, like the model's use: a ``.txt``, ``.jsonl`` or ``.parquet`` file, a
             folder or a data set; or several, each of which may end in ``:WEIGHT``. None: Python's
             standard library.
         samples: Calibration windows; None: 128.
-        length: Tokens of a window; None: 2048, or as many as the model can read.
+        length: Tokens of a calibration window; None: 2048, or as many as the model can read.
         seed: Seed of the choice of windows; None: 0.
-        bos: Begin each window with what the tokenizer puts before a text.
-        rounding: How INT8 weights are rounded: ``absmax``, ``6bit``, or ``ternary``.
+        bos: Begin each window with the tokenizer's special tokens, such as BOS.
+        rounding: Rounding of INT8 weights: ``absmax``, ``6bit``, or ``ternary``.
         ignore: Linears to leave alone: names, or ``re:`` and a regular expression.
         layers: Other patterns for some linears: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
-        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
+        part: The part of a multimodal model to treat: ``language``, ``vision`` or ``all``.
         links: Links that lead out of the source: ``refuse``, ``copy`` or ``skip``.
         device: ``cpu`` or ``cuda``; None: a GPU when there is one.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
-        dry_run: Write nothing, and return what would be done.
+        dry_run: Write nothing, and return the plan.
 
     Returns:
         The outcome; ``describe()`` is what the command prints, and ``to_json()`` what it prints with ``--json``.
@@ -117,7 +117,7 @@ def prune(
 
 
 def _calibration(texts: Texts | None, method: str, windows: dict[str, Any]) -> Calibration | None:
-    """Return the text that a method sees, and which windows of it are taken; None where it needs none."""
+    """Return the calibration of a method; None where it needs none."""
     if isinstance(texts, Calibration):
         if windows:
             remedy = f"give {', '.join(windows)} to Calibration"

@@ -1,4 +1,4 @@
-"""The options of pruning a checkpoint: which go together, and the types that follow from them and from the source."""
+"""The options of pruning a checkpoint, their checks, and the types that follow from them and from the source."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class PruneOptions:
             type of a source that is quantised already.
         method: Pruning method.
         calibration: Text for methods that need it. None: Python's standard library.
-        rounding: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
-            channel to multiples of 4 where the pattern is not dense
+        rounding: Rounding of INT8 weights: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per channel
+            to multiples of 4 where the pattern is not dense
             (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
-        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
-        match_steps: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
-        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: where INT8
-            is calibrated, as far as the model can be smoothed.
+        part: The part of a multimodal model to treat: ``language``, ``vision`` or ``all``.
+        match_steps: Training steps of each pruned layer towards the dense one's outputs; 0: none.
+        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: for
+            calibrated INT8, as far as the model allows.
     """
 
     pattern: str
@@ -99,7 +99,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
 
 
 def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: torch.dtype) -> None:
-    """Refuse a treated tensor of a type that the source does not have elsewhere, or that the output changes."""
+    """Refuse a treated tensor whose type differs from the source's, or without quantising from the output's."""
     allowed = {STORED_NAMES[one] for one in ([source] if source else FLOATS)}
     if stored.dtype not in allowed:
         remedy = f"leave it alone with --ignore {tensor.removesuffix('.weight')}" if source else None
@@ -113,7 +113,7 @@ def check_type(tensor: str, stored: Stored, source: torch.dtype | None, dtype: t
 
 
 def check_options(options: PruneOptions) -> None:
-    """Raise an InputError for options that are wrong, or contradict each other, whatever the source is."""
+    """Raise an InputError for options that are wrong or contradictory for any source."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
     idle = {"--rounding 6bit": options.rounding == "6bit", "--match-steps": options.match_steps > 0}
@@ -140,7 +140,7 @@ def require_one_process(options: PruneOptions, processes: int) -> None:
 
 
 def _require_text(options: PruneOptions) -> None:
-    """Refuse a text that nothing reads, and what lacks one."""
+    """Refuse an unused text, and options that lack one."""
     pruner, calibration = get_pruner(options.method), options.calibration
     if calibration is not None and not pruner.needs_calibration:
         raise InputError(
@@ -158,7 +158,7 @@ def _require_text(options: PruneOptions) -> None:
 
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
-    """Refuse a rounding or a step that does not go with the type; None: that of the source, which is not known yet."""
+    """Refuse a rounding or smoothing that does not fit the type; None: the source's, which is not known yet."""
     if options.rounding not in ROUNDINGS:
         raise InputError("unknown rounding", got=repr(options.rounding), needed=" or ".join(ROUNDINGS))
     if dtype is None:

@@ -1,4 +1,4 @@
-"""What patterns cost published models, by the records of docs/accuracy.md, and what was found to lose least."""
+"""Costs of patterns for published models, by the records of docs/accuracy.md, and the best measured method."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from slidesparse.weights.pattern import Pattern
 
 BEST = "--match-steps 200 with text like the model's use, then slidesparse recover"
-"""What lost least of all that was measured."""
+"""The method with the least loss of all that were measured."""
 
 COSTS = (
     ("SmolLM2-135M-Instruct", 135e6, "6:8", "3.8 %", "1.5 %"),
@@ -18,11 +18,11 @@ COSTS = (
     ("Qwen2.5-Coder-1.5B-Instruct", 1544e6, "6:8", "4.0 %", "2.2 %"),
     ("Qwen2.5-Coder-1.5B-Instruct", 1544e6, "4:6", "9.8 %", "6.3 %"),
 )
-"""Model, parameters, pattern, and how far it raised the perplexity of code, before and after recover."""
+"""Model, parameters, pattern, and rise of the perplexity of code, before and after recover."""
 
 
 def expected_cost(zeros: float, n_bytes: int) -> str:
-    """Return what the pattern nearest to a share of zeros cost the model of the nearest size, by bytes in BF16.
+    """Describe the cost of the pattern nearest to a share of zeros, for the model of the nearest size in BF16.
 
     >>> expected_cost(0.3, 10**9)
     '4:6 cost Qwen2.5-Coder-0.5B-Instruct 9.3 % of perplexity in one shot with --match-steps 200, 3.0 % recovered'

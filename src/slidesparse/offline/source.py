@@ -1,4 +1,4 @@
-"""What commands look up about a checkpoint: its model on the meta device, its marker, its linears and its experts."""
+"""A checkpoint with its model on the meta device, its marker, its linears and its experts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from slidesparse.weights.pattern import Pattern
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, and what follows from its config and the headers of its files.
+    """A checkpoint and its structure, by its config and the headers of its files.
 
     Attributes:
         checkpoint: The files.
-        marker: Its marker; None: it is dense, as far as it says.
+        marker: Its marker; None for a dense checkpoint.
         meta: Its model, without weights.
         run: Runs the model on dummy inputs, on the meta device; None for a model that cannot be run.
         experts: The experts of each layer of a mixture.
-        expert_layers: Weights of one kind of all experts of a layer -> the tensors that hold them.
-        linears: Module name -> linear, but for parts of experts.
-        inside_experts: Linears that are parts of experts -> that as the reason to leave them to these.
-        routers: Modules that choose among experts -> that as the reason to leave them alone.
+        expert_layers: Kind of experts' weights in a layer -> its tensors.
+        linears: Module name -> linear, outside of experts.
+        inside_experts: Linear inside experts -> reason to leave it alone.
+        routers: Router -> reason to leave it alone.
     """
 
     checkpoint: Checkpoint
@@ -45,7 +45,7 @@ class Source:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Source:
-        """Look a checkpoint up; a CheckpointError where it has no model that can be built."""
+        """Build a checkpoint's model and read its structure; a CheckpointError where that fails."""
         marker, meta = Marker.from_config(checkpoint.config), build_meta_model(checkpoint)
         model, experts = meta.model, find_experts(meta.model)
         inside, layers = linears_inside(model, experts), {}
@@ -59,16 +59,16 @@ class Source:
         return cls(checkpoint, marker, meta, run_once(model), experts, layers, linears, inside, routers)
 
     def tensors(self, name: str) -> list[str]:
-        """Return the tensors that hold a parameter, the weight of a module, or one kind of weights of experts."""
+        """Return the tensors of a parameter, of a module's weight, or of one kind of experts' weights."""
         origin = self.meta.names.origins.get(f"{name}.weight", self.meta.names.origins.get(name))
         return self.expert_layers.get(name) or ([origin] if isinstance(origin, str) else [])
 
     def is_one_expert(self, tensor: str) -> bool:
-        """Return whether a tensor of experts holds one of them alone: [out, in], and not [experts, out, in]."""
+        """Return whether a tensor of experts is of a single one: [out, in], and not [experts, out, in]."""
         return len(self.checkpoint.stored(tensor).shape) == 2
 
     def marked_experts(self) -> dict[str, Pattern]:
-        """Return the patterns that the marker has for kinds of experts' weights."""
+        """Return the marker's patterns of kinds of experts' weights."""
         marked = {} if self.marker is None else self.marker.experts
         names = {
             layer: marker_name(tensor, len(self.checkpoint.stored(tensor).shape))

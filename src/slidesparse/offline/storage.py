@@ -1,4 +1,4 @@
-"""What treated tensors become: which tensors, of which type, and how their weights are rounded."""
+"""The stored form of treated tensors: names, types, shapes and rounding."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slidesparse.weights.quant import QUANTISED, Rounding, loadable, quantize_we
 
 @dataclass(frozen=True)
 class TensorJob:
-    """What becomes of one tensor of the source.
+    """The job for one tensor of the source.
 
     Attributes:
-        outputs: The tensors that it becomes -> type and shape.
-        layer: The linear, or the kind of experts' weights, that is treated; None: the tensor is copied.
+        outputs: New tensor -> type and shape.
+        layer: The treated linear, or kind of experts' weights; None: the tensor is copied.
         pattern: Pattern of the layer; at ``dense`` it is rounded and not pruned.
-        becomes: For each weight [out, in] in a treated tensor the ``outputs`` that hold it, without scales.
-        expert: What a treated tensor of experts holds; None for others.
+        becomes: For each weight [out, in] in a treated tensor its ``outputs``, without scales.
+        expert: Contents of a treated tensor of experts; None for others.
     """
 
     outputs: Mapping[str, Stored]
@@ -36,12 +36,12 @@ class TensorJob:
 
 @dataclass(frozen=True)
 class Storage:
-    """The form in which treated weights are stored.
+    """The stored form of treated weights.
 
     Attributes:
         source: Type of a source in 8 bits, whose scales are kept; None: it is in a float type.
         dtype: Type of the new weights.
-        rounding: How INT8 weights are rounded.
+        rounding: Rounding of INT8 weights.
     """
 
     source: torch.dtype | None
@@ -72,9 +72,9 @@ class Storage:
         expert: ExpertTensor | None = None,
         single: SingleExperts | None = None,
     ) -> TensorJob:
-        """Return what becomes of a treated tensor; ``single`` names the experts in it when each stands alone.
+        """Return the job for a treated tensor; ``single`` names its experts where each gets tensors of its own.
 
-        Without quantising tensors keep names and shapes. Quantised experts are one tensor each, with a scale for each
+        Without quantising, tensors keep names and shapes. Quantised experts are one tensor each, with a scale for each
         channel, as vLLM reads them.
         """
         count = 1 if len(stored.shape) == 2 else stored.shape[0]
@@ -95,19 +95,19 @@ class Storage:
     def tensors(
         self, names: Sequence[str], weight: torch.Tensor, pattern: Pattern, absmean: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return a pruned weight [out, in] of a float source as it is stored, its rows cut among names, with scales.
+        """Return the stored tensors of a pruned weight [out, in]: its rows split among names, with scales.
 
-        The ternary rounding scales by ``absmean``, that of the weight before it was pruned.
+        The ternary rounding scales by the ``absmean`` of the unpruned weight.
         """
         if not self.quantised:
             return {names[0]: weight}
-        found: dict[str, torch.Tensor] = {}
+        stored: dict[str, torch.Tensor] = {}
         for name, rows in zip(names, weight.chunk(len(names)), strict=True):
             if absmean is not None:
-                found[name], found[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
+                stored[name], stored[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
             else:
                 rounded = quantize_weight(
                     rows, self.dtype, name=name, rounding=rounding_of(self.weight_rounding, pattern)
                 )
-                found[name], found[f"{name}_scale"] = loadable(rounded)
-        return found
+                stored[name], stored[f"{name}_scale"] = loadable(rounded)
+        return stored

@@ -1,4 +1,4 @@
-"""Find what is treated of a checkpoint, linears and experts: by what its model, a run of that and its files show."""
+"""Select the linears and experts of a checkpoint to treat, by its model, a run of that, and its files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from slidesparse.offline.storage import Storage
 
 @dataclass(frozen=True)
 class Treated:
-    """What is treated of a checkpoint.
+    """The treated linears and experts of a checkpoint.
 
     Attributes:
-        linears: Its linears but for those of experts, sorted into those to be treated and the rest.
-        unless_ignored: Linears that would be treated if no option and no marker named any to leave alone.
-        experts: Tensor -> what it holds, of experts that are treated.
-        experts_left: The same of experts that are left alone; without all of a model's.
-        dense: Linears, routers and kinds of experts' weights that are left alone -> why.
+        linears: Its linears outside of experts, sorted into those to be treated and the rest.
+        unless_ignored: Linears that would be treated without any ignore list.
+        experts: Tensor of treated experts -> its contents.
+        experts_left: The same for experts left alone; empty where all are.
+        dense: Linear, router or kind of experts' weights left alone -> reason.
     """
 
     linears: Targets
@@ -43,16 +43,16 @@ class Treated:
 
     @property
     def layers(self) -> list[str]:
-        """The linears, and the kinds of experts' weights, that are treated."""
+        """The treated linears and kinds of experts' weights."""
         return [*self.linears.linears, *dict.fromkeys(one.layer for one in self.experts.values())]
 
 
 def find_treated(source: Source, options: PruneOptions, storage: Storage) -> Treated:
-    """Sort linears and experts into those to be treated and the rest, and refuse what servers could not read.
+    """Sort linears and experts into those to be treated and the rest, and refuse results that servers cannot read.
 
     Raises:
         InputError: An option does not fit the model.
-        UnsupportedError: Experts cannot be quantised as they are stored, or nobody can tell how they multiply.
+        UnsupportedError: Experts cannot be quantised in their stored form, or have an unknown layout.
     """
     why_left, tensors = _experts(source, options, storage)
     treated = {name: tensor for name, tensor in tensors.items() if tensor.layer not in why_left}
@@ -73,7 +73,7 @@ def find_treated(source: Source, options: PruneOptions, storage: Storage) -> Tre
 def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[Targets, dict[str, nn.Linear]]:
     model = source.meta.model
     by_source = left_alone(source.checkpoint.config, source.linears) if storage.source else ()
-    others = [*source.expert_layers, *source.routers]  # which stay dense, or are no linears: entries may mean them
+    others = [*source.expert_layers, *source.routers]  # entries may also match these
     entries = [one for one in options.ignore if _matches(source.linears, one) or not _matches(others, one)]
     keep = {**source.meta.why_stored_otherwise(), **source.routers}
 
@@ -109,12 +109,12 @@ def _matches(names: Iterable[str], entry: str) -> bool:
 
 
 def _named(name: str, options: PruneOptions) -> bool:
-    """Return whether an option asks to treat what a pruned source left alone."""
+    """Return whether an option names a layer that a pruned source left alone."""
     return any(matches_entry(name, entry) for entry in options.layers)
 
 
 def _experts(source: Source, options: PruneOptions, storage: Storage) -> tuple[dict[str, str], dict[str, ExpertTensor]]:
-    """Return which kinds of experts' weights are left alone and why, and the tensors of all unless all are."""
+    """Return the kinds of experts' weights left alone, with reasons, and the tensors of all experts unless all are."""
     names, marked = list(source.expert_layers), source.marked_experts()
     left = () if source.marker is None else (one for one in names if one not in marked and not _named(one, options))
     ignore = [*options.ignore, *left]
@@ -142,7 +142,7 @@ def _require_quantisable(source: Source, storage: Storage, name: str, tensor: Ex
 
 
 def _refuse_part_of_a_layer(source: Source, left: dict[str, ExpertTensor], tensors: list[str]) -> None:
-    """Refuse experts of which some are quantised and some not, where servers have one type or one form for all."""
+    """Refuse partly quantised experts where servers have one type or one form for all."""
     names = list(dict.fromkeys(one.layer for one in left.values()))
     if not all(map(source.is_one_expert, tensors)):
         raise InputError(

@@ -1,7 +1,7 @@
-"""``slidesparse tune``: measure once for each GPU its fastest algorithms, and which backend is fastest when.
+"""``slidesparse tune``: measure the fastest algorithms and backends of a GPU, once.
 
-A layer is measured as a start measures it (:mod:`slidesparse.tuning.measure`), with more time for each form and a
-weight of random numbers.
+A layer is measured as at load time (:mod:`slidesparse.tuning.measure`), with more time for each form and a random
+weight.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SEARCHED = "cusparselt"
 
 
 def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
-    """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
+    """Search for cuSPARSELt's fastest algorithms and store them; none where it is not to be tuned.
 
     Raises:
-        UnsupportedError: There is no CUDA device, no library, too little memory, or no folder to keep the results in.
+        UnsupportedError: There is no CUDA device, no library, too little memory, or no folder for the results.
     """
     require_cuda("slidesparse tune")
     lasting_cache_folder()
@@ -66,7 +66,7 @@ def measure_layers(
     """Measure whole layers on every backend that ``auto`` may take.
 
     Yields:
-        The times of a kind of layer, if there are any that can be believed, and the forms of it that were wrong.
+        The times of a kind of layer, if they are plausible, and its forms with wrong results.
     """
     kinds = job.kinds()
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
@@ -88,9 +88,9 @@ def _measure(
         return [], []
     source = DTYPES["bf16"] if dtype in QUANTISED else dtype
     measurement = LayerMeasurement(_packed(kind, source, device), [DENSE, *able], source, stopwatch, THOROUGH)
-    found = measurement.measure(tokens, (), lambda: False)
-    layer = usable_times(found, str(kind), LOG)
-    return [] if layer is None else [layer], [wrong_form(problem, name) for name in sorted(found.wrong)]
+    times = measurement.measure(tokens, (), lambda: False)
+    layer = usable_times(times, str(kind), LOG)
+    return [] if layer is None else [layer], [wrong_form(problem, name) for name in sorted(times.wrong)]
 
 
 def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeight:
@@ -102,7 +102,7 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
 
 
 def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
-    """Put layer times into the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
+    """Add layer times to the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
     here = installation()
     there = here if driver is None else replace(here, driver=driver)
     if (path := add_layers(there, layers, wrong)) is None:
@@ -116,7 +116,7 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
 
 @dataclass
 class Tuned:
-    """All that was found, and the file that keeps the layers; None where none was stored."""
+    """The results of tuning, and the file with the layers; None where none was stored."""
 
     algorithms: Sequence[AlgorithmRecord] = ()
     layers: Sequence[LayerSpeed] = ()
@@ -124,7 +124,7 @@ class Tuned:
     path: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all that was found."""
+        """Return all results."""
         return {
             "algorithms": [_search_json(record) for record in self.algorithms],
             "layers": [asdict(layer) for layer in self.layers],
@@ -132,7 +132,7 @@ class Tuned:
         }
 
     def describe(self) -> str:
-        """Return all that was found, for people."""
+        """Return all results as text."""
         rows = [
             (
                 f"{r.out}x{r.columns}",
@@ -145,11 +145,11 @@ class Tuned:
             for r in self.algorithms
         ]
         columns = ("weight, packed", "tokens", "type", "default us", "best us", "algorithm")
-        found = [table(columns, rows), f"stored in {table_path()}"] if rows else []
+        lines = [table(columns, rows), f"stored in {table_path()}"] if rows else []
         if self.path is not None:
-            found.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
-            found.append(f"stored in {self.path}")
-        return "\n".join([*found, *describe_wrong(self.wrong)])
+            lines.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
+            lines.append(f"stored in {self.path}")
+        return "\n".join([*lines, *describe_wrong(self.wrong)])
 
 
 def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
@@ -160,11 +160,11 @@ def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
 
 
 def tune(job: TuneJob, *, layers: bool = True) -> Tuned:
-    """Measure a job, layers only where these are wanted, and store what is found."""
+    """Measure a job, with or without its layers, and store the results."""
     tuned = Tuned(search_algorithms(job))
-    for found, faulty in measure_layers(job) if layers else ():
-        tuned.path = store_layers(found, faulty)  # whatever becomes of the rest
-        tuned.layers, tuned.wrong = [*tuned.layers, *found], [*tuned.wrong, *faulty]
+    for times, wrong in measure_layers(job) if layers else ():
+        tuned.path = store_layers(times, wrong)  # at once, in case a later one fails
+        tuned.layers, tuned.wrong = [*tuned.layers, *times], [*tuned.wrong, *wrong]
     return tuned
 
 
@@ -193,15 +193,15 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
 
 
 def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
-    """Return a line for each form that was wrong."""
+    """Return a line for each form with wrong results."""
     return [f"{WRONG}: {layer_name(one)}, {one.name}: auto does not take it here" for one in wrong]
 
 
 def share_times(path: Path) -> SpeedTable:
-    """Write the times measured here into a file for others, and return them; forms that were wrong have none.
+    """Write the times measured here into a file for others, and return them, without wrong forms.
 
     The file is a table like all others (:mod:`slidesparse.gemm.speed_files`): the names of the GPU, its driver and the
-    libraries, sizes, and times. It says nothing else about the machine.
+    libraries, sizes, and times. It has no other facts about the machine.
 
     Raises:
         InputError: There are none, or the file is there already.
@@ -223,7 +223,7 @@ def share_times(path: Path) -> SpeedTable:
 
 
 def describe_shared(shared: SpeedTable, path: Path) -> str:
-    """Return what a file holds, for people."""
+    """Return the contents of a shared file as text."""
     there = shared.installation
     libraries = ", ".join(there.libraries.values())
     lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]

@@ -1,8 +1,8 @@
-"""What ``slidesparse tune`` measures: the layers of models, their patterns and types, numbers of tokens, backends.
+"""The job of ``slidesparse tune``: the layers of models, their patterns and types, numbers of tokens, backends.
 
-Sizes are those of linears as a server runs them, which merges those of one module that read the same input: q, k and v,
-gate and up. They are found by running the model once on the meta device, as for pruning, so an architecture needs no
-table of names.
+Sizes are those of a server's linears, which merges those of one module that read the same input: q, k and v, gate and
+up. They are found by running the model once on the meta device, as for pruning, so no architecture needs a table of
+names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.models.layer_kinds import alike
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.offline.known_models import LAYERS, MODELS, TYPES
@@ -45,7 +46,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer, measured once: type, rows, columns and pattern of its weight, and how that is rounded."""
+    """A kind of layer, measured once: type, rows, columns, pattern and rounding of its weight."""
 
     dtype: str
     out: int
@@ -65,7 +66,7 @@ class TuneJob:
     Attributes:
         models: The models, with the patterns and types to tune for each.
         tokens: M's, ascending.
-        backends: Names; the search for algorithms is made only if cuSPARSELt is among them.
+        backends: Names; algorithms are searched only if cuSPARSELt is among them.
     """
 
     models: tuple[ModelShapes, ...]
@@ -74,21 +75,21 @@ class TuneJob:
 
     def kinds(self) -> list[Kind]:
         """Return the kinds of layers, each once, those of a model one after another."""
-        recipes = dict.fromkeys(map(recipe_for, self.backends))
-        found = (
+        roundings = dict.fromkeys(map(rounding_for, self.backends))
+        kinds = (
             Kind(dtype, out, columns, pattern, rounding)
             for model in self.models
             for dtype in model.dtypes
             for _, out, columns in model.sizes
             for pattern in model.patterns
-            for rounding in recipes
+            for rounding in roundings
             if rounding == "absmax" or dtype == "int8"
         )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(kinds))
 
     def backends_of(self, kind: Kind) -> list[str]:
         """Return the backends that read such weights."""
-        return [name for name in self.backends if recipe_for(name) == kind.rounding]
+        return [name for name in self.backends if rounding_for(name) == kind.rounding]
 
     def packed_shapes(self) -> list[tuple[str, int, int]]:
         """Return (type, out, K') of the 2:4 forms of all weights, each once."""
@@ -110,9 +111,9 @@ def make_job(
     tokens: Sequence[int],
     backends: Sequence[str] | None = None,
 ) -> TuneJob:
-    """Return a job with a user's choices; None takes all models that have a name, and all accelerated backends.
+    """Return a job with a user's choices; None: all known models, and all accelerated backends.
 
-    Without patterns or types a pruned checkpoint's own are tuned, 2:4 to 8:10, INT8 and FP8 for any other model.
+    Without patterns or types a pruned checkpoint's own are tuned; 2:4 to 8:10, INT8 and FP8 for any other model.
 
     Raises:
         InputError: An unknown name, a pattern that slides nothing, or an M below 1.
@@ -122,13 +123,13 @@ def make_job(
     if not tokens or min(tokens) < 1:
         raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
     types = select(dtypes, TYPES, (), "dtype")
-    found = {shapes.name: shapes for shapes in map(shapes_of, models or MODELS)}
+    by_name = {shapes.name: shapes for shapes in map(shapes_of, models or MODELS)}
     return TuneJob(
         tuple(
             replace(
                 shapes, patterns=chosen or shapes.patterns or PATTERNS, dtypes=types or shapes.dtypes or QUANT_NAMES
             )
-            for shapes in found.values()
+            for shapes in by_name.values()
         ),
         tuple(sorted(set(tokens))),
         select(backends, accelerated(), accelerated(), "backend"),
@@ -136,10 +137,7 @@ def make_job(
 
 
 def shapes_of(model: str) -> ModelShapes:
-    """Return the sizes of a model that is known by its name, or of a local checkpoint.
-
-    Weights of a type that is not measured are an UnsupportedError.
-    """
+    """Return the sizes of a known model, or of a local checkpoint; an UnsupportedError for unmeasured types."""
     if model in MODELS:
         named = zip(LAYERS, MODELS[model], strict=True)
         return ModelShapes(model, _each_once([(layer, out, columns) for layer, (out, columns) in named]))
@@ -168,32 +166,28 @@ def _each_once(sizes: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, i
 
 
 def _merged(meta: MetaModel, names: Sequence[str]) -> list[list[str]]:
-    """Return the linears that a server runs as one: those of one module that read the same input."""
+    """Group the linears that a server merges: those of one module that read the same input."""
     run = run_once(meta.model)
     known = dict(meta.model.named_modules())
     linears = {name: known[name] for name in names}
-    found: dict[tuple[int, str], list[str]] = {}
     sets = [[name] for name in names] if run is None else input_sets(meta.model, linears, run)
-    for number, together in enumerate(sets):
-        for name in together:
-            found.setdefault((number, name.rpartition(".")[0]), []).append(name)
-    return list(found.values())
+    return [merged for together in sets for merged in alike(together, lambda name: name.rpartition(".")[0])]
 
 
 def _dtypes(checkpoint: Checkpoint, meta: MetaModel, names: Sequence[str], marker: Marker | None) -> tuple[str, ...]:
-    """Return the type of a pruned or quantised checkpoint's weights; a float one without a marker may become any."""
+    """Return the type of a pruned or quantised checkpoint's weights; none for a dense float one, which may get any."""
     stored = {checkpoint.stored(f"{meta.prefix(name)}.weight").dtype for name in names}
     known = {STORED_NAMES[dtype]: name for name, dtype in DTYPES.items()}
-    found = tuple(known.get(text, text) for text in sorted(stored))
-    if marker is None and not set(found) & {"int8", "fp8"}:
+    types = tuple(known.get(text, text) for text in sorted(stored))
+    if marker is None and not set(types) & {"int8", "fp8"}:
         return ()
-    if not set(found) <= set(TYPES):
-        raise UnsupportedError("type of the weights to tune", got=", ".join(found), needed=", ".join(TYPES))
-    return found
+    if not set(types) <= set(TYPES):
+        raise UnsupportedError("type of the weights to tune", got=", ".join(types), needed=", ".join(TYPES))
+    return types
 
 
 def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return the names that a user picked, each once, or those that are usual; an InputError for an unknown one."""
+    """Return a user's chosen names, each once, or the default; an InputError for an unknown one."""
     known = tuple(known)
     for name in names or ():
         if name not in known:
@@ -202,9 +196,9 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
 
 
 def select_patterns(texts: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns that a user picked, each once, or those that are usual.
+    """Return a user's chosen patterns, each once, or the default.
 
-    One that slides nothing is an InputError: its times would pass for those of the dense baseline.
+    ``dense`` is an InputError: its times would pass for those of the dense baseline.
     """
     chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in texts or ()))
     if str(DENSE) in chosen:
@@ -217,6 +211,6 @@ def accelerated() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if get_backend(name).accelerated)
 
 
-def recipe_for(backend: str) -> Rounding:
-    """Return how INT8 weights are rounded that a backend is measured with."""
+def rounding_for(backend: str) -> Rounding:
+    """Return the rounding of INT8 weights with which a backend is measured."""
     return "6bit" if get_backend(backend).bits == 6 else "absmax"

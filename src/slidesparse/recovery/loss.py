@@ -1,6 +1,6 @@
 """Divergence of predictions from the dense model's, over the whole vocabulary and in chunks of tokens.
 
-A vocabulary of 150 thousand makes 600 kB of float32 logits a token. So logits exist for a chunk of tokens alone: the
+A vocabulary of 150 thousand makes 600 kB of float32 logits a token. So logits exist only for a chunk of tokens: the
 hidden states of both models are multiplied by the output embeddings, and in training the gradients of the student's
 hidden states and output embedding are computed in the same pass, before the next chunk.
 """

@@ -100,8 +100,8 @@ def compiles(device: torch.device) -> bool:
 def compile_(network: Network) -> None:
     """Compile a network in place: its layers, which share their code, and the loss."""
     compile_forms(64)  # of both networks, whose layers may be of several kinds
-    # Forward alone, so that what FSDP2 does around a layer stays out. Each size has code of its own, in whatever order
-    # they come: a run that was killed and goes on has the bytes of another.
+    # Only forward, without FSDP2's hooks around a layer. Each size has its own code, whatever their order, so that a
+    # resumed run has the same bytes.
     for layer in repeated_layers(network.model):
         layer.forward = torch.compile(layer.forward, dynamic=False)
     if isinstance(network, StudentNetwork):

@@ -47,7 +47,7 @@ def parse_amount(text: str, name: str = "--tokens") -> int:
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """Options of a run. ``micro_batch``, ``save_minutes`` and ``gradient_checkpointing`` do not change the result.
+    """Options of a run; ``micro_batch``, ``save_minutes`` and ``gradient_checkpointing`` do not change the result.
 
     Attributes:
         texts: Texts and chats as ``FILE`` or ``FILE:WEIGHT`` (:func:`slidesparse.files.mixed_texts.weighted`).
@@ -61,7 +61,7 @@ class RecoverOptions:
         train: See :data:`Trained`.
         dtype: Type of the served weights and activations, to which training rounds them; None: no rounding.
         rounding: Rounding of INT8 weights.
-        bos: Begin each window with what the tokenizer puts before a text.
+        bos: Begin each window with the tokenizer's special tokens, such as BOS.
         micro_batch: Most windows in one forward pass of a GPU.
         save_minutes: Minutes between two saved states.
         gradient_checkpointing: See :data:`GradientCheckpointing`.

@@ -1,4 +1,4 @@
-"""Chats that a model writes itself: text that is like its use, for calibration and for training a pruned form of it."""
+"""Chats that a model writes itself: text like its use, for calibration and for training its pruned form."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ChatOptions:
         count: Number of chats.
         prompts: File of lines or documents; of a chat all messages up to the user's last. None: ``make_prompts``.
         max_tokens: Most tokens of an answer.
-        seed: Of the prompts that are made, and of sampling.
-        writer: What runs the model.
+        seed: Seed of generated prompts, and of sampling.
+        writer: Library that runs the model.
     """
 
     count: int
@@ -56,8 +56,11 @@ class ChatOptions:
 def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> None:
     """Let a model write chats into a new file, one ``{"messages": [...]}`` a line.
 
-    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options go on. An InputError says that the
-    file exists or is being written, that there are no prompts or no chat template, or that the model reads too little.
+    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options resume.
+
+    Raises:
+        InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
+            few positions.
     """
     if path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
@@ -85,7 +88,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
 
 
 def _answers_in(file: BinaryIO, part: Path) -> int:
-    """Keep other commands from writing a file, and return how many answers it has."""
+    """Lock a file, and return its number of answers."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -96,20 +99,20 @@ def _answers_in(file: BinaryIO, part: Path) -> int:
 
 
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
-    """Return a file of chats that a model wrote, in the user's cache folder; the first process writes a missing one."""
+    """Return the file of a model's chats in the user's cache folder; the first process writes a missing one."""
     path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, options)}.jsonl"
     with ranks.first_alone():
         if ranks.is_first and not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            write = _write_apart if writer_class(options.writer, device) is VllmWriter else write_chats
+            write = _write_in_child if writer_class(options.writer, device) is VllmWriter else write_chats
             write(model, path, options, device)
     if not path.exists():
         raise InputError(f"{path} is on another machine", remedy="write a file for all: slidesparse chats")
     return path
 
 
-def _write_apart(model: Path, path: Path, options: ChatOptions, device: str) -> None:
-    """Write chats in a process of its own, which gives all memory of the GPU back when it ends."""
+def _write_in_child(model: Path, path: Path, options: ChatOptions, device: str) -> None:
+    """Write chats in a child outside torchrun, on the same GPU, whose memory is free when it ends."""
     words = [sys.executable, "-m", "slidesparse", "chats", str(model.resolve()), str(path), f"--device={device}"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in asdict(options).items() if value is not None]
     of_torchrun = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
@@ -119,7 +122,7 @@ def _write_apart(model: Path, path: Path, options: ChatOptions, device: str) -> 
 
 
 def _key(model: Path, options: ChatOptions) -> str:
-    """Return a name of what decides the chats; vLLM and transformers go on from each other."""
+    """Return a digest of everything that decides the chats; vLLM and transformers resume from each other."""
     checkpoint, prompts = Checkpoint(model), options.prompts and read_documents(options.prompts)
     decides = [__version__, asdict(replace(options, prompts=None, writer="auto")), SAMPLING, prompts]
     weights = fingerprint(checkpoint, checkpoint.config)
@@ -127,15 +130,15 @@ def _key(model: Path, options: ChatOptions) -> str:
 
 
 def _prompts(options: ChatOptions) -> list[Chat]:
-    """Return as many prompts as there shall be chats, all messages of each; those of a file again where too few."""
+    """Return a prompt for each chat, as all its messages; a file with too few is repeated."""
     if options.prompts is None:
         LOG.warning("prompts: of everyday topics, and one in six of Python; your users' are better: --prompts FILE")
-        found: list[Document] = [*make_prompts(options.count, options.seed)]
+        documents: list[Document] = [*make_prompts(options.count, options.seed)]
     else:
-        found = read_documents(options.prompts)
-        if len(found) == 1 and isinstance(found[0], str):
-            found = [*found[0].splitlines()]
-    chats = ([{"role": "user", "content": one}] if isinstance(one, str) else one for one in found)
+        documents = read_documents(options.prompts)
+        if len(documents) == 1 and isinstance(documents[0], str):
+            documents = [*documents[0].splitlines()]
+    chats = ([{"role": "user", "content": one}] if isinstance(one, str) else one for one in documents)
     ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
     usable = [chat[:end] for chat, end in ends if end and chat[end - 1]["content"].strip()]
     if not usable:
@@ -144,7 +147,7 @@ def _prompts(options: ChatOptions) -> list[Chat]:
 
 
 def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> list[list[int]]:
-    """Return prompts as token numbers, the last of them where a model does not read more before so long an answer."""
+    """Return prompts as token numbers, cut to the last ones where a model has no room for more before the answer."""
     room = positions(need("transformers").AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20) - max_tokens
     if room < 1:
         raise InputError("--max-tokens", got=max_tokens, needed=f"less than {room + max_tokens}, which {model} reads")

@@ -31,7 +31,7 @@ class Pair:
     """A pruned checkpoint and its dense one, with their models on the meta device.
 
     Attributes:
-        pruned: The pruned checkpoint, ``marker`` what ``prune`` wrote into its config, and ``student`` its model.
+        pruned: The pruned checkpoint, with its ``marker``, and ``student`` its model.
         dense: The dense checkpoint, and ``teacher`` its model.
         prunable: Names of the student's parameters that pruning may have treated.
         size: Size of the student.
@@ -75,7 +75,7 @@ class Pair:
         return f"{other[0]} in one of them alone" if other else None
 
     def warn_of_another_teacher(self) -> None:
-        """Warn of other input embeddings, which pruning does not change; a model trained since may have its own."""
+        """Warn of different input embeddings, which pruning does not change, but later training may."""
         model: Any = self.student.model
         embedding = model.get_input_embeddings().weight
         name = next(name for name, one in model.state_dict(keep_vars=True).items() if one is embedding)
@@ -96,7 +96,7 @@ class Pair:
             raise CheckpointError(f"{both} have tokenizers of other vocabularies", got=got, remedy=ORIGINAL)
 
     def _round(self, options: RecoverOptions) -> None:
-        """Make the student's linears round as they will when served."""
+        """Make the student's linears round as when served."""
         marker = Marker.require(self.pruned.config, self.pruned.path)
         if find_experts(self.student.model):
             raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy="leave it out")

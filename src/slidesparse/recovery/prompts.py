@@ -1,4 +1,4 @@
-"""Prompts for a general chat model, for a user who has no prompts of the model's own use.
+"""Prompts for a general chat model, for users without prompts of the model's own use.
 
 The templates of ``prompts.json`` are filled at random, and one prompt in six is about the documentation of an installed
 Python package, so that nothing is fetched.
@@ -41,14 +41,14 @@ def _prompt(turn: int, kind: int, rng: random.Random, functions: list[dict[str, 
 
 
 def _functions(count: int, rng: random.Random) -> list[dict[str, str]]:
-    """Return signatures and docstrings of functions, out of one file of each installed package in turn."""
+    """Return signatures and docstrings of functions, from one file of each installed package in turn."""
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     packages = [one for folder in folders for one in sorted(folder.glob("[!_]*")) if one.stem not in SKIPPED]
     inside = (sorted(one.rglob("*.py")) if (one / "__init__.py").exists() else [one] for one in packages)
     files = chain.from_iterable(zip_longest(*(rng.sample(some, len(some)) for some in inside)))
     usable = (one for one in files if one is not None and one.suffix == ".py" and "test" not in one.name)
-    found = [*islice(chain.from_iterable(map(_of_file, usable)), count)]
-    return rng.sample(found, len(found))
+    functions = [*islice(chain.from_iterable(map(_of_file, usable)), count)]
+    return rng.sample(functions, len(functions))
 
 
 def _of_file(path: Path) -> Iterator[dict[str, str]]:

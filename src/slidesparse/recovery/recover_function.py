@@ -44,31 +44,31 @@ def recover(
 ) -> Recovery:
     """Train a pruned checkpoint toward the dense model, its zeros held, as ``slidesparse recover`` does.
 
-    This is one process on one device; several GPUs take the command, under torchrun.
+    It runs in one process on one device; for several GPUs run the command under torchrun.
 
     Args:
         pruned: A checkpoint that ``prune`` wrote in a float type: a folder, or ``NAMESPACE/NAME`` of the hub.
-        dense: The model of before pruning, likewise.
+        dense: The model before pruning, likewise.
         destination: The folder to make.
         texts: Texts and chats to train on, like those of ``prune``; each may end in ``:WEIGHT``.
         tokens: Budget in tokens, such as ``"20M"``; or else
         minutes: Budget in minutes of training.
         lr: Peak learning rate; None: 9e-6 x 2048 / the model's width.
         batch: Tokens of a step.
-        window: Tokens of a window.
-        eval_windows: Windows kept from training, to judge by.
-        seed: Seed of the training order.
+        window: Tokens of a text window.
+        eval_windows: Text windows kept out of training, to evaluate on.
+        seed: Seed of the training order, and of the choice of evaluation windows.
         train: ``body``, all but input and output embeddings; ``linears`` of the layers alone; or ``all``.
-        dtype: ``int8`` or ``fp8``: round weights and activations as they are served, while training.
-        rounding: How INT8 weights are rounded.
-        bos: Begin each window with what the tokenizer puts before a text.
-        micro_batch: Most windows that a GPU takes at once.
-        gradient_checkpointing: Compute activations again in the backward pass: ``on``, ``off``, or ``auto`` where
-            memory needs it.
-        save_minutes: Minutes between saved states, from which a call that was interrupted goes on.
+        dtype: ``int8`` or ``fp8``: round weights and activations in training as when served.
+        rounding: Rounding of INT8 weights.
+        bos: Begin each window with the tokenizer's special tokens, such as BOS.
+        micro_batch: Most windows in one forward pass of a GPU.
+        gradient_checkpointing: Recompute activations in the backward pass: ``on``, ``off``, or ``auto`` where memory
+            needs it.
+        save_minutes: Minutes between saved states, from which an interrupted call resumes.
         device: ``cpu`` or ``cuda``; None: a GPU when there is one.
         revision: Branch, tag or commit of the pruned model on the hub; None: its main branch.
-        dense_revision: The same of the dense one, which must be named where ``revision`` is.
+        dense_revision: The same of the dense one, required with ``revision``.
 
     Returns:
         The outcome; ``describe()`` is what the command prints, and ``to_json()`` what it prints with ``--json``.
@@ -111,7 +111,7 @@ def recover(
 def dense_folder(dense: str | Path, revision: str | None, pruned_revision: str | None) -> Path:
     """Return the folder of the dense model.
 
-    Where the pruned one has a revision, a dense one of the hub must name its own: its main branch may have moved on.
+    Where the pruned one has a revision, a dense one of the hub needs its own: its main branch may have moved on.
     """
     if pruned_revision is not None and revision is None and not os.path.lexists(dense):
         got, needed = f"--revision {pruned_revision}, which is the pruned model's", "the revision of --dense as well"

@@ -50,8 +50,8 @@ def gathered(
 def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors from which a parameter was made, with its new values: the inverse of ``replay``.
 
-    transformers stacks, cuts and joins tensors of experts. Replayed on the indices of elements, that gives the place of
-    each element.
+    transformers stacks, splits and joins tensors of experts. Replayed on the indices of elements, that gives the place
+    of each element.
     """
     stored = {name: checkpoint.stored(name) for name in sources(origin)}
     if isinstance(origin, str):
@@ -73,7 +73,7 @@ def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> d
 def write_result(
     work: Workplace, checkpoint: Checkpoint, files: SourceFiles, trained: Mapping[str, torch.Tensor], record: Any
 ) -> None:
-    """Write a result into the place of work: the pruned checkpoint with new values of the ``trained`` tensors.
+    """Write a result into the working folder: the pruned checkpoint with new values of the ``trained`` tensors.
 
     ``record`` is the content of ``recover.json``.
     """

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: weights and activations are rounded in training as they are when served.
+"""Quantisation-aware training: weights and activations are rounded in training as when served.
 
 Forward, a linear multiplies its weight, quantised per output channel, and its inputs, quantised per token
 (:mod:`weights.quant`), in BF16, which holds all values of INT8 and FP8 exactly. Backward, gradients pass the rounding
@@ -34,7 +34,7 @@ def _rounded(linear: Any, dtype: torch.dtype, rounding: Rounding) -> Callable[[t
 
 
 def quantised_weight(weight: torch.Tensor, dtype: torch.dtype, rounding: Rounding) -> Quantised:
-    """Return the weight that ``prune`` would store."""
+    """Return the weight as ``prune`` would store it."""
     return quantize_rows_to_six_bits(weight) if rounding == "6bit" else quantize_rows(weight, dtype)
 
 

@@ -146,17 +146,17 @@ def _set_up(
             held.add(name)
 
     reader = ExpertReader(pair.pruned, pair.student, "cpu")  # which checks the patterns of experts
-    everything = fill(student, pair.student, reader.tensor, torch.float32, device, look)
+    filled = fill(student, pair.student, reader.tensor, torch.float32, device, look)
     dense.require_plain_head(few)
     if compiled:
         compile_(dense)  # only now: the passes before had other shapes
-    parameters = {name: one for name, one in everything.items() if one.requires_grad}
+    parameters = {name: one for name, one in filled.items() if one.requires_grad}
     held &= parameters.keys()
     return Training(student, dense, windows, parameters, held, options, lr, fit, ranks, device)
 
 
 def _train(training: Training, work: Workplace) -> dict[str, Any]:
-    """Train from the last saved state on, and return the figures of a :class:`Recovery`."""
+    """Train from the last saved state, and return the figures of a :class:`Recovery`."""
     options, ranks = training.options, training.ranks
     state = State(work.kept, training.parameters, training.optimizer)
     progress = state.load(ranks)
@@ -186,7 +186,7 @@ def _train(training: Training, work: Workplace) -> dict[str, Any]:
 
 
 def _plan(training: Training, progress: Progress) -> str:
-    """Return the line that says what a run trains on."""
+    """Return the line on the windows, steps and epochs of a run."""
     options, windows = training.options, training.windows
     line = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.evaluation)} to evaluate on"
     if options.steps is not None:
@@ -199,7 +199,7 @@ def _plan(training: Training, progress: Progress) -> str:
 
 @contextmanager
 def _connected(ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """Let one process that is alone form a group of itself, so that there is one way to train; several have theirs."""
+    """Form a group of a single process, so that there is one way to train; several processes have theirs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks.world > 1:

@@ -18,7 +18,7 @@ from slidesparse.weights.support import check_pattern, tightest_pattern
 
 
 def choose_trained(model: Any, train: Trained) -> list[str]:
-    """Set which parameters of a model require gradients; return the names of those that pruning may have treated.
+    """Set the parameters of a model that require gradients; return the names of those that pruning may have treated.
 
     Routers of mixtures are never trained: experts that get fewer tokens learn less, and would get fewer still.
     """
@@ -34,7 +34,7 @@ def choose_trained(model: Any, train: Trained) -> list[str]:
 def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
     """Raise an InputError for a checkpoint whose linears have no zeros, or zeros in no pattern.
 
-    Of a pruned checkpoint this reads a parameter or two.
+    A parameter or two of a pruned checkpoint suffice.
     """
     any_zero = False
     for name in prunable:

@@ -1,4 +1,4 @@
-"""Text windows of a run, to train on and to evaluate on, in an order that depends on the seed alone."""
+"""Text windows of a run, to train on and to evaluate on, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.recovery.options import RecoverOptions
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of it fill the unit interval evenly, so that any stretch of a run has the texts in their shares."""
+"""Golden ratio: its multiples fill the unit interval evenly, so any part of a run has the texts in their shares."""
 
 
 class Windows:

@@ -47,8 +47,8 @@ class VllmWriter:
         """See :class:`Writer`."""
         how = {"max_tokens": max_tokens, "detokenize": False, **SAMPLING}
         drawn = [self.vllm.SamplingParams(seed=seed + i, **how) for i in range(len(prompts))]
-        found = self.engine.generate([{"prompt_token_ids": one} for one in prompts], drawn, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
+        answers = self.engine.generate([{"prompt_token_ids": one} for one in prompts], drawn, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in answers]
 
 
 class TransformersWriter:
@@ -80,6 +80,6 @@ class TransformersWriter:
 
 
 def writer_class(name: WriterName, device: str) -> type[VllmWriter | TransformersWriter]:
-    """Return the class of the writer; it loads a model, of which prompt and answer take at most ``length`` tokens."""
-    found = device.startswith("cuda") and find_spec("vllm") is not None
-    return VllmWriter if name == "vllm" or (name == "auto" and found) else TransformersWriter
+    """Return the class of the writer of this name."""
+    usable = device.startswith("cuda") and find_spec("vllm") is not None
+    return VllmWriter if name == "vllm" or (name == "auto" and usable) else TransformersWriter

@@ -25,8 +25,8 @@ from slidesparse.integrations.experts import why_asked, with_packing
 from slidesparse.integrations.gain import LoadedLinear, describe_gain
 from slidesparse.integrations.names import (
     LEFT_ALONE,
-    find_experts,
     find_layer,
+    marked_experts,
     rename_layers,
     require_marker,
     why_left,
@@ -34,7 +34,7 @@ from slidesparse.integrations.names import (
 )
 from slidesparse.integrations.options import Experts, ServerOptions
 from slidesparse.integrations.sglang import LOGGER
-from slidesparse.integrations.sglang.experts import Int8Experts, Packing
+from slidesparse.integrations.sglang.experts import Int8Experts, PackingScheme
 from slidesparse.integrations.sglang.fuse import PROLOGUES, watch
 from slidesparse.integrations.sglang.refusals import largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
@@ -43,23 +43,23 @@ from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
 
 OPTION = "--json-model-override-args"
-"""The option of SGLang's that holds ours, under our name: it has no other place for a plugin's."""
+"""SGLang's option that takes ours, under our name: it has no other place for a plugin's."""
 
 NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
 
-APART = (
+UNFUSED = (
     *("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem"),
     "speculative_algorithm",
 )
-"""Arguments of servers with norms of their own, that gather what norms return, or choose the memory of products; and
-drafts, whose answers were compared with stock's without fused norms alone."""
+"""Arguments that exclude fusing: servers with norms of their own, that gather the results of norms, or choose the
+memory of products; and drafts, whose answers were compared with stock's only without fused norms."""
 
 log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True)
 class SGLangOptions(ServerOptions):
-    """The options of one engine; ``experts``: how pruned experts of mixtures run."""
+    """The options of one engine; ``experts``: the run of pruned experts of mixtures."""
 
     experts: Experts = "auto"
 
@@ -71,11 +71,11 @@ class SGLangConfig(CompressedTensorsConfig):
         marker: The sparsity of the checkpoint.
         options: The user's options.
         most: Tokens of the largest batch.
-        batch_invariant: A request must be computed alike in whatever batch it runs.
+        batch_invariant: Results of a request must not depend on its batch.
         fuses: Norms and activations are fused with the linears that read them.
-        tuner: Measures layers when they are loaded; None before the first one, or where the user wants none.
+        tuner: Measures layers when they are loaded; None before the first one, or with ``tune`` off.
         warmup: Runs a layer of each kind before CUDA graphs are captured; None before the first layer.
-        expected: The linears that were built and are not loaded yet; ``linears``: those that are.
+        expected: Linears that are built and not loaded yet; ``linears``: the loaded ones.
     """
 
     marker: Marker
@@ -90,12 +90,12 @@ class SGLangConfig(CompressedTensorsConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
-        """Return ours for a checkpoint with a marker, which SGLang hands over in ``hf_config``, and its own for others.
+        """Return our configuration for a checkpoint with a marker in its ``hf_config``, and SGLang's for others.
 
         Raises:
-            CheckpointError: A marker that cannot be read.
+            CheckpointError: The marker cannot be read.
             InputError: An unknown option.
-            UnsupportedError: Arguments of the server that sparse layers do not support.
+            UnsupportedError: Sparse layers do not support the server's arguments.
         """
         hf_config = config.get("hf_config")
         marker = require_marker(hf_config)
@@ -108,23 +108,23 @@ class SGLangConfig(CompressedTensorsConfig):
         made.expected, made.linears = WeakSet(), []
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
-        apart = [name for name in APART if getattr(arguments, name, None)]
-        made.fuses = made.options.fuse and not apart
+        unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
+        made.fuses = made.options.fuse and not unfused
         for kind in PROLOGUES if made.fuses else ():
             watch(kind)
-        left = f"; nothing is fused: {', '.join(apart)}" if apart else ""
+        left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
         log.info("slidesparse: pattern %s, %s%s", marker.pattern, made.options, left)
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Rename the layers that the marker names, as SGLang renames its own."""
+        """Rename the marker's layers, as SGLang renames its own."""
         super().apply_weight_name_mapper(hf_to_sglang_mapper)
         self.marker = rename_layers(self.marker, hf_to_sglang_mapper.apply_list)
 
     def get_linear_scheme(
         self, layer: torch.nn.Module, layer_name: str | None = None, *more: Any, **named_more: Any
     ) -> CompressedTensorsLinearScheme | None:
-        """Return SGLang's scheme for a layer, wrapped where we can run it. Releases differ in what else they pass."""
+        """Return SGLang's scheme for a layer, wrapped where we can run it. Releases differ in further arguments."""
         scheme = super().get_linear_scheme(layer, layer_name, *more, **named_more)
         if scheme is None or layer_name is None:
             return scheme
@@ -142,11 +142,11 @@ class SGLangConfig(CompressedTensorsConfig):
 
     @property
     def chooser(self) -> Chooser:
-        """What chooses the backends of every linear."""
+        """Chooser of the backends of every linear."""
         return Chooser(self.options.backend, self.options.fallback, self.tuner)
 
     def note_linear(self, layer: torch.nn.Module, linear: LoadedLinear) -> None:
-        """Note a linear that is loaded, unless it is loaded again; after the last one, log what is gained."""
+        """Note a linear that is loaded for the first time; after the last one, log the speed-up."""
         if layer in self.expected:
             self.expected.remove(layer)
             self.linears.append(linear)
@@ -157,7 +157,7 @@ class SGLangConfig(CompressedTensorsConfig):
         """Return SGLang's scheme for the experts of a layer, or one that packs them where we can run them.
 
         Raises:
-            UnsupportedError: Options with which SGLang cannot run INT8 experts, or those that are to be sparse.
+            UnsupportedError: SGLang's options exclude INT8 experts, or experts that the user wants sparse.
         """
         try:
             scheme = super().get_moe_scheme(layer, layer_name)
@@ -175,35 +175,35 @@ class SGLangConfig(CompressedTensorsConfig):
         reason = why_asked(self.options.experts, changed, OPTION, "SGLang")
         if self.batch_invariant and not isinstance(scheme, Int8Experts):
             reason = NOT_INVARIANT
-        named = find_experts(self.marker, self._stored_name(layer_name)) if reason is None else None
+        named = marked_experts(self.marker, self._stored_name(layer_name)) if reason is None else None
         if named is None:
             log_once(f"slidesparse: experts left to SGLang: {reason or LEFT_ALONE}", log=log)
             return scheme
         self._prepare(layer)
-        packing: CompressedTensorsMoEScheme = with_packing(Packing, scheme, named, self)
+        packing: CompressedTensorsMoEScheme = with_packing(PackingScheme, scheme, named, self)
         return packing
 
     def can_fuse_shared_expert(self) -> bool:
         """Return whether SGLang may make a shared expert one of the others: only where they were pruned alike."""
         marker = self.marker
-        apart = any("shared_expert" in name and name.endswith("_proj") for name in (*marker.ignore, *marker.layers))
-        return not apart and set(marker.experts.values()) == {marker.pattern}
+        differs = any("shared_expert" in name and name.endswith("_proj") for name in (*marker.ignore, *marker.layers))
+        return not differs and set(marker.experts.values()) == {marker.pattern}
 
     def _stored_name(self, name: str) -> str:
-        """Return a layer's name as the marker has it: SGLang's Mixtral leaves the name of the model out."""
+        """Return the marker's name of a layer: SGLang's Mixtral leaves out the name of the model."""
         parent, marker = f"model.{name.rpartition('.')[0]}.", self.marker
         names = (*marker.layers, *marker.ignore, *marker.experts)
         return f"model.{name}" if any(known.startswith(parent) for known in names) else name
 
     def _are_int8(self, layer: torch.nn.Module, layer_name: str) -> bool:
-        """Return whether a layer's experts are INT8, with one scale a channel and one a token, zero points nowhere."""
+        """Return whether a layer's experts are symmetric INT8, with one scale a channel and one a token."""
         scheme = self.get_scheme_dict(layer, f"{layer_name}.0.gate_proj")
         weights, inputs = scheme["weights"], scheme["input_activations"]
         kinds = {(args.num_bits, args.type, args.symmetric) for args in (weights, inputs)}
         return kinds == {(8, "int", True)} and (weights.strategy, inputs.strategy) == ("channel", "token")
 
     def _prepare(self, layer: torch.nn.Module) -> None:
-        """Make what layers share, on the first one, which tells the type of activations."""
+        """Create the tuner and the warm-up on the first layer, which has the type of activations."""
         if self.warmup is None:
             dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
             self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)

@@ -1,7 +1,7 @@
 """Run the pruned experts of a mixture by grouped products, or leave them to SGLang with the reason.
 
-SGLang's scheme for FP8 experts gets a subclass, which packs them when they are loaded, and multiplies. For INT8 experts
-SGLang has none on NVIDIA GPUs, and would not start: :class:`Int8Experts` makes one of its method for another format.
+A subclass of SGLang's scheme for FP8 experts packs them when they are loaded, and multiplies. For INT8 experts SGLang
+has none on NVIDIA GPUs, and would not start: :class:`Int8Experts` makes one of its method for another format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN = {
     **{"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False},
     **dict.fromkeys(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")),
 }
-"""What packed experts do, by the names in SGLang's ``MoeRunnerConfig``: SiLU(gate) * up without limits, and the sum."""
+"""SGLang's ``MoeRunnerConfig`` of packed experts: SiLU(gate) * up without limits, and the sum."""
 
 SYMMETRIC = "with --enable-symm-mem they cannot be measured: SGLang's own would wait for the other GPUs"
 
@@ -41,7 +41,7 @@ log = logging.getLogger(LOGGER)
 
 
 class Int8Experts(W8A8Int8MoEMethod, CompressedTensorsMoEScheme):
-    """SGLang's own INT8 experts, as a scheme of compressed-tensors; an UnsupportedError where others get the tokens."""
+    """SGLang's own INT8 experts as a scheme of compressed-tensors; an UnsupportedError with other dispatchers."""
 
     apply_weights = W8A8Int8MoEMethod.apply
 
@@ -53,25 +53,25 @@ class Int8Experts(W8A8Int8MoEMethod, CompressedTensorsMoEScheme):
         super().__init__(quant_config)
 
 
-class Packing(PackingExperts):
-    """The parts of a scheme of SGLang's that change when experts are packed."""
+class PackingScheme(PackingExperts):
+    """Mixin for SGLang's schemes of experts."""
 
     slide_log, slide_quantiser = log, "sglang"
 
     def slide_find(self, layer: Any) -> LoadedExperts | str:
-        """Return experts that can be packed, or why they cannot be."""
+        """Return the loaded experts, or the reason why they cannot be packed."""
         numbers = {"rank": layer.moe_tp_rank, "shared": layer.num_fused_shared_experts}
         return why_not(layer) or find_loaded(layer, self.slide_named, layer.num_experts, layer.top_k, **numbers)
 
     def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
-        """Return how SGLang's own experts and packed ones are run and measured, or why they cannot be measured."""
+        """Return the runs of SGLang's own experts and of packed ones, or the reason why they cannot be measured."""
         if getattr(get_server_args(), "enable_symm_mem", False):
             return SYMMETRIC
         dense = partial(_run, layer, super().apply_weights)  # type: ignore[misc]
         return dense, lambda packed: partial(_run, layer, partial(_multiply, packed)), inputs_kept(layer)
 
     def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
-        """Say what became of the experts, and free the dense weights of packed ones."""
+        """Log the outcome of the experts, and free the dense weights of packed ones."""
         name, how = self.slide_named.name, "dense" if self.slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(name)}: {how}, {reason}", log=log)
         if self.slide is not None:
@@ -82,14 +82,14 @@ class Packing(PackingExperts):
             refuse_updates(layer, name)
 
     def apply_weights(self, layer: Any, dispatch_output: Any) -> Any:
-        """Multiply what SGLang's dispatcher hands over; shared experts that are not among these are the caller's."""
+        """Multiply the dispatcher's output; shared experts that are not among these are the caller's."""
         if self.slide is None:
             return super().apply_weights(layer, dispatch_output)  # type: ignore[misc]
         return _multiply(self.slide, layer, dispatch_output)
 
 
 def why_tokens_stay() -> str | None:
-    """Return why plain tokens, with the numbers of experts that are here, do not reach a scheme; None where they do."""
+    """Return the reason why a scheme gets no plain tokens with local numbers of experts; None where it does."""
     exchange, runner = get_moe_a2a_backend(), get_moe_runner_backend()
     if not exchange.is_none():
         return f"--moe-a2a-backend {exchange.value} hands over rows in an order of its own"
@@ -99,7 +99,7 @@ def why_tokens_stay() -> str | None:
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why the loaded experts of a ``FusedMoE`` cannot be packed, in words; None where they can."""
+    """Return the reason why the loaded experts of a ``FusedMoE`` cannot be packed; None where they can."""
     config = layer.moe_runner_config
     if type(layer.quant_method) is not CompressedTensorsFusedMoEMethod:
         return f"{type(layer.quant_method).__name__} of SGLang's keeps some of them elsewhere"
@@ -111,7 +111,7 @@ def why_not(layer: Any) -> str | None:
 
 @contextmanager
 def inputs_kept(layer: Any) -> Iterator[None]:
-    """Let SGLang's experts write to memory of their own, and not over their input, which the next call reads."""
+    """Keep SGLang's experts from overwriting their input, which the next call reads, for a block."""
     config = layer.moe_runner_config
     inplace, config.inplace = config.inplace, False
     try:

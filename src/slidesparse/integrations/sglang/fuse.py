@@ -1,12 +1,12 @@
 """Join RMSNorm and SiLU * up with the sparse linear that reads their result.
 
-SGLang has no graph to rewrite, as vLLM has, so what belongs together is seen: while the server warms up, a norm or an
-activation remembers its last result, weakly, and a sparse linear that is given that very tensor becomes its *reader*.
-From then on the module runs the reader's fused operator, and returns an :class:`Unread` that holds its product. CUDA
-graphs capture the operator as any other; inside ``torch.compile`` nothing is joined.
+SGLang, unlike vLLM, has no graph to rewrite, so pairs are observed: while the server warms up, a norm or an activation
+remembers its last result, weakly, and a sparse linear that gets this very tensor becomes its *reader*. From then on the
+module runs the reader's fused operator, and returns an :class:`Unread` with the product. CUDA graphs capture the
+operator as any other; inside ``torch.compile`` nothing is joined.
 
-The result itself is computed nowhere. Should something else read it, SGLang's own code computes it of the same input,
-which must still be there, and the module is SGLang's again from then on.
+The result itself is not computed. If something else reads it, SGLang's own code computes it from the same input, which
+must still be there, and the module stays SGLang's from then on.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PROLOGUES: dict[type, tuple[Prologue, ...]] = {
     Gemma3RMSNorm: ("gemma_norm", "add_gemma_norm"),
     SiluAndMul: ("silu_mul",),
 }
-"""SGLang's modules -> the prologues that compute the same, without a residual and with one."""
+"""SGLang's modules -> their prologues, without and with a residual."""
 
 KNOWN = ABOUT | {torch.Tensor.stride, torch.Tensor.is_contiguous}
-"""Functions that need no values of an :class:`Unread`."""
+"""Functions that do not need the values of an :class:`Unread`."""
 
 READER = "_slidesparse_reader"
-"""The attribute of a module that had a reader: the :class:`Reader`, or None where the module is SGLang's again."""
+"""Attribute of a module with a :class:`Reader`; None after the module went back to SGLang."""
 
 log = logging.getLogger(LOGGER)
 
@@ -56,7 +56,7 @@ class Unread(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer without values where that is possible, or call the function with the result."""
+        """Call a function without values where possible, else with the result."""
         if func in KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*computed(args, cls), **computed(kwargs or {}, cls))
@@ -64,7 +64,7 @@ class Unread(torch.Tensor):
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment] # for operators that compiled code calls
 
     def make(self) -> torch.Tensor:
-        """Return the result, computed by SGLang, whose module has no reader from now on."""
+        """Compute the result by SGLang's module, which has no reader from then on."""
         if self.result is None:
             returned = self.reader.stock(self.reader.module, *(tensor.clone() for tensor in self.given))
             self.result, self.product = returned[0] if isinstance(returned, tuple) else returned, None
@@ -87,7 +87,7 @@ class Reader(NamedTuple):
     stock: Any
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-        """Return what the module returns of x [M, K], or [M, 2K]: its result, unread, and the new residual with one."""
+        """Return the module's unread result for x [M, K], or [M, 2K], and with a residual the new one."""
         given = (x,) if residual is None else (x, residual)
         m, prologue = self.module, PROLOGUES[type(self.module)][len(given) - 1]
         norm = (m.weight, m.eps if hasattr(m, "eps") else m.variance_epsilon) if prologue in NORMS else ()
@@ -98,18 +98,18 @@ class Reader(NamedTuple):
         return unread if residual is None else (unread, product[1])
 
     def leave(self, reason: str) -> None:
-        """Give the module back to SGLang."""
+        """Return the module to SGLang."""
         self.module.__dict__[READER] = None
         log_once(f"slidesparse: {kind_of(self.name)}: not fused with what is before it: {reason}", log=log)
 
 
 _LAST: list[Any] = []
-"""The module without a reader that ran last, its own ``forward``, and its result, held weakly."""
+"""The last module without a reader that ran, its own ``forward``, and a weak reference to its result."""
 
 
 @cache
 def watch(kind: Any) -> None:
-    """Let all modules of a kind in this process remember their results, and run their readers."""
+    """Make all modules of a kind in this process remember their results, and run their readers."""
     stock = kind.forward
 
     def forward(module: Any, *given: Any, **options: Any) -> Any:
@@ -129,7 +129,7 @@ def watch(kind: Any) -> None:
 
 
 def see(layer: Any, name: str, x: torch.Tensor, bias: torch.Tensor | None, warmup: WarmUp) -> None:
-    """Make a sparse layer the reader of the module whose result it is given, and run the kernels that this needs."""
+    """Make a sparse layer the reader of the module that computed its input, and warm up the fused kernels."""
     if not _LAST or _LAST[2]() is not x or x.dim() != 2 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     module, gain = _LAST[0], getattr(_LAST[0], "weight", x)

@@ -1,4 +1,4 @@
-"""Refuse what SGLang offers and sparse layers cannot do, before anything is loaded."""
+"""Refuse SGLang's options that sparse layers do not support, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slidesparse.integrations.refusals import RANDOM, SAVED, refuse_load_format,
 SERVE_DENSE = "serve dense, without the plugin (SGLANG_PLUGINS=none)"
 
 LOAD_FORMATS = {"dummy": RANDOM, "presharded": SAVED, "remote_instance": SAVED, "sharded_state": SAVED}
-"""``--load-format`` from which sparse layers cannot be made -> what it brings instead of a checkpoint's weights."""
+"""Unsuitable ``--load-format`` -> its contents in place of a checkpoint's weights."""
 
 TENSORS_KEPT = "redis:"
-"""How addresses begin at which ``--load-format remote`` finds another engine's tensors; at others it finds files."""
+"""Prefix of addresses where ``--load-format remote`` finds another engine's tensors; others have files."""
 
 
 def refuse_what_cannot_work(arguments: Any) -> None:
@@ -33,6 +33,6 @@ def refuse_what_cannot_work(arguments: Any) -> None:
 
 
 def largest_batch(arguments: Any) -> int:
-    """Return the tokens of the largest batch that a server will run, as far as its arguments say."""
+    """Return the tokens of a server's largest batch by its arguments, or 0."""
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     return chunk if chunk > 0 else getattr(arguments, "max_prefill_tokens", None) or 0

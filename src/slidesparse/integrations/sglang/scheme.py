@@ -1,4 +1,4 @@
-"""Turn layers that SGLang has loaded and sharded into SlideLinears, or leave them to SGLang with the reason."""
+"""Turn SGLang's loaded and sharded layers into SlideLinears, or leave them to SGLang with the reason."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from slidesparse.layer.settle import RunsSparse, settle
 from slidesparse.models.layer_kinds import kind_of
 
 SUBMODULE = "slide"
-"""The attribute of a converted layer that holds its SlideLinear."""
+"""Attribute of a converted layer for its SlideLinear."""
 
 NEVER_UPDATED, ASKED = "_derived_weight_cache_error", "_unsupported_derived_weight_cache_error"
-"""SGLang's name in a module for why its weights cannot be replaced, since captured CUDA graphs hold the packed ones,
-and of the function that finds it. Every update of a running engine asks it before it writes, and returns the answer."""
+"""SGLang's attribute of a module with the reason why its weights cannot be replaced (captured CUDA graphs hold packed
+ones), and the function that finds it. Every update of a running engine calls that first, and returns a reason."""
 
 log = logging.getLogger(LOGGER)
 
 
 class SGLangScheme(CompressedTensorsLinearScheme):
-    """A W8A8 layer's scheme: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where it is to run.
+    """The scheme of a W8A8 layer: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear if it runs sparse.
 
-    ``model`` is the configuration of its model, with what layers share.
+    ``model`` is the configuration of its model.
     """
 
     def __init__(self, inner: CompressedTensorsLinearScheme, named: NamedLayer, model: Any) -> None:
@@ -54,11 +54,11 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight and run the layer once, before any CUDA graph is captured; or let SGLang go on with it.
+        """Pack the weight and run the layer once, before any CUDA graph is captured; or leave it to SGLang.
 
         Raises:
-            PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
-            UnsupportedError: The backend that the user named cannot run it; or it is a shard of unknown rank.
+            PatternViolation: The weight violates the checkpoint's pattern.
+            UnsupportedError: The user's backend cannot run it; or it is a shard of unknown rank.
         """
         if self.converted:
             return  # the end of an update, which was refused
@@ -67,8 +67,8 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.inner.process_weights_after_loading(layer)
             return
         del layer.weight, layer.weight_scale
-        # As SGLang runs torch's allocator, it splits blocks of any size: the packed weight lies in one that was larger,
-        # whose rest would stay taken. Its copy gets a block of its own.
+        # SGLang lets torch's allocator split blocks of any size: the packed weight lies in a larger one, whose rest
+        # would stay taken. Its copy gets a block of its own.
         give_blocks_back(slide.device)
         slide = copy.deepcopy(slide)
         give_blocks_back(slide.device)
@@ -79,7 +79,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.model.warmup.layer(slide)
 
     def pack_layer(self, layer: Any) -> SlideLinear | None:
-        """Return the SlideLinear of a loaded layer, which stays as it is; None where it is to run dense."""
+        """Return the SlideLinear of a loaded layer, which is not changed; None where it runs dense."""
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
@@ -92,7 +92,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         return slide
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: [..., in] -> [..., out]; activations that SGLang has quantised already cannot be lifted."""
+        """Multiply: [..., in] -> [..., out]; already quantised activations cannot be lifted."""
         if not self.converted:
             y: torch.Tensor = self.inner.apply_weights(layer, x, bias)
             return y
@@ -111,7 +111,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         return y
 
     def _rank(self, layer: Any, columns: int) -> int:
-        """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
+        """Return the rank of a layer with sharded columns; 0 where every rank has all columns."""
         if columns == self.in_features:
             return 0
         rank, size = _place(layer)
@@ -126,7 +126,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
 
 
 def refuse_updates(layer: torch.nn.Module, name: str) -> None:
-    """Let SGLang answer every update of the weights of a running engine that a packed layer cannot follow."""
+    """Make SGLang refuse every update of the weights of a running engine, which packed layers do not support."""
     got, remedy = f"{name}, whose dense weight is gone", "start SGLang again"
     refusal = str(UnsupportedError("weights for a running engine with sparse layers", got=got, remedy=remedy))
     setattr(layer, NEVER_UPDATED, refusal)

@@ -1,10 +1,9 @@
 """The vLLM plugin: with slidesparse installed, ``vllm serve DIR`` serves pruned checkpoints.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. Read ``config.py`` first, then
-``model_state.py`` and ``scheme.py``, by which a loaded layer becomes a SlideLinear or stays as it is;
-``graph_pass.py`` rewrites graphs by the files that begin with ``fuse``; ``private.py`` is the one door to what vLLM
-does not offer to plugins.
+and must not touch CUDA, since workers may fork afterwards. Read ``config.py`` first, then ``model_state.py`` and
+``scheme.py``, which turn a loaded layer into a SlideLinear or leave it; ``graph_pass.py`` rewrites graphs by
+``fuse_norms.py`` and ``fuse_chains.py``; ``private.py`` is the one door to vLLM's names outside its plugin interface.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from slidesparse.integrations import NAME
 from slidesparse.integrations.vllm.releases import describe_tested
 
 LOGGER = "vllm.plugins.slidesparse"
-"""A child of vLLM's logger, so that its level and format hold."""
+"""A child of vLLM's logger, which inherits its level and format."""
 
 log = own_logger(LOGGER)
 
 
 def register() -> None:
-    """Make vLLM know the quantisation method; a second call does nothing."""
+    """Register the quantisation method in vLLM; a second call does nothing."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     if NAME in QUANTIZATION_METHODS:

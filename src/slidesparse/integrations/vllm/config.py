@@ -28,24 +28,24 @@ from slidesparse.integrations.experts import with_packing
 from slidesparse.integrations.names import (
     LEFT_ALONE,
     NamedLayer,
-    find_experts,
     find_layer,
     is_our_checkpoint,
     list_parts,
+    marked_experts,
     rename_layers,
     require_marker,
     why_left,
     why_not_w8a8,
 )
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.experts import METHODS, Packing, why_experts_left
+from slidesparse.integrations.vllm.experts import METHODS, PackingMethod, why_experts_left
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.private import add_stack_room
 from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE, require_supported
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
-from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, tell_when_loaded
+from slidesparse.integrations.vllm.scheme import SlideScheme, SlideUnquantizedMethod, note_when_loaded
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY
 
@@ -55,19 +55,19 @@ UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
 DRAFT = "draft_model."
-"""How the names of all layers of a draft model begin in vLLM, and none in its checkpoint."""
+"""Prefix of a draft model's layers in vLLM, which its checkpoint lacks."""
 
 W8A8 = CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8
-"""vLLM's schemes of which ours can take the place."""
+"""vLLM's schemes that ours can replace."""
 
 FLOAT_HEAD = "left to vLLM, since an output embedding runs sparse in INT8 and FP8 only"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):
-    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised.
+    """The quantisation method of one model; vLLM passes no arguments for a checkpoint that is not quantised.
 
-    Its ``get_name`` is that of compressed-tensors: vLLM's models ask for it where that method can do more than others,
-    as Gemma 4 does before it loads a quantised vision tower whose sizes are no multiples of 64.
+    Its ``get_name`` is that of compressed-tensors: vLLM's models check it where that method can do more than others,
+    such as Gemma 4 before it loads a quantised vision tower whose sizes are no multiples of 64.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
-        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything."""
+        """Return our name for a checkpoint of ours; vLLM calls this before it loads anything, so errors come early."""
         if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, MARKER_KEY, None)):
             return None
         require_marker(hf_config)
@@ -99,14 +99,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
         self.marker = require_marker(hf_config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the layers and experts that the marker names, as vLLM renames its own."""
+        """Rename the marker's layers and experts, as vLLM renames its own."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         if self.marker is not None:
             self.marker = rename_layers(self.marker, hf_to_vllm_mapper.apply_list)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
-        prefix = prefix.removeprefix(DRAFT)  # neither the marker's names nor those of the ignore list have it
+        prefix = prefix.removeprefix(DRAFT)  # which the names of the marker and the ignore list lack
         if self.quantised:
             method = super().get_quant_method(layer, prefix)
             return self._with_experts(method, layer, prefix)
@@ -127,7 +127,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return scheme
         model, refusal = self.prepare_model(), why_not_w8a8(scheme, W8A8)
         if refusal is not None:
-            tell_when_loaded(scheme, layer, layer_name, refusal, model)
+            note_when_loaded(scheme, layer, layer_name, refusal, model)
             return scheme
         named = self._find_layer(layer, layer_name, model)
         return scheme if named is None else SlideScheme(scheme, named, model)
@@ -135,24 +135,24 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _with_experts(
         self, method: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
-        """Return a method that packs experts, where the user wants that of experts which vLLM quantised for us."""
+        """Return vLLM's method for experts, or one that packs them where we can run them."""
         if type(method).__name__ not in METHODS:
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
         reason = why_experts_left(method, self, model.options.experts)
-        named = None if reason else find_experts(self.marker, prefix)
+        named = None if reason else marked_experts(self.marker, prefix)
         if named is None:
             text = f"experts: {reason or LEFT_ALONE}"
             model.status.outcomes[prefix] = Outcome(False, reason is not None, text, experts=True)
             return method
         model.status.expect_layer(prefix, layer)
-        packing: QuantizeMethodBase = with_packing(Packing, method, named, model)
+        packing: QuantizeMethodBase = with_packing(PackingMethod, method, named, model)
         return packing
 
     def _note_other_experts(self, prefix: str) -> None:
-        """Note why pruned experts stay dense that vLLM loads in another form than we pack."""
-        if self.marker is not None and find_experts(self.marker, prefix) is not None:
+        """Note that pruned experts stay dense which vLLM loads in a float type."""
+        if self.marker is not None and marked_experts(self.marker, prefix) is not None:
             why = "experts: their weights are neither INT8 nor FP8"
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
 
@@ -163,13 +163,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.
 
-        vLLM makes this object before its own configuration is complete, and tells it nothing before the first layer.
-        Then vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake, and
-        busy loops get room on Python's stack, once a process however many models it holds.
+        vLLM creates this object before its own configuration is complete, and calls it next for the first layer. Then
+        vLLM's compilation gets our graph pass, attention between larger graphs is not split for their sake, and busy
+        loops get room on Python's stack, once a process.
 
         Raises:
             InputError: An unknown option.
-            UnsupportedError: An option of vLLM's that sparse layers cannot follow.
+            UnsupportedError: Sparse layers do not support an option of vLLM's.
         """
         if self._model is None:
             vllm_config: Any = get_current_vllm_config()
@@ -194,7 +194,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 
 def require_platform(serve_dense: str = SERVE_DENSE) -> None:
-    """Raise an UnsupportedError for a vLLM or GPU that cannot work, and warn of a vLLM that was not tried."""
+    """Raise an UnsupportedError for an unsuitable vLLM or GPU, and warn of an untested vLLM."""
     text = metadata.version("vllm")
     if is_older(text):
         raise UnsupportedError(

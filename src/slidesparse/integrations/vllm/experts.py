@@ -1,7 +1,7 @@
 """Run the pruned experts of a mixture by grouped products, or leave them to vLLM with the reason.
 
-Parameters, their loaders, sharding and the router are vLLM's own. A method of vLLM's for W8A8 experts gets a subclass,
-of the same name because vLLM asks for it, which packs the experts when they are loaded, and multiplies.
+Parameters, their loaders, sharding and the router are vLLM's own. A subclass of vLLM's method for W8A8 experts, of the
+same name because vLLM checks it, packs the experts when they are loaded, and multiplies.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.layer.experts import SlideExperts
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
-"""vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
+"""vLLM's methods for experts with one scale a channel and one a token, or possibly so."""
 
 GATHERED = "allgather_reducescatter"
-"""vLLM's default way to the experts of other GPUs."""
+"""vLLM's default all-to-all for the experts of other GPUs."""
 
 NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
@@ -44,9 +44,9 @@ log = logging.getLogger(LOGGER)
 
 
 def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
-    """Return why experts of a method of :data:`METHODS` are left to vLLM before they are loaded; None otherwise.
+    """Return the reason to leave experts of :data:`METHODS` to vLLM before they are loaded, or None.
 
-    Where they are to run sparse whatever was measured, that is an UnsupportedError.
+    An UnsupportedError where the user wants them sparse.
     """
     online = getattr(quant_config, "online_quantization_config", None)  # vLLM from 0.33 on
     changed = {}
@@ -57,40 +57,40 @@ def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | No
     return why_asked(asked, changed, OPTION, "vLLM")
 
 
-class Packing(PackingExperts):
-    """The parts of a method of vLLM's that change when experts are packed."""
+class PackingMethod(PackingExperts):
+    """Mixin for vLLM's methods of experts."""
 
     slide_model: ModelState
     slide_log = log
 
     def slide_again(self) -> None:
-        """Raise an UnsupportedError: CUDA graphs know where packed experts are."""
+        """Raise an UnsupportedError: CUDA graphs hold the addresses of packed experts."""
         name = self.slide_named.name
         raise UnsupportedError(f"weights that are loaded again into packed experts ({name})", remedy="start vLLM again")
 
     def slide_find(self, layer: Any) -> LoadedExperts | str:
-        """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
+        """Return the loaded experts, or the reason why they cannot be packed; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
         reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer)
-        found = reason or find_experts(layer, self.slide_named)
+        found = reason or loaded_experts(layer, self.slide_named)
         return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def slide_forms(self, layer: Any) -> tuple[Any, Any, Any] | str:
-        """Return how vLLM's own experts and packed ones are run and measured, or why they cannot be measured."""
+        """Return the runs of vLLM's own experts and of packed ones, or the reason why they cannot be measured."""
         if not is_alone(layer):
             return NOT_ALONE
         run, context = super().apply, given_back_workspace()  # type: ignore[misc]
         return lambda *given: run(layer, *given, None, None), partial(partial, _multiply, layer), context
 
     def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
-        """Note what became of the experts, and free the dense weights of packed ones."""
+        """Note the outcome of the experts, and free the dense weights of packed ones."""
         if isinstance(found, str):
             outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
         elif self.slide is None:
             outcome = Outcome(False, True, reason, eligible=not reason.endswith(NO_MEMORY), experts=True)
         else:
-            self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
+            self.moe_kernel = None  # else vLLM would leave the tokens of other GPUs to it
             dense_bytes = sum(weight.nbytes for weight in found.weights)
             for name in NAMES:
                 delattr(layer, f"{name}_weight")
@@ -107,29 +107,29 @@ class Packing(PackingExperts):
         return _multiply(layer, self.slide, x, topk_weights, topk_ids)
 
     def maybe_make_prepare_finalize(self, *given: Any, **named: Any) -> Any:
-        """Return None for packed experts, which vLLM is to wrap in nothing (vLLM up to 0.26 asks)."""
+        """Return None for packed experts, which vLLM must not wrap (up to vLLM 0.26)."""
         if self.slide is not None:
             return None
         return super().maybe_make_prepare_finalize(*given, **named)  # type: ignore[misc]
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why loaded experts cannot be packed, in words; None where they can."""
+    """Return the reason why loaded experts cannot be packed; None where they can."""
     activation = getattr(layer.activation, "value", layer.activation)
     if activation != "silu":
         return f"their activation is {activation}, not silu"
     config = getattr(layer, "moe_config", None)
     for name, plain in (("limit", None), ("alpha", 1), ("beta", 0)):
-        found = {getattr(place, f"swiglu_{name}", None) for place in (layer, config)} - {None, plain}
-        if found:
-            return f"their SiLU has swiglu_{name} {found.pop()}"
+        others = {getattr(place, f"swiglu_{name}", None) for place in (layer, config)} - {None, plain}
+        if others:
+            return f"their SiLU has swiglu_{name} {others.pop()}"
     return "the router's weights apply to their input" if layer.apply_router_weight_on_input else why_unfit(layer)
 
 
 def why_tokens_stay(parallel: Any) -> str | None:
-    """Return why the tokens of other GPUs do not reach packed experts, by vLLM's ``FusedMoEParallelConfig``; else None.
+    """Return the reason why packed experts do not get the tokens of other GPUs, by ``FusedMoEParallelConfig``; or None.
 
-    vLLM gathers plain tokens around a method without a kernel of vLLM's own. Every other way is part of those kernels.
+    vLLM gathers plain tokens for a method without a kernel of its own. All other exchanges are parts of its kernels.
     """
     if parallel.pcp_size > 1:
         return "prompts are split over GPUs (prefill context parallelism)"
@@ -138,8 +138,8 @@ def why_tokens_stay(parallel: Any) -> str | None:
     return None
 
 
-def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
-    """Return :func:`find_loaded` of a layer, or why the tokens of other GPUs do not reach its experts."""
+def loaded_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
+    """Return the loaded experts of a layer, or the reason why they cannot be packed or get no tokens of other GPUs."""
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)
     if reason is not None:
@@ -149,17 +149,16 @@ def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
 
 
 def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
-    """Return what this process found, or why another one leaves its experts to vLLM: all of them call this together.
+    """Return this process's experts, or another one's reason to leave its own to vLLM; all call this together.
 
-    GPUs that exchange tokens need one form, since each gathers something else: vLLM's kernels quantised rows, packed
-    experts plain ones.
+    GPUs that exchange tokens need one form: vLLM's kernels gather quantised rows, packed experts plain ones.
     """
     from vllm.distributed import get_ep_group
 
     group = get_ep_group()
-    own, told = found if isinstance(found, str) else None, [None] * group.world_size
-    torch.distributed.all_gather_object(told, own, group.cpu_group)
-    elsewhere = next((reason for reason in told if reason is not None), None)
+    own, reasons = found if isinstance(found, str) else None, [None] * group.world_size
+    torch.distributed.all_gather_object(reasons, own, group.cpu_group)
+    elsewhere = next((reason for reason in reasons if reason is not None), None)
     return found if own is not None or elsewhere is None else f"those of another GPU cannot be packed: {elsewhere}"
 
 

@@ -1,8 +1,8 @@
-"""Join linears that follow one another into one operator, in a graph that vLLM compiles.
+"""Join consecutive linears into one operator, in a graph that vLLM compiles.
 
 After :mod:`slidesparse.integrations.vllm.fuse_norms` a decoder layer is four operators of ours between two attentions,
-and each is the only one to read the result of the one before it. For batches larger than vLLM's CUDA graphs the host
-calls every operator through PyTorch's dispatcher: with one chain (:mod:`slidesparse.gemm.spec`) it does so once.
+and each is the only reader of the one before it. For batches larger than vLLM's CUDA graphs the host calls every
+operator through PyTorch's dispatcher: with one chain (:mod:`slidesparse.gemm.spec`) it does so once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROLOGUES: dict[Any, Prologue] = {
     ops.add_gemma_norm_linear.default: "add_gemma_norm",
     ops.silu_mul_linear.default: "silu_mul",
 }
-"""Our operators -> what each of them does before it multiplies."""
+"""Our operators -> their prologues."""
 
 Reroute: TypeAlias = Callable[[Sequence[LinearSpec]], Sequence[LinearSpec]]
 """Takes the linears of a chain, and returns them with other routes."""
@@ -52,7 +52,7 @@ class GraphLinear(NamedTuple):
 
 
 def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
-    """Rewrite a graph in place, with backends that ``reroute`` chooses; return how many linears are in chains."""
+    """Rewrite a graph in place, with the backends of ``reroute``; return the number of linears in chains."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     linears = {linear.node: linear for linear in map(_read_linear, list(graph.nodes)) if linear is not None}
     joined = 0
@@ -68,14 +68,14 @@ def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
 
 
 def find_linears(graph: fx.Graph) -> list[tuple[torch.device, LinearSpec]]:
-    """Return all linears of a graph, in chains or alone, and the device on which each runs."""
-    found = []
+    """Return all linears of a graph, in chains or alone, with their devices."""
+    linears = []
     for node in graph.nodes:
         if node.target is ops.chain.default:
-            found += [(node.args[0].meta["val"].device, spec) for spec in parse_chain(node.args[-1])]
+            linears += [(node.args[0].meta["val"].device, spec) for spec in parse_chain(node.args[-1])]
         elif (linear := _read_linear(node)) is not None:
-            found.append((node.args[0].meta["val"].device, linear.spec))
-    return found
+            linears.append((node.args[0].meta["val"].device, linear.spec))
+    return linears
 
 
 def _read_linear(node: Any) -> GraphLinear | None:
@@ -115,7 +115,7 @@ def _find_follower(
     if after.adds:
         return after.node if readers == [after.node] else None
     # The chain's operator takes the position of its last linear, so nothing before that may read the new residual. A
-    # reader without a position is a chain made earlier; its linears still read the residual too, and have positions.
+    # reader without a position is an earlier chain, whose linears still read the residual too, and have positions.
     return after.node if all(order[reader] > order[after.node] for reader in readers if reader in order) else None
 
 

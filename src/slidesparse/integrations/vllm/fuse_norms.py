@@ -1,15 +1,15 @@
 """Join RMSNorm and SiLU with the linear after them, in a graph that vLLM compiles.
 
-vLLM leaves norms and activations to Inductor, which cannot look into our operator: the normed activations would go to
-memory in bf16 and come back to be quantised. :func:`join_norms` sees the graph before Inductor does and replaces::
+vLLM leaves norms and activations to Inductor, which cannot fuse them into our operator: the normed activations would go
+to memory in bf16 and come back to be quantised. :func:`join_norms` rewrites the graph before Inductor::
 
     rms_norm(x)              -> linear            by  rms_norm_linear
     fused_add_rms_norm(x, r) -> linear            by  add_rms_norm_linear
     silu(gate) * up          -> linear            by  silu_mul_linear
 
-whose quantise-and-lift kernel does the norm or the activation on the way. A value is joined if it has no other reader.
-Gemma's norms, whose gain is ``1 + weight`` in float32, become operators that add the 1. Norms are operators of vLLM's
-at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own definition of it.
+whose quantise-and-lift kernel computes the norm or the activation too. A value is joined if it has no other reader.
+Gemma's norms, which multiply by ``1 + weight`` in float32, become operators that add the 1. Norms are operators of
+vLLM's at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own definition of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINEAR = ops.linear.default
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 NORMS = {"rms_norm": 1, "fused_add_rms_norm": 2}
-"""vLLM's operators -> how many tensors are normed or added, before the gain."""
+"""vLLM's operators -> the number of tensors before the weight."""
 
 JOINED = {
     ("rms_norm", False): ops.rms_norm_linear.default,
@@ -43,7 +43,7 @@ JOINED = {
     ("fused_add_rms_norm", False): ops.add_rms_norm_linear.default,
     ("fused_add_rms_norm", True): ops.add_gemma_norm_linear.default,
 }
-"""vLLM's operator, and whether its gain is Gemma's -> the operator that takes its place with the linear after it."""
+"""vLLM's operator, and whether its weight is Gemma's -> the operator that replaces it and the linear after it."""
 
 ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
@@ -51,19 +51,19 @@ ACTIVATIONS = tuple(getattr(torch.ops.aten, name) for name in ("mul", "silu", "g
 """Operators that end an activation function of plain arithmetic."""
 
 CUSTOM = ("norm", "silu", "gelu", "swiglu", "relu")
-"""Parts of the names of compiled operators for norms and activations, which vLLM's ``custom_ops`` brings back."""
+"""Parts of the names of compiled operators for norms and activations, which vLLM's ``custom_ops`` enables."""
 
 Rule: TypeAlias = Callable[[fx.Graph, Any, Any, list[Any], dict[fx.Node, int]], str | None]
 
 
 @dataclass
 class Joins:
-    """The norms and activations before the quantised linears of one graph, joined and lost.
+    """Joins of norms and activations with the quantised linears of one graph.
 
     Attributes:
-        linears: How many such linears the graph has.
-        joined: Operator of vLLM -> how many of them were joined with a linear.
-        lost: Norm or activation, and why it was not joined -> how many.
+        linears: Number of quantised linears.
+        joined: Operator of vLLM -> number of joins with a linear.
+        lost: Norm or activation, with the reason why it was not joined -> their number.
     """
 
     linears: int = 0
@@ -71,7 +71,7 @@ class Joins:
     lost: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> str:
-        """Return how much was joined, and what was not, in one line.
+        """Describe the joins, and the failed ones, in one line.
 
         >>> Joins(4, Counter(fused_add_rms_norm=2, silu_and_mul=1), Counter({"rms_norm without a gain": 1})).describe()
         'fused 2 norms and 1 activation with linears; not fused: 1 rms_norm without a gain'
@@ -83,7 +83,7 @@ class Joins:
 
 
 def join_norms(graph: fx.Graph) -> Joins:
-    """Rewrite a graph in place, before Inductor sees it."""
+    """Rewrite a graph in place, before Inductor compiles it."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     joins = Joins()
     linear: Any
@@ -104,7 +104,7 @@ def join_norms(graph: fx.Graph) -> Joins:
 
 
 def explain_loss(x: Any) -> str | None:
-    """Return why what computes ``x``, a linear's input, was not joined; None where it is no norm and no activation."""
+    """Return the norm or activation before a linear's input ``x`` with the reason why it was not joined, or None."""
     is_shared = len(x.users) > 1
     while x.target in VIEWS:
         x = x.args[0]
@@ -129,7 +129,7 @@ def explain_loss(x: Any) -> str | None:
 
 
 def _name_prologue(node: Any) -> str | None:
-    """Return the operator of a node that computes a norm or an activation, or seems to; None for all else."""
+    """Return the operator of a node that computes a norm or an activation, or seems to; else None."""
     if node.op != "call_function":
         return None
     target = node.args[0] if "auto_functionalized" in str(node.target) else node.target
@@ -144,7 +144,7 @@ def _name_prologue(node: Any) -> str | None:
 
 
 def _find_source(x: Any) -> Any:
-    """Return the node that computes ``x``, views aside, if its result has no other reader."""
+    """Return the node that computes ``x``, views aside, if it has no other reader."""
     while True:
         if len(x.users) != 1:
             return None
@@ -176,7 +176,7 @@ def _join_add_norm(
     residuals = [user for user in norm.users if user is not source]
     if any(user.target is not operator.getitem or user.args[1] != 1 for user in residuals):
         return None
-    # The new residual may be read before the linear, so everything moves up to the norm, if it can.
+    # The new residual may be read before the linear, so everything moves up to the norm, if possible.
     needed = [node for node in linear.all_input_nodes if node is not linear.args[0]]
     if any(order[node] > order[norm] for node in needed):
         return None
@@ -210,7 +210,7 @@ RULES: tuple[Rule, ...] = (_join_norm, _join_add_norm, _join_silu)
 
 
 def _call_joined(graph: fx.Graph, norm: Any, name: str, weight: list[Any]) -> fx.Node:
-    """Add the operator of a norm that can be joined and of the linear after it, where the graph inserts."""
+    """Insert the joined operator of a norm and the linear after it."""
     *tensors, gain, eps = norm.args[: NORMS[name] + 2]
     less_one = _gain_less_one(gain, norm.args[0].meta["val"].dtype)
     stored = gain if less_one is None else less_one
@@ -218,7 +218,7 @@ def _call_joined(graph: fx.Graph, norm: Any, name: str, weight: list[Any]) -> fx
 
 
 def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
-    """Return the node of ``weight`` where a gain is ``1 + weight`` in float32, of a weight of that type; else None."""
+    """Return the node of ``weight`` of this type where a norm multiplies by ``1 + weight`` in float32; else None."""
     if gain.target is not torch.ops.aten.add.Tensor or gain.args[1] != 1 or gain.kwargs:
         return None
     wide = gain.args[0]
@@ -231,9 +231,9 @@ def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
 
 
 def _explain_norm(norm: Any, tensors: int) -> str | None:
-    """Return why our kernels do not compute a node of vLLM's norm, which has ``tensors`` before its gain.
+    """Return the reason why our kernels do not support a node of vLLM's norm, with ``tensors`` before its weight.
 
-    None for one over whole rows of a matrix, with a gain that they read.
+    None for a norm over whole rows of a matrix, with a weight that they read.
     """
     x, gain, more = norm.args[0].meta["val"], norm.args[tensors], norm.args[tensors + 2 :]
     if gain is None:
@@ -254,6 +254,6 @@ def _replace(old: Any, new: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _silu_pattern(columns: int, dtype: torch.dtype) -> Any:
-    """Return what vLLM's ``silu(gate) * up`` of this width becomes in a graph; None in a vLLM without a definition."""
+    """Return the graph pattern of vLLM's ``silu(gate) * up`` of this width; None in a vLLM without a definition."""
     native = private.silu_and_mul()
     return native and torch_private.pattern_of(native, (4, 2 * columns), dtype)

@@ -1,4 +1,4 @@
-"""The pass that vLLM runs over every graph that it compiles: it joins norms with linears, and linears in a row."""
+"""The pass over every graph that vLLM compiles: it joins norms with linears, and consecutive linears."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ InductorPass: Any = private.inductor_pass()
 PACKAGE = Path(__file__).parents[2]
 
 SUFFIXES = (".cu", ".cuh", ".json", ".py")
-"""Files that decide what runs: Python, the CUDA kernel, and tables."""
+"""Suffixes of sources and tables that a compiled graph depends on."""
 
 log = logging.getLogger(LOGGER)
 
@@ -34,8 +34,8 @@ log = logging.getLogger(LOGGER)
 def hash_sources(folder: Path = PACKAGE) -> str:
     """Return a SHA-256 of the names and contents of all sources in a folder; read once a process.
 
-    A compiled graph holds our operators, their arguments as text, and whatever our passes made of it. Nearly every file
-    has a part in that, so all count: a key that changes too often costs one compilation, a stale graph wrong results.
+    A compiled graph holds our operators, their arguments as text, and the results of our passes. Nearly every file
+    contributes, so all count: a key that changes too often costs one compilation, a stale graph gives wrong results.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
@@ -48,11 +48,11 @@ def hash_sources(folder: Path = PACKAGE) -> str:
 class GraphPass(InductorPass):
     """The pass of one engine, for all of its models: a draft model is compiled under the same configuration.
 
-    A graph does not say whose it is; the specs of its linears do.
+    The specs of its linears identify the model of a graph.
 
     Attributes:
-        models: The states of the models, in the order in which they are built.
-        graphed: The most tokens for which vLLM has a CUDA graph.
+        models: The states of the models, in the order of their building.
+        graphed: Tokens of vLLM's largest CUDA graph.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class GraphPass(InductorPass):
         self.graphed = 0
 
     def __deepcopy__(self, memo: object) -> GraphPass:
-        return self  # vLLM copies its configuration, while layers go on to write to the states
+        return self  # vLLM copies its configuration, while layers still write to the states
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -81,12 +81,12 @@ class GraphPass(InductorPass):
             _warm_up_lifts(graph, model)
 
     def find_model(self, specs: Set[str]) -> ModelState | None:
-        """Return the model that has layers of all these specs, or None; of two, the first that joins its layers."""
+        """Return the model with layers of all these specs, or None; of several, the first that joins its layers."""
         owners = [model for model in self.models if specs <= set(model.specs.values())]
         return max(owners, key=lambda model: model.options.fuse, default=None)
 
     def uuid(self) -> str:
-        """Return a key for caches: the package's sources, and all that was chosen for every model."""
+        """Return a key for caches: the package's sources, and all choices for every model."""
         models = [model.cache_key() for model in self.models]
         key: str = self.hash_dict({"sources": hash_sources(), "graphed": self.graphed, "models": models})
         return key
@@ -104,12 +104,12 @@ class GraphPass(InductorPass):
 
 
 def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> None:
-    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays."""
+    """Add the pass to vLLM's configuration, or a model to the pass that is there; a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
-    found = passes.setdefault(private.POST_PASS, GraphPass())
-    if isinstance(found, GraphPass):
-        found.models.append(model)
-        found.graphed = graphed
+    installed = passes.setdefault(private.POST_PASS, GraphPass())
+    if isinstance(installed, GraphPass):
+        installed.models.append(model)
+        installed.graphed = graphed
     else:
         log.warning(
             "slidesparse: norms and activations are not fused with linears: another pass has %s", private.POST_PASS

@@ -1,10 +1,10 @@
-"""Capture CUDA graphs beyond vLLM's largest one, for batches in which the host would hold the GPU up.
+"""Capture CUDA graphs beyond vLLM's largest one, for batches in which the host would be slower than the GPU.
 
 vLLM captures batches of up to 512 tokens and launches larger ones kernel by kernel. A loaded server mostly runs 300 to
 2000 tokens a step. On an H200 the host takes some 0.7 ms a decoder layer for that. The GPU takes less for a layer of
-Qwen2.5-7B up to about 1024 tokens at 6:8, and up to 2048 at 2:4: there graphs of 1024 to 2048 tokens win 4 % of a mixed
-load, and a third of the longest waits between tokens. At 6:8 they win nothing with a fast host
-(docs/log/served-models.md). The slower the host, the more they win.
+Qwen2.5-7B up to about 1024 tokens at 6:8, and up to 2048 at 2:4: there graphs of 1024 to 2048 tokens save 4 % of a
+mixed load, and a third of the longest waits between tokens. At 6:8 they gain nothing with a fast host
+(docs/log/served-models.md). The slower the host, the more they gain.
 
 A user's own setting (``--compilation-config`` with ``max_cudagraph_capture_size`` or ``cudagraph_capture_sizes``)
 comes first, and ``{"slidesparse": {"graphs": "vllm"}}`` leaves all sizes to vLLM.
@@ -42,7 +42,7 @@ log = logging.getLogger(LOGGER)
 
 
 def layer_weights(text_config: Any) -> int | None:
-    """Return how many weights the linears of a dense decoder layer have; None where the configuration lacks a size.
+    """Return the number of weights in the linears of a dense decoder layer; None where a size is unknown.
 
     >>> from types import SimpleNamespace
     >>> layer_weights(SimpleNamespace(hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
@@ -60,7 +60,7 @@ def layer_weights(text_config: Any) -> int | None:
 
 
 def sizes_beyond(last: int, tokens: int) -> list[int]:
-    """Return the sizes of graphs from vLLM's last one on, up to a number of tokens.
+    """Return the sizes of graphs after vLLM's last one, up to a number of tokens.
 
     >>> sizes_beyond(512, 640), len(sizes_beyond(512, 2048))
     ([544, 576, 608, 640], 32)
@@ -75,7 +75,7 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
 
 
 def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
-    """Return the sizes of graphs that pay beyond vLLM's largest one; none where the layer's size is unknown.
+    """Return the useful sizes of graphs beyond vLLM's largest one; none where the layer's size is unknown.
 
     ``gpus`` share a layer; ``batch`` and ``last`` are the tokens of vLLM's largest batch and of its own largest graph.
     """
@@ -86,7 +86,7 @@ def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
 
 
 def wanted_sizes(vllm_config: Any) -> list[int]:
-    """Return the sizes to add to those of a configuration; none where it is to stay as it is."""
+    """Return the sizes to add to a configuration."""
     own = vllm_config.compilation_config.cudagraph_capture_sizes
     if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
         return []
@@ -97,7 +97,7 @@ def wanted_sizes(vllm_config: Any) -> list[int]:
 
 
 def mixed_graphs(compilation_config: Any) -> str:
-    """Return how vLLM captures batches with prompts: ``PIECEWISE``, between attentions; ``FULL``; or ``NONE``, not."""
+    """Return vLLM's capture mode for batches with prompts: ``PIECEWISE``, between attentions; ``FULL``; or ``NONE``."""
     return str(compilation_config.cudagraph_mode.mixed_mode())
 
 
@@ -109,16 +109,16 @@ def graphed_tokens(vllm_config: Any) -> int:
 
 
 def decoding_tokens(vllm_config: Any) -> int:
-    """Return the tokens of the largest decoding step: of each sequence one, and those of its draft."""
+    """Return the tokens of the largest decoding step: one of each sequence, and those of its draft."""
     draft = vllm_config.speculative_config
-    of_each: int = 1 + (draft.num_speculative_tokens if draft is not None else 0)
-    return of_each * int(vllm_config.scheduler_config.max_num_seqs)
+    tokens: int = 1 + (draft.num_speculative_tokens if draft is not None else 0)
+    return tokens * int(vllm_config.scheduler_config.max_num_seqs)
 
 
 def capture_more() -> None:
     """Add larger graphs to vLLM's configuration of our models; called once a process.
 
-    On a GPU every configuration sets its sizes, so a pruned model that vLLM serves dense is noticed there, too.
+    On a GPU every configuration sets its sizes, so pruned models that vLLM serves dense are noticed here too.
     """
     owner = vllm_config_class()
     if owner is not None:
@@ -128,17 +128,17 @@ def capture_more() -> None:
 def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(set_sizes)
     def set_more(self: Any) -> None:
-        tell_if_unasked(self.model_config)
+        warn_if_unasked(self.model_config)
         compilation = self.compilation_config
-        asked = compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes
+        given = compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes
         set_sizes(self)
-        if asked != (None, None) or not takes_larger_graphs(self):
+        if given != (None, None) or not takes_larger_graphs(self):
             return
         more = wanted_sizes(self)
         if more:
             compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
             compilation.max_cudagraph_capture_size = None
-            set_sizes(self)  # as if a user had asked for them
+            set_sizes(self)  # as if a user had set them
             log.info(
                 "slidesparse: CUDA graphs for batches of up to %d tokens, %d more than vLLM's", more[-1], len(more)
             )
@@ -146,10 +146,10 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_more
 
 
-def tell_if_unasked(model_config: Any) -> None:
-    """Warn of a model that carries our marker, and that vLLM loads without any quantisation method.
+def warn_if_unasked(model_config: Any) -> None:
+    """Warn of a model with our marker that vLLM loads without any quantisation method.
 
-    vLLM asks a method about checkpoints with a ``quantization_config``, and one in BF16 or FP16 has none.
+    vLLM calls methods only for checkpoints with a ``quantization_config``, which BF16 and FP16 ones lack.
     """
     if model_config is None or model_config.quantization is not None:
         return
@@ -158,7 +158,7 @@ def tell_if_unasked(model_config: Any) -> None:
 
 
 def takes_larger_graphs(vllm_config: Any) -> bool:
-    """Return whether an engine is one of ours whose graphs are not left to vLLM."""
+    """Return whether an engine is ours, and its graphs are not left to vLLM."""
     model = vllm_config.model_config
     if model is None or model.quantization != NAME:
         return False
@@ -171,10 +171,9 @@ def cut_less_between_graphs() -> None:
 
     A captured grid cannot follow the batch. So for every batch up to the largest graph vLLM lets FlashAttention 3 split
     the keys of a request into as many as 32 parts (``v1/attention/backends/flash_attn.py``). The sums of all parts lie
-    in memory, 32 float32 numbers for each of the queries, and one more kernel adds them. Graphs that hold attention
-    need that: those of decoding steps, with as many tokens as there are sequences. Attention of prompts runs between
-    graphs and does not. With graphs of 2048 tokens it would take a gigabyte of a 7B model all the same, which vLLM does
-    not count.
+    in memory, 32 float32 numbers for each query, and one more kernel adds them. Graphs with attention need that: those
+    of decoding steps, with as many tokens as there are sequences. Attention of prompts runs between graphs and does
+    not. With graphs of 2048 tokens the sums would still take a gigabyte for a 7B model, which vLLM does not count.
     """
     owner = attention_builder()
     if owner is not None:

@@ -1,10 +1,10 @@
 """Keep a chain of linears on one backend while the host, not the GPU, limits the speed.
 
 ``auto`` chooses for each linear the backend that is fastest on the GPU, so a chain may hold sparse and dense linears.
-For batches that are larger than vLLM's CUDA graphs the host launches kernel by kernel. There a change of the backend
-costs it more than the rest of a linear: a dense linear allocates its own tensors and passes PyTorch's dispatcher once
-more, and it cuts the chain into pieces with a call each. While the GPU finishes the whole chain before the host has
-launched it, the microseconds that a dense linear saves on the GPU change nothing, so the chain stays on one backend.
+For batches larger than vLLM's CUDA graphs the host launches kernel by kernel. There a change of the backend costs it
+more than the rest of a linear: a dense linear allocates its own tensors, passes PyTorch's dispatcher once more, and
+splits the chain into pieces with a call each. While the GPU finishes the whole chain before the host has launched it,
+the microseconds that a dense linear saves on the GPU are lost, so the chain stays on one backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slidesparse.gemm.spec import LinearSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed
 
 HOST_US = 75.0
-"""Microseconds that the host takes for one linear of a chain: a quarter of what it takes for a decoder layer.
+"""Host time of one linear of a chain, in microseconds: a quarter of a decoder layer's.
 
 Llama-3.2-1B in vLLM 0.22 takes 7.9 ms for 1024 tokens where one linear of four runs dense, about 2 of them before and
 after its 16 layers: 370 us a layer. Some 50 of these the GPU spends on kernels that are no linears, so 80 are left for
@@ -29,14 +29,14 @@ def keep_one_backend(
     """Route all linears of a chain through one backend while the host is slower than the GPU.
 
     Args:
-        linears: Those of a chain.
-        speeds: Spec of a weight, as text -> the times measured for it.
-        graphed: The most tokens for which vLLM has a CUDA graph; up to there nothing changes.
-        host_us: Microseconds that the host takes for one linear; 0 changes nothing.
+        linears: The linears of a chain.
+        speeds: Spec of a weight, as text -> its measured times.
+        graphed: Tokens of vLLM's largest CUDA graph, up to which nothing changes.
+        host_us: Host time of one linear in microseconds; 0 changes nothing.
 
     Returns:
-        The linears, and up to how many tokens they stay on one backend: unchanged, with ``graphed``, where one of them
-        has no measured times, or where they do not share exactly one packed form.
+        The linears, and the most tokens for which they stay on one backend: unchanged, with ``graphed``, where one of
+        them has no measured times, or where they do not share exactly one packed form.
     """
     layers = [speeds[text] for linear in linears if (text := linear.weight.text) in speeds]
     packed = set.intersection(*({form.backend for form in linear.weight.forms} - {DENSE} for linear in linears))
@@ -50,7 +50,7 @@ def keep_one_backend(
 
 
 def _find_last_host_bound(layers: Sequence[LayerSpeed], backend: str, graphed: int, host_us: float) -> int:
-    """Return the most tokens, of those measured, for which the GPU runs the chain faster than the host launches it."""
+    """Return the largest measured number of tokens for which the GPU runs the chain faster than the host launches."""
     last = graphed
     for tokens in sorted(set.intersection(*(set(layer.tokens) for layer in layers))):
         if tokens > graphed:

@@ -1,4 +1,4 @@
-"""Hold the state that the layers of one model and the pass over its graphs share."""
+"""State shared by the layers of one model and the pass over its graphs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import find_pattern
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""The environment variable by which vLLM computes a request alike in whatever batch it runs."""
+"""vLLM's environment variable for results that do not depend on the batch."""
 
 NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 products are the same in every batch"
 
 STOCK_COMPILE = 1
-"""vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` and hands no option of Inductor's over."""
+"""vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` without options of Inductor's."""
 
 COMPARED = ("dflash", "dspark", "eagle", "eagle3")
-"""vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
+"""vLLM's kinds of drafts on hidden states that may have an output embedding of their own."""
 
 MISPLACED = "slidesparse: %s is ignored outside of the key slidesparse in --additional-config: write '%s'"
 
@@ -42,7 +42,7 @@ DENSE_ELSEWHERE = "slidesparse: %s does not satisfy %s: it is taken for %s, whic
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 """Types in which 6:8 takes a tenth longer than dense on prompts (results/h100/serve/qwen2.5-7b-bf16.jsonl), so that
-dense copies, for what they are faster at, are worth memory of which there is plenty."""
+dense copies are worth their memory where there is plenty."""
 
 log = logging.getLogger(LOGGER)
 
@@ -54,17 +54,17 @@ class ModelState:
     Attributes:
         options: The user's options; ``fuse`` is off where the model is not compiled.
         status: The outcome of every layer.
-        tuner: Measures a layer of each kind when it is loaded; None where the user or vLLM wants none.
+        tuner: Measures a layer of each kind when it is loaded; None with ``tune`` off or without a model.
         warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
-        specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
-            compiled graph keeps of the weight: sizes, column order, backends.
+        specs: Name of a layer on our operators -> the spec of its weight, as text: everything that a compiled graph
+            keeps of the weight (sizes, column order, backends).
         speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
-        batch_invariant: A request must be computed alike in whatever batch it runs.
+        batch_invariant: Results of a request must not depend on its batch.
         heads_compared: See :func:`compares_heads`.
-        unplaced: Name -> pattern of the layers that the marker names and vLLM has not built: in another stage of a
-            pipeline, or under another name.
-        room: There is room for dense copies of :data:`SIXTEEN_BITS`; None before it was asked.
+        unplaced: Marked layers that vLLM has not built, by name with their patterns: in another stage of a pipeline, or
+            under another name.
+        room: Whether there is room for dense copies of :data:`SIXTEEN_BITS`; None: not checked yet.
     """
 
     options: Options = field(default_factory=Options)
@@ -102,14 +102,14 @@ class ModelState:
         return state
 
     def why_left(self, dtype: torch.dtype) -> str | None:
-        """Return why weights of a type are left to vLLM, in words; None where they need not be.
+        """Return the reason to leave weights of a type to vLLM, or None.
 
         Tiles and splits of a product depend on the number of tokens, and so does the order of sums in FP8 and floats.
         """
         return NOT_INVARIANT if self.batch_invariant and dtype != torch.int8 else None
 
     def chooser_of(self, weight: torch.Tensor) -> Chooser:
-        """Return what chooses the backends of a linear; the first one in 16 bits decides for all such ones."""
+        """Return the chooser of a linear's backends; the first linear in 16 bits decides on dense copies for all."""
         fallback = self.options.fallback
         if fallback == "dense" and weight.dtype in SIXTEEN_BITS:
             if self.room is None:
@@ -118,39 +118,39 @@ class ModelState:
         return Chooser(self.options.backend, fallback, self.tuner)
 
     def pattern_of(self, named: NamedLayer, weight: torch.Tensor, start: int) -> Pattern | None:
-        """Return the pattern of a loaded layer: that of its name, unless the marker may know it by another name.
+        """Return the pattern of a loaded layer: its marked one, unless the marker may have another name for it.
 
-        vLLM names some layers otherwise than their checkpoint: q, k and v of BERT, the mixers of Falcon-H1. Where
-        the marker has names for which no layer was built, the weight decides: the tightest of their patterns and the
-        common one that it satisfies. Every weight satisfies ``dense``, so the log says where that decided.
+        vLLM renames some layers of checkpoints: q, k and v of BERT, the mixers of Falcon-H1. Where the marker has names
+        without a layer, the weight decides: its pattern is the tightest one that it satisfies, of theirs and the common
+        one. Every weight satisfies ``dense``, so the log mentions where that decided.
 
         Args:
             named: The layer.
             weight: [out, columns of this rank].
-            start: Column of the whole weight at which this rank's columns begin.
+            start: First column of this rank in the whole weight.
         """
         if named.pattern is None or named.is_exception or not self.unplaced:
             return named.pattern
         others = {name: pattern for name, pattern in self.unplaced.items() if self._may_be(named.name, name)}
-        found = find_pattern(weight, start, {named.pattern, *others.values()}) or named.pattern
-        if found == DENSE != named.pattern:
-            dense = next(name for name, pattern in others.items() if pattern == DENSE)
+        pattern = find_pattern(weight, start, {named.pattern, *others.values()}) or named.pattern
+        if pattern == DENSE != named.pattern:
+            dense = next(name for name, other in others.items() if other == DENSE)
             log.info(DENSE_ELSEWHERE, named.name, named.pattern, dense)
-        return found
+        return pattern
 
     def _may_be(self, layer: str, unplaced: str) -> bool:
-        """Say whether a layer may be the one of the marker's name; other stages of a pipeline have other numbers."""
+        """Return whether a layer may have the marker's name; other stages of a pipeline have other numbers."""
         numbers = {number_of_layer(layer), number_of_layer(unplaced)}
         return not self.status.part or None in numbers or len(numbers) == 1
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
-        """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""
+        """Keep the spec of a packed layer, and the times that decided its routes, if any."""
         self.specs[name] = layer.spec
         if layer.choice.measured is not None:
             self.speeds[layer.spec] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
 
     def cache_key(self) -> dict[str, object]:
-        """Return everything of this model that a compiled graph depends on, for JSON."""
+        """Return all parts of this state that a compiled graph depends on, for JSON."""
         return {
             "options": asdict(self.options),
             "outcomes": {name: outcome.text for name, outcome in self.status.outcomes.items()},
@@ -160,7 +160,7 @@ class ModelState:
 
 
 def number_of_layer(name: str) -> int | None:
-    """Return the first number in a name, which both vLLM and checkpoints count through the stages of a pipeline.
+    """Return the first number in a layer's name, counted through all stages of a pipeline.
 
     >>> number_of_layer("model.layers.31.mlp.up_proj")
     31
@@ -169,21 +169,21 @@ def number_of_layer(name: str) -> int | None:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether the user asked vLLM for that; read as vLLM reads it."""
+    """Return whether :data:`BATCH_INVARIANT` is set, as vLLM reads it."""
     return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
 
 
 def compares_heads(vllm_config: Any) -> bool:
     """Return whether vLLM may compare the output embeddings of model and draft by their weights, to share one.
 
-    Its second runner does so after loading (``v1/worker/gpu/spec_decode``); the first asks whether there are weights.
+    Its second runner does so after loading (``v1/worker/gpu/spec_decode``); the first only checks for weights.
     """
     draft = vllm_config.speculative_config
     return draft is not None and draft.method in COMPARED and bool(vllm_config.use_v2_model_runner)
 
 
 def why_not_joined(vllm_config: Any) -> str | None:
-    """Return why no graph of the model can be rewritten, or None where vLLM compiles it with Inductor."""
+    """Return the reason why no graph of the model can be rewritten, or None where vLLM compiles it with Inductor."""
     if vllm_config.model_config is None:
         return "layers are built without a model"
     if vllm_config.model_config.enforce_eager:

@@ -16,7 +16,7 @@ from slidesparse.integrations.vllm.host_bound import HOST_US
 Graphs = Literal["auto", "vllm"]
 
 OPTION = "--additional-config"
-"""The option of vLLM's that holds ours, under our name."""
+"""vLLM's option that takes ours, under our name."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Options(ServerOptions):
     """The options of one engine.
 
     Attributes:
-        host_us: Microseconds that the host takes to launch one linear of a chain: see
-            :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
-        graphs: ``auto`` captures larger CUDA graphs where the host would be the slower one
-            (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` those that vLLM captures.
-        experts: How pruned experts of mixtures run.
+        host_us: Host time to launch one linear of a chain, in microseconds: see
+            :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on its own backend.
+        graphs: ``auto`` captures larger CUDA graphs where the host would be slower than the GPU
+            (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` only vLLM's.
+        experts: Run of pruned experts of mixtures.
     """
 
     host_us: float = HOST_US
@@ -56,7 +56,7 @@ class Options(ServerOptions):
 
 
 def find_misplaced(additional_config: object) -> dict[str, object]:
-    """Return those of our options that are outside of our key, where nothing reads them.
+    """Return our options that are outside of our key, where nothing reads them.
 
     >>> find_misplaced({"backend": "hopper", "slidesparse": {"tune": "off"}})
     {'backend': 'hopper'}

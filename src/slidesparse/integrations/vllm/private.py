@@ -1,8 +1,8 @@
-"""Look up the names of vLLM that are no part of its interface for plugins; no other module uses such names.
+"""Names of vLLM outside its interface for plugins; no other module uses such names.
 
-A quantisation method builds on this interface: the registry of methods, their base classes, linear layers and their
-methods, compressed-tensors' schemes, the current configuration and the platform. All other names are listed in
-:data:`PRIVATE` and looked up when they are first needed.
+That interface is the registry of methods, their base classes, linear layers and their methods, compressed-tensors'
+schemes, the current configuration and the platform. All other names are listed in :data:`PRIVATE` and looked up when
+they are first needed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from slidesparse.base.python_stack import with_room
 from slidesparse.integrations.vllm import LOGGER
 
 POST_PASS = "post_grad_custom_post_pass"
-"""The key under which vLLM's configuration of Inductor holds a pass that is not its own."""
+"""The key of another's pass in vLLM's configuration of Inductor."""
 
 LOOPS = (
     ("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop"),
     ("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
     ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop"),
 )
-"""Module, class and method of each loop that runs as long as a process serves: that of an engine on one GPU, and that
-of each worker on several GPUs. The scheduler of several GPUs is a process without a model and stays as it is. Each loop
-begins after the model is loaded."""
+"""Module, class and method of each serving loop: that of an engine on one GPU, and that of each worker on several GPUs.
+The scheduler of several GPUs has no model and stays as it is. Each loop begins after the model is loaded."""
 
 PRIVATE = {
     "vllm.compilation.passes.inductor_pass.InductorPass": "sparse checkpoints run dense",
@@ -53,8 +52,7 @@ def inductor_pass() -> Any:
     """Return the base class of passes over a compiled graph.
 
     Raises:
-        ImportError: This vLLM has none. Without one vLLM's cache of compiled graphs cannot know of our choices, which
-            are a part of them.
+        ImportError: This vLLM has none. Without one vLLM's cache of compiled graphs would ignore our choices.
     """
     from vllm.compilation.passes.inductor_pass import InductorPass
 
@@ -63,7 +61,7 @@ def inductor_pass() -> Any:
 
 @lru_cache(maxsize=1)
 def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return vLLM's definition of ``silu(gate) * up`` in plain torch; None, and a line in the log, without one."""
+    """Return vLLM's definition of ``silu(gate) * up`` in plain torch; without one None, and a line in the log."""
     native: Callable[[torch.Tensor], torch.Tensor] | None
     native = _find("vllm.model_executor.layers.activation.SiluAndMul.forward_native")
     return native
@@ -71,7 +69,7 @@ def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 @lru_cache(maxsize=8)
 def norm_operator(name: str) -> Any:
-    """Return one of vLLM's operators for norms; None, and a line in the log, in a vLLM that has none."""
+    """Return one of vLLM's operators for norms; without one None, and a line in the log."""
     operator = _find(f"torch.ops.vllm_ir.{name}")
     return None if operator is None else operator.default
 
@@ -86,9 +84,9 @@ def vllm_config_class() -> Any:
 
 
 def attention_builder() -> Any:
-    """Return the class that prepares batches for FlashAttention 3, and knows up to which it cuts for a graph's sake.
+    """Return the class that prepares batches for FlashAttention 3, with the limit of splits for a graph's sake.
 
-    None where no Hopper GPU runs it, and, with a line in the log, in a vLLM that has no such class.
+    None without a Hopper GPU, and, with a line in the log, in a vLLM that has no such class.
     """
     from vllm.platforms import current_platform
 
@@ -98,7 +96,7 @@ def attention_builder() -> Any:
 
 
 def reads_weight_itself(layer: object) -> bool:
-    """Return whether a linear decided when it was built to read its own ``weight``, without asking its method.
+    """Return whether a linear reads its own ``weight``, without its method.
 
     ``DeepSeekV2FusedQkvAProjLinear`` does in BF16 at DeepSeek-V3's sizes; a layer that lacks the name does not.
     """
@@ -107,10 +105,10 @@ def reads_weight_itself(layer: object) -> bool:
 
 @contextmanager
 def given_back_workspace() -> Iterator[None]:
-    """Run some of vLLM's kernels, and give back the memory that they take for all layers to share.
+    """Free the memory that vLLM's kernels allocate in a block for all layers to share.
 
     vLLM would keep it (``v1/worker/workspace.py``): for 16384 tokens of Qwen3-30B-A3B's experts a gigabyte, of no use
-    once they are packed. Layers that need it take it again.
+    once they are packed. Layers that need it allocate it again.
     """
     manager = getattr(sys.modules.get("vllm.v1.worker.workspace"), "_manager", None)
     shared: list[torch.Tensor | None] = getattr(manager, "_current_workspaces", [])
@@ -131,11 +129,11 @@ def _find(name: str) -> Any:
 
 @lru_cache(maxsize=1)
 def add_stack_room() -> None:
-    """Let those of :data:`LOOPS` that this process has imported, and so can run, start on a large chunk of stack.
+    """Make the imported :data:`LOOPS` of this process start on a large chunk of stack.
 
     Whether a loop happens to run at the end of a chunk (:mod:`slidesparse.base.python_stack`) depends on every frame
     above it, and our model's frames differ from stock vLLM's: one of them holds the weights of all layers as variables.
-    Room around every step instead of around the loop would cost 0.1 ms a step.
+    Room around every step, not around the loop, would cost 0.1 ms a step.
     """
     for module, name, loop in LOOPS:
         owner: Any = getattr(sys.modules.get(module), name, None)

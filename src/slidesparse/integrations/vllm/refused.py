@@ -1,4 +1,4 @@
-"""Refuse what vLLM offers and sparse layers cannot do, before anything is loaded."""
+"""Refuse vLLM's options that sparse layers do not support, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slidesparse.integrations.refusals import RANDOM, SAVED, refuse_load_format,
 
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 SERVE_FLOATS_DENSE = "serve it dense without --quantization slidesparse"
-"""The same for a checkpoint without a ``quantization_config``, of which compressed-tensors can make nothing."""
+"""The same for a checkpoint without a ``quantization_config``, which compressed-tensors does not load."""
 
 LOAD_FORMATS = {
     "dummy": RANDOM,
@@ -18,20 +18,20 @@ LOAD_FORMATS = {
     "sharded_state": SAVED,
     "tensorizer": SAVED,
 }
-"""``--load-format`` from which sparse layers cannot be made -> what it brings instead of a checkpoint's weights."""
+"""Unsuitable ``--load-format`` -> its contents in place of a checkpoint's weights."""
 
 OFFLOADING = {"--cpu-offload-gb": ("uva", "cpu_offload_gb"), "--offload-group-size": ("prefetch", "offload_group_size")}
-"""Option -> the part of vLLM's ``offload_config`` and the size in it that the option sets."""
+"""Option -> its part of vLLM's ``offload_config``, and its size there."""
 
 
 def require_supported(vllm_config: Any, serve_dense: str = SERVE_DENSE) -> None:
-    """Raise an UnsupportedError, with a way to serve dense, for options that sparse layers cannot follow."""
+    """Raise an UnsupportedError, with ``serve_dense`` as remedy, for options that sparse layers do not support."""
     refuse_load_format(getattr(vllm_config.load_config, "load_format", "auto"), LOAD_FORMATS, serve_dense)
     config = getattr(vllm_config, "offload_config", None)
     sizes = {option: getattr(getattr(config, part, None), size, 0) for option, (part, size) in OFFLOADING.items()}
     refuse_offloading(sizes, serve_dense)
     online = getattr(vllm_config.quant_config, "online_quantization_config", None)  # vLLM from 0.33 on
-    for part in ("linear", "targets"):  # experts may be
+    for part in ("linear", "targets"):  # experts may be requantised
         if online is not None and getattr(online.args, part) is not None:
             raise UnsupportedError(
                 f"{part} of --quantization-config with sparse layers",

@@ -1,9 +1,9 @@
 """Pack weights that are loaded again into a running engine, where captured CUDA graphs read them.
 
-``reload_weights`` and all weight transfer (reinforcement learning) go layer by layer: vLLM takes every tensor out of
-the layer, puts its unpacked parameters back, loads them, and calls the layer's method as when the engine started. So
-the packed tensors are kept where vLLM does not look for tensors (:func:`keep`), and a new weight is copied into them:
-a captured graph holds their addresses. A weight that does not fit into them is refused.
+``reload_weights`` and all weight transfer (reinforcement learning) go layer by layer: vLLM removes every tensor of the
+layer, restores its unpacked parameters, loads them, and calls the layer's method as at the start of the engine. So the
+packed tensors are kept outside of vLLM's reach (:func:`keep`), and a new weight is copied into them: a captured graph
+holds their addresses. A weight that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.layer.linear import SlideLinear
 
 ATTRIBUTE = "slide"
-"""The attribute of a converted layer that holds its SlideLinear."""
+"""Attribute of a converted layer for its SlideLinear."""
 
 
 def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
-    """Put a SlideLinear into a layer of vLLM's, as a plain attribute and not as a submodule.
+    """Store a SlideLinear in a layer of vLLM's, as a plain attribute and not as a submodule.
 
-    LoRA ``adapters`` that will be put around the layer call its method, and read the device of a tensor under one of
-    three names; that of a packed weight need not be a matrix.
+    LoRA ``adapters`` around the layer call its method, and read the device of a tensor under one of three names; only
+    that of a packed weight need not be a matrix.
     """
     object.__setattr__(layer, ATTRIBUTE, slide)
     layer.requires_unquantized_input = True  # vLLM from 0.33 on may quantise before the layer is called

@@ -1,7 +1,7 @@
-"""Turn layers that vLLM has loaded and sharded into SlideLinears, or leave them to vLLM with the reason.
+"""Turn vLLM's loaded and sharded layers into SlideLinears, or leave them to vLLM with the reason.
 
-Parameters, their loaders, sharding and fused scales are vLLM's own: a scheme is wrapped, and only what happens after
-loading and when multiplying is ours. A layer that is left to vLLM runs exactly its code.
+Parameters, their loaders, sharding and fused scales are vLLM's own: a scheme is wrapped, and only the steps after
+loading and the product are ours. A layer that is left to vLLM runs exactly its code.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
 
 JOINED = "fused with the norm or activation before it, if there is one"
-"""What the pass over graphs does to a linear: nothing yet says what is before it, and before an o_proj is attention."""
+"""Outcome of a linear that the pass over graphs may join; the operator before it is not known yet."""
 
 log = logging.getLogger(LOGGER)
 
 
-class Packing:
-    """A layer's method or scheme: vLLM's, ``inner``, until it is loaded, then a SlideLinear where it is packed."""
+class WrappedMethod:
+    """A layer's method or scheme: vLLM's, ``inner``, until it is loaded, then a SlideLinear if it is packed."""
 
     def __init__(self, inner: Any, named: NamedLayer, model: ModelState) -> None:
         self.inner, self.named, self.model = inner, named, model
@@ -54,14 +54,14 @@ class Packing:
         self.converted: bool | None = None  # not loaded yet
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight, or leave it to vLLM; a layer that was left to vLLM stays so when it is loaded again."""
+        """Pack the weight, or leave it to vLLM, then also when it is loaded again."""
         if self.converted is not False:
             self.converted = pack_layer(layer, self.named, self.in_features, self.model)
         if not self.converted:
             self.inner.process_weights_after_loading(layer)
 
 
-class SlideScheme(Packing, CompressedTensorsScheme):
+class SlideScheme(WrappedMethod, CompressedTensorsScheme):
     """The scheme of a W8A8 layer."""
 
     @classmethod
@@ -81,15 +81,15 @@ class SlideScheme(Packing, CompressedTensorsScheme):
 
 
 @register_weight_loader_v2_supported_method
-class SlideUnquantizedMethod(Packing, LinearMethodBase):
+class SlideUnquantizedMethod(WrappedMethod, LinearMethodBase):
     """The method of a BF16 or FP16 layer.
 
-    It is no subclass of the method that it wraps: vLLM's models ask for that class before they read a layer's weight in
-    kernels of their own, and a packed layer has none.
+    It is no subclass of the method that it wraps: for that class vLLM's models may read a layer's weight in kernels of
+    their own, and a packed layer has none.
     """
 
     supports_pre_processed_weights = False
-    """vLLM from 0.33 on may hand weights over between processes as they are after packing; ours cannot be."""
+    """vLLM from 0.33 on may share processed weights between processes, which ours does not support."""
 
     def __init__(self, named: NamedLayer, model: ModelState) -> None:
         super().__init__(UnquantizedLinearMethod(), named, model)
@@ -114,29 +114,29 @@ class SlideUnquantizedMethod(Packing, LinearMethodBase):
         return y
 
 
-def tell_when_loaded(
+def note_when_loaded(
     scheme: CompressedTensorsScheme, layer: torch.nn.Module, name: str, reason: str, model: ModelState
 ) -> None:
-    """Leave a layer to vLLM's own scheme, whose class vLLM asks for, and note the reason when the layer is loaded.
+    """Leave a layer to vLLM's own scheme, whose class vLLM checks, and note the reason when the layer is loaded.
 
-    Where all layers are left so, nothing else would say that a pruned checkpoint is served dense.
+    Where this holds for all layers, the log would otherwise not mention that a pruned checkpoint is served dense.
     """
     load, status = scheme.process_weights_after_loading, model.status
 
-    def load_and_tell(loaded: torch.nn.Module) -> None:
+    def load_and_note(loaded: torch.nn.Module) -> None:
         load(loaded)
         if name in status.waiting:  # not when it is loaded again
             status.note_outcome(name, Outcome(False, True, reason), log)
 
-    scheme.process_weights_after_loading = load_and_tell
+    scheme.process_weights_after_loading = load_and_note
     status.expect_layer(name, layer)
 
 
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
-    """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
+    """Turn a loaded layer into a SlideLinear where that is possible and faster, and note the outcome.
 
-    A layer that is a SlideLinear already gets the new weight, if it fits. Returns whether ``layer.slide`` is there now;
-    then weight and scale are gone.
+    A converted layer gets the new weight, if it fits. Return whether the layer is converted; its weight and scale are
+    then removed.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
@@ -145,8 +145,8 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         model: The state of its model.
 
     Raises:
-        PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
-        UnsupportedError: The backend that the user named cannot run it, or a new weight does not fit.
+        PatternViolation: The weight violates the checkpoint's pattern.
+        UnsupportedError: The user's backend cannot run it, or a new weight does not fit.
     """
     before = kept(layer)
     if before is not None:
@@ -177,7 +177,7 @@ def _why_kept(layer: Any, model: ModelState) -> str | None:
 
 
 def _rank(layer: Any, name: str, columns: int, in_features: int) -> int:
-    """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
+    """Return the rank of a layer with sharded columns; 0 where every rank has all columns."""
     if columns == in_features:
         return 0
     rank, size = getattr(layer, "tp_rank", None), getattr(layer, "tp_size", None)
@@ -192,9 +192,9 @@ def _rank(layer: Any, name: str, columns: int, in_features: int) -> int:
 
 
 def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> tuple[SlideLinear | None, Outcome]:
-    """Return a loaded layer's SlideLinear, or None where it is left to vLLM, and what to say about it.
+    """Return a loaded layer's SlideLinear, or None where it is left to vLLM, and its outcome.
 
-    A dense layer is taken over, too, where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` may join it with
+    A dense layer is converted too where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` may join it with
     the norm or activation before it, for which vLLM needs two kernels.
     """
     reason = _why_kept(layer, model)
@@ -205,7 +205,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     start = shard_start(weight.shape[1], in_features, _rank(layer, named.name, weight.shape[1], in_features))
     pattern = model.pattern_of(named, weight, start)
     settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
-    give_blocks_back(weight.device)  # what checking took, before the packed weight is brought into a backend's form
+    give_blocks_back(weight.device)  # memory of the check, before a backend prepares the packed weight
     linear = LoadedLinear.of(weight, settled.choice)
     if isinstance(settled, RunsSparse):
         slide = SlideLinear(settled.packed, choice=settled.choice)
@@ -214,7 +214,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     outcome = Outcome(False, settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
-    # Graphs do not hold an output embedding, and adapters read what a linear reads: nothing is joined with either.
+    # Graphs do not hold an output embedding, and adapters read a linear's input: nothing is joined with either.
     fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
     if settled.pattern is None or not fuse or weight.dtype not in QUANTISED:
         return None, outcome

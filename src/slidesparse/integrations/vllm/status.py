@@ -1,8 +1,8 @@
-"""Collect the outcome of every layer of one model, and log all outcomes when the last layer has been loaded.
+"""Outcomes of the layers of one model, logged when the last layer has been loaded.
 
-vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` counts: it waits for the layers that
-were built, less those that were loaded, thrown away again (an output embedding that turns out to be tied), or left
-without memory (the tower of a model that is to take no images).
+vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` waits for all layers that were built,
+except those dropped again (an output embedding that turns out to be tied), or left without memory (the tower of a model
+that takes no images).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" 
 MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
 PRUNE_MORE = "Dense was measured to be faster: a sparser pattern gains more; "
 CANNOT_BE_MEASURED = "they cannot be measured"
-"""In a reason for which measuring is no remedy."""
+"""Part of a reason for which measuring is no remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Outcome:
 
     Attributes:
         sparse: It runs on packed weights.
-        qualified: Its weight satisfies a pattern, or should, or was not examined, being dense for another reason.
-        text: Pattern and backend, or why it stays dense.
-        eligible: It has groups that could run sparse, and the user did not ask for dense.
+        qualified: Its weight satisfies its pattern, is marked with one, or was skipped.
+        text: Pattern and backend, or the reason why it stays dense.
+        eligible: It has groups that could run sparse, and the user did not choose dense.
         experts: It is the experts of a mixture, for which users have another option.
-        kept_bytes: Bytes of its weight as kept, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
+        kept_bytes: Bytes of its kept weight, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         linear: The times of a linear whose backends were chosen, sparse or dense.
-        sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
+        sparse_by: The backend that could run a linear here which stays dense, or None.
     """
 
     sparse: bool
@@ -63,9 +63,9 @@ class ModelStatus:
     """The outcomes of one model's layers.
 
     Attributes:
-        waiting: Name -> the layer, until it is loaded.
-        outcomes: Name -> the layer's outcome.
-        part: Other processes hold other layers of the model (pipeline parallelism).
+        waiting: Layers that are not loaded yet, by name.
+        outcomes: Outcomes of layers, by name.
+        part: Other processes have other layers of the model (pipeline parallelism).
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
@@ -73,13 +73,13 @@ class ModelStatus:
     part: bool = False
 
     def expect_layer(self, name: str, layer: object) -> None:
-        """Wait for a layer that was built and will be loaded."""
+        """Wait for a built layer to be loaded."""
         self.waiting[name] = weakref.ref(layer)
 
     def note_outcome(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
         """Note the outcome of a loaded layer; after the last one, log all outcomes.
 
-        A whole model of which no weight satisfies any pattern is an UnsupportedError.
+        A whole model without a weight in any pattern is an UnsupportedError.
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)
@@ -87,7 +87,7 @@ class ModelStatus:
         if self.waiting:
             return
         if not any(outcome.qualified for outcome in self.outcomes.values()):
-            self._tell_no_pattern(log)
+            self._refuse_no_pattern(log)
         for line in self.describe():
             log.info(line)
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
@@ -96,8 +96,8 @@ class ModelStatus:
             served = "this stage of the pipeline" if self.part else "the pruned model"
             log.warning(NONE_SPARSE, len(eligible), most.text, served, _remedies(most, eligible))
 
-    def _tell_no_pattern(self, log: logging.Logger) -> None:
-        """Refuse a model without any pattern; of a part of one only warn, since others may hold the pruned layers."""
+    def _refuse_no_pattern(self, log: logging.Logger) -> None:
+        """Refuse a model without any pattern; only warn of a part of one, since others may have the pruned layers."""
         if self.part:
             log.warning(NO_PATTERN_HERE, len(self.outcomes))
             return
@@ -108,7 +108,7 @@ class ModelStatus:
         )
 
     def describe(self) -> list[str]:
-        """Return a line of totals, one of what is gained, and one line for every kind of layer and outcome."""
+        """Return lines with totals, with the speed-up, and for every kind of layer and outcome."""
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
             kinds.setdefault((kind_of(name), outcome), []).append(name)
@@ -122,20 +122,20 @@ class ModelStatus:
         ]
 
     def _memory(self) -> str:
-        """Return what the weights of packed layers take, and would take dense, in words; nothing without any."""
+        """Describe the memory of packed layers' weights, packed and dense; empty without any."""
         packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
         kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
 
 
 def _is_to_come(layer: object) -> bool:
-    """Return whether vLLM will load a layer that it built: one that is still there, and whose weights have memory."""
+    """Return whether vLLM will load a built layer: it still exists, and its weights have memory."""
     parameters = getattr(layer, "parameters", tuple)
     return layer is not None and not any(parameter.is_meta for parameter in parameters())
 
 
 def _hint(outcome: Outcome) -> str:
-    """Return what helps layers that were left dense, besides running them sparse all the same."""
+    """Return the remedy for layers that were left dense, besides forcing them sparse."""
     if MEASURED_HERE in outcome.text:
         return PRUNE_MORE
     if CANNOT_BE_MEASURED in outcome.text:
@@ -144,13 +144,13 @@ def _hint(outcome: Outcome) -> str:
 
 
 def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
-    """Return what may run layers sparse, as the end of a sentence and another one; nothing where nothing does."""
+    """Return the remedies for dense layers as the end of a sentence, or nothing."""
     options = _forcing(eligible)
     return f". {_hint(most)}{FORCE % json.dumps({NAME: options})}" if options else ""
 
 
 def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:
-    """Return the options that run layers sparse whatever was measured; a backend only where it can run all linears."""
+    """Return the options that force layers sparse; a backend only where it can run all linears."""
     outcomes = list(eligible)
     options = {"experts": "sparse"} if any(outcome.experts for outcome in outcomes) else {}
     backends = {outcome.sparse_by for outcome in outcomes if not outcome.experts}

@@ -1,1 +1,1 @@
-"""What calibrated methods read: texts and chats, and a model layer by layer."""
+"""Inputs of calibrated methods: texts and chats, and a model layer by layer."""

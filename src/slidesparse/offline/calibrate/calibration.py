@@ -1,4 +1,4 @@
-"""Cut a text file into windows of tokens for calibration, the same windows for the same seed."""
+"""Calibration windows: a text cut into pieces of equal length, the same ones for the same seed."""
 
 from __future__ import annotations
 
@@ -36,28 +36,27 @@ DEFAULT_LENGTH = 512
 MAX_SEED = 2**63 - 1
 
 FEW_TOKENS = 16_384
-"""Tokens below which a warning says that a text is short."""
+"""Tokens below which a text is called short."""
 
 STRETCH = 1 << 16
-"""Characters of a text that are tokenised at a time: a library tokenises many stretches with all cores."""
+"""Characters of a text in one piece to tokenise: libraries tokenise many pieces with all cores."""
 
 CUT = re.compile(r"\n\n(?=\S)")
-"""Where a text is cut: most tokenizers end a token there. SentencePiece's add a blank to what follows."""
+"""Places to cut a text: most tokenizers end a token there. SentencePiece's add a blank to the next piece."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text that a calibrated method sees.
+    """The text of a calibrated method.
 
     Attributes:
-        file: What :func:`offline.calibrate.texts.read_documents` reads; or ``default``, where there is no such file:
+        file: Source for :func:`offline.calibrate.texts.read_documents`; or ``default``, where there is no such file:
             :mod:`slidesparse.offline.calibrate.standard_library`.
-        samples: Windows of text, or as many as a shorter text has.
-        length: Tokens of a window; None: 2048 (512 of the default text), or as many as the model has positions if these
-            are fewer.
+        samples: Calibration windows, or as many as a shorter text has.
+        length: Tokens of a calibration window; None: 2048 (512 of the default text), or the model's positions if fewer.
         seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
         more: Other texts. Each, and ``file`` too, may end in ``:WEIGHT``: its share of the windows.
-        bos: Begin each window with what the tokenizer puts before a text.
+        bos: Begin each window with the tokenizer's special tokens, such as BOS.
 
     Raises:
         InputError: A number or the name of the file cannot be used.
@@ -73,7 +72,7 @@ class Calibration:
     def __post_init__(self) -> None:
         for text in (self.file, *self.more):
             usable_path(text, "calibration text")
-        object.__setattr__(self, "file", os.fspath(self.file))  # as it was written: ./a/b is no name of a data set
+        object.__setattr__(self, "file", os.fspath(self.file))  # not normalised: ./a/b is no name of a data set
         if not isinstance(self.samples, int) or self.samples < 1:
             raise InputError("calibration windows (--samples)", got=repr(self.samples), needed="1 or more")
         if self.length is not None and (not isinstance(self.length, int) or self.length < 2):
@@ -93,11 +92,11 @@ class Calibration:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a local checkpoint; a CheckpointError where it has none that transformers can load."""
+    """Load the tokenizer of a local checkpoint; a CheckpointError where transformers cannot."""
     tokenizers = need("transformers").AutoTokenizer
     try:
         with other_library():
-            found = tokenizers.from_pretrained(str(folder), **LOCAL)
+            tokenizer = tokenizers.from_pretrained(str(folder), **LOCAL)
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
@@ -105,51 +104,51 @@ def load_tokenizer(folder: Path) -> Any:
             needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
             remedy="copy the tokenizer's files from where the weights are from",
         ) from error
-    file = folder / "chat_template.json"  # where processors of multimodal models have had it
-    if getattr(found, "chat_template", None) is None and file.exists():
-        found.chat_template = read_json(file).get("chat_template")
-    return found
+    file = folder / "chat_template.json"  # of older multimodal models' processors
+    if getattr(tokenizer, "chat_template", None) is None and file.exists():
+        tokenizer.chat_template = read_json(file).get("chat_template")
+    return tokenizer
 
 
 def encode(tokenizer: Any, text: str, show: bool | None = False) -> torch.Tensor:
-    """Return the token numbers of a text, without what a tokenizer puts around it: int64 [n]; ``show`` is a bar's."""
-    stretches, found = _stretches(text), [torch.tensor([], dtype=torch.int64)]
+    """Return the token numbers of a text, without special tokens around it: int64 [n]; ``show`` is a bar's."""
+    stretches, tokens = _stretches(text), [torch.tensor([], dtype=torch.int64)]
     with progress_bar("tokens", len(text), unit="characters", show=show) as advance:
         for start in range(0, len(stretches), 256):
             some = stretches[start : start + 256]
-            # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
+            # verbose=False: the text is longer than the model's positions, and is cut into windows afterwards.
             ids = ids_of(tokenizer, some, add_special_tokens=False, verbose=False)
-            found += [torch.tensor(one, dtype=torch.int64) for one in ids]
+            tokens += [torch.tensor(one, dtype=torch.int64) for one in ids]
             advance(sum(map(len, some)))
-    return torch.cat(found)
+    return torch.cat(tokens)
 
 
 def _stretches(text: str) -> list[str]:
-    """Cut a text after empty lines into stretches of at least :data:`STRETCH` characters."""
+    """Cut a text after empty lines into pieces of at least :data:`STRETCH` characters."""
     stretches, start = [], 0
     while start < len(text):
-        found = CUT.search(text, start + STRETCH)
-        end = len(text) if found is None else found.end()
+        cut = CUT.search(text, start + STRETCH)
+        end = len(text) if cut is None else cut.end()
         stretches.append(text[start:end])
         start = end
     return stretches
 
 
 def ids_of(tokenizer: Any, text: str | list[str], **options: bool) -> list[Any]:
-    """Return the token numbers of a text, or a list of texts; whatever is raised becomes a CheckpointError."""
+    """Return the token numbers of a text or a list of texts; any error becomes a CheckpointError."""
     try:
         return list(tokenizer(text, **options)["input_ids"])
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # as a panic is of its Rust, in a regular expression that takes too long
+    except BaseException as error:  # such as a panic of its Rust, in a regular expression that takes too long
         raise CheckpointError("the tokenizer cannot read the text", got=first_line(error)) from error
 
 
 def tokens_before(tokenizer: Any) -> torch.Tensor:
-    """Return what a tokenizer puts before a text, such as Gemma's and Llama's BOS: int64 [n], of many tokenizers none.
+    """Return the special tokens that a tokenizer puts before a text, such as Gemma's and Llama's BOS: int64 [n].
 
-    A window out of the middle of a text begins with it too: models have seen nothing else at their first position, and
-    some attend to it from everywhere.
+    Windows from the middle of a text begin with them too: models have seen nothing else at their first position, and
+    some attend to it from everywhere. Many tokenizers have none.
     """
     whole, bare = (ids_of(tokenizer, "a", add_special_tokens=special) for special in (True, False))
     places = range(len(whole) - len(bare) + 1)
@@ -160,7 +159,7 @@ def cut_windows(tokens: torch.Tensor, length: int, before: torch.Tensor) -> torc
     """Cut a text into windows that do not overlap and begin with ``before``: int64 [n, length].
 
     Args:
-        tokens: int64 [tokens], with or without ``before`` at its start, where a chat's template puts it.
+        tokens: int64 [tokens], with or without ``before`` at its start, as chat templates may add it.
         length: Tokens of each window.
         before: int64 [k], from :func:`tokens_before`; may be empty.
     """
@@ -175,13 +174,13 @@ def cut_windows(tokens: torch.Tensor, length: int, before: torch.Tensor) -> torc
 
 
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
-    """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
+    """Return the number of positions of a model, ``at_most`` if its config has none or more."""
     known = getattr(text_config(config), "max_position_embeddings", None)
     return min(known, at_most) if isinstance(known, int) and known > 0 else at_most  # XLNet's -1: no limit
 
 
 def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
-    """Raise a CheckpointError for tokens that a model does not have, as of a tokenizer with a larger vocabulary."""
+    """Raise a CheckpointError for tokens outside of a model's vocabulary."""
     vocabulary = vocabulary_of(config)
     if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
         raise CheckpointError(
@@ -199,9 +198,9 @@ def sample_windows(
     source: str = "the text",
     before: Sequence[int] | torch.Tensor = (),
 ) -> torch.Tensor:
-    """Return windows of tokens [n] that do not overlap, in random order: int64 [samples, length].
+    """Return calibration windows of tokens [n], without overlap and in random order: int64 [samples, length].
 
-    Fewer where the text has fewer, with a warning. A text without one whole window is an InputError.
+    A shorter text has fewer, with a warning. A text without one whole window is an InputError.
     """
     windows = cut_windows(tokens, length, torch.as_tensor(before, dtype=tokens.dtype))
     if not len(windows):
@@ -218,7 +217,7 @@ def sample_windows(
 
 
 def digest(windows: torch.Tensor) -> str:
-    """Return a hexadecimal digest of the windows, which changes with text, tokenizer, length and seed."""
+    """Return a hexadecimal digest of calibration windows, which changes with text, tokenizer, length and seed."""
     return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -242,12 +241,12 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
     documents = [standard_library() if is_default(one.file) else read_documents(one.file) for one in calibration.texts]
     tokenizer = load_tokenizer(folder)
     before = tokens_before(tokenizer) if calibration.bos else torch.tensor([], dtype=torch.int64)
-    found = []
+    windows = []
     for one, count, inside in zip(calibration.texts, counts, documents, strict=True):
         tokens = encode(tokenizer, as_text(inside, tokenizer))
         check_tokens(tokens, config, folder)
-        found.append(sample_windows(tokens, count, length, calibration.seed, one.file, before))
-    if len(found) == 1:
-        return found[0]
-    mixed = torch.cat(found)
+        windows.append(sample_windows(tokens, count, length, calibration.seed, one.file, before))
+    if len(windows) == 1:
+        return windows[0]
+    mixed = torch.cat(windows)
     return mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(calibration.seed))]

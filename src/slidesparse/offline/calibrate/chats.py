@@ -1,7 +1,7 @@
-"""Make texts of chats with a checkpoint's own chat template.
+"""Texts of chats by a checkpoint's own chat template.
 
-The template is a program of whoever made the checkpoint. transformers runs it in Jinja's sandbox, which keeps it from
-files and from other code. One that never ends is ended by Ctrl-C.
+The template is a program by the checkpoint's author. transformers runs it in Jinja's sandbox, without access to files
+and other code. Ctrl-C ends one that never ends.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Chat: TypeAlias = "list[dict[str, str]]"
 
 
 class PlacedChat(list[dict[str, str]]):
-    """A chat that knows its file and line."""
+    """A chat with its file and line."""
 
     where = ""
 
 
 DATE = datetime(2024, 7, 26)
-"""Date that templates see, so that a text is the same on another day: Llama 3's own takes it without a clock."""
+"""Fixed date of templates, so that a text is the same on another day: Llama 3's own default."""
 
-DATE_HELD = f"the chat template writes the date, which is held at {DATE:%Y-%m-%d}, so that texts stay the same"
+DATE_FIXED = f"the chat template writes the date, which is held at {DATE:%Y-%m-%d}, so that texts stay the same"
 
 CLOCK = "strftime_now"
-"""Function of the present time that transformers gives to templates."""
+"""transformers' function of the present time for templates."""
 
 _SIGNS = (*"aAbBcdDeFHIjmMpSTuwxXyY", "-d", "-m")
 _WRITTEN = "".join(f"|replace('%{sign}', '{DATE.strftime(f'%{sign}')}')" for sign in _SIGNS)
 
-HELD_CLOCK = f"{{% macro {CLOCK}(format) %}}{{{{ format{_WRITTEN} }}}}{{% endmacro %}}\n"
-"""Beginning of a template that replaces the clock: transformers turns functions among a template's values into text."""
+FIXED_CLOCK = f"{{% macro {CLOCK}(format) %}}{{{{ format{_WRITTEN} }}}}{{% endmacro %}}\n"
+"""First line of a template, which replaces the clock: transformers turns functions passed to a template into text."""
 
 
 def templated(chats: Sequence[Chat], tokenizer: Any, *, to_answer: bool = False) -> list[str]:
-    """Return the texts of chats; ``to_answer``: up to where the model's answer begins.
+    """Return the texts of chats; ``to_answer``: up to the start of the model's answer.
 
     Raises:
         InputError: There is no chat template.
@@ -57,8 +57,8 @@ def templated(chats: Sequence[Chat], tokenizer: Any, *, to_answer: bool = False)
         )
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": to_answer}
     if CLOCK in str(tokenizer.chat_template):
-        log_once(DATE_HELD, logging.WARNING)
-        options["chat_template"] = HELD_CLOCK + tokenizer.get_chat_template()
+        log_once(DATE_FIXED, logging.WARNING)
+        options["chat_template"] = FIXED_CLOCK + tokenizer.get_chat_template()
     return [_text(chat, tokenizer, options) for chat in chats]
 
 

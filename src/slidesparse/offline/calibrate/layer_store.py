@@ -1,7 +1,7 @@
 """Prune a checkpoint with calibration: read its layers from disk one by one, and write each back to disk pruned.
 
-The pruned weights of a layer are written as soon as they are known, so a run that is killed goes on after its last
-finished layer; the layers before it only run once more, to give the next one its inputs.
+The pruned weights of a layer are written at once, so that a killed run resumes after its last finished layer; the
+layers before it run once more, for the next one's inputs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ NO_EXPERTS = ExpertRowsByName((), {})
 
 @dataclass(frozen=True)
 class LayersToPrune:
-    """What is pruned layer by layer: the arguments of :func:`slidesparse.models.layerwise.prune_layers` and two more.
+    """Layers to prune one by one: the arguments of :func:`slidesparse.models.layerwise.prune_layers` and two more.
 
     Attributes:
-        windows: The calibration text: int64 [samples, length].
-        experts: Where the weights of experts that are pruned are in the checkpoint.
+        windows: The calibration windows: int64 [samples, length].
+        experts: The pruned experts' weights in the checkpoint.
     """
 
     windows: torch.Tensor
@@ -61,7 +61,7 @@ class LayersToPrune:
 
 @dataclass(eq=False)
 class CheckpointLayerStore(LayerStore):
-    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards."""
+    """Reads the layers of a checkpoint one by one, and frees each afterwards."""
 
     checkpoint: Checkpoint
     meta: MetaModel
@@ -89,7 +89,7 @@ class CheckpointLayerStore(LayerStore):
         layer.load_state_dict(empty, assign=True)
 
     def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
-        """Return the weight to prune, as it is stored, or in float32 when it is stored in 8 bits."""
+        """Return the weight to prune in its stored type, or in float32 if that has 8 bits."""
         if name in self.experts:
             return self.experts.weight(name, self._read_expert)
         return self._read(f"{self.meta.prefix(name)}.weight")
@@ -102,16 +102,16 @@ class CheckpointLayerStore(LayerStore):
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
         path = self.file(name)
-        # Others look only where the first one found a file: a shared file system may remember that there was none.
+        # Only the first process looks for the file, whose absence a shared file system may cache.
         if not self.ranks.gather(self.ranks.is_first and path.exists())[0]:
             return None
-        found = None
-        try:  # a damaged layer is pruned again
+        weights = None
+        try:
             reader = TensorReader(path)
-            found = {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
+            weights = {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
         except CheckpointError as error:
             LOG.warning("%s; the layer is pruned again", error)
-        return found if all(self.ranks.gather(found is not None)) else None
+        return weights if all(self.ranks.gather(weights is not None)) else None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
@@ -149,9 +149,9 @@ def open_layers(
     ranks: Ranks = ALONE,
     experts: ExpertRowsByName = NO_EXPERTS,
 ) -> tuple[LayerList, CheckpointLayerStore]:
-    """Return the layers of a model, without weights, and the store that loads them; what runs before has its own."""
+    """Return the layers of a model, without weights, and the store that loads them; all modules before have theirs."""
     if compute is None and device.type == "cpu":
-        compute = torch.float32  # a CPU is slow in all other types
+        compute = torch.float32  # CPUs are slow in all other types
     meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute)
     model: Any = meta.model
     layer_list = find_layer_list(model, linears)
@@ -162,7 +162,7 @@ def open_layers(
 
 
 def _prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
-    """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
+    """Fill the modules before the layers, and move all buffers to the layers' device."""
     stack, _ = stack_around(model, layer_list)
     around = [name for name in model.state_dict(keep_vars=True) if name.startswith(f"{stack}." if stack else "")]
     store.fill([name for name in around if not name.startswith(f"{layer_list.name}.")])
@@ -195,7 +195,7 @@ def prune_layers_from_disk(
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
-    ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are used again.
+    ``folder`` gets a file for each pruned layer; those of an interrupted run with the same options are reused.
     """
     folder.mkdir(exist_ok=True)
     layer_list, store = open_layers(checkpoint, job.patterns, folder, device, ranks=ranks, experts=job.experts)

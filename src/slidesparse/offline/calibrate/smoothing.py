@@ -31,10 +31,10 @@ from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_
 KEPT = "smoothing.safetensors"
 
 TOKENS = 256
-"""Tokens by which factors are compared."""
+"""Tokens on which factors are compared."""
 
 ROWS = " rows"
-"""What a weight's name ends in among the factors where its rows are multiplied, not its columns."""
+"""End of a weight's key among the factors where its rows are multiplied, not its columns."""
 
 
 class SmoothedCheckpoint(Checkpoint):
@@ -42,7 +42,7 @@ class SmoothedCheckpoint(Checkpoint):
 
     Args:
         source: The checkpoint.
-        factors: Tensor -> what its last dimension is multiplied by, powers of two; with :data:`ROWS`, its first.
+        factors: Tensor -> powers of two that multiply its last dimension; with :data:`ROWS`, its first.
     """
 
     def __init__(self, source: Checkpoint, factors: Mapping[str, torch.Tensor]) -> None:
@@ -63,19 +63,16 @@ class SmoothedCheckpoint(Checkpoint):
 
 
 def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
-    """Return what may be smoothed in the layers of linears to be treated; an InputError where nothing may.
-
-    A run on the meta device and the names of tensors tell.
-    """
-    meta, found = source.meta, []
+    """Return the possible folds of treated linears, by a run on the meta device; an InputError where there are none."""
+    meta, candidates = source.meta, []
     if source.run is not None:
         known: dict[str, Any] = {name: meta.model.get_submodule(name) for name in linears}
-        found = find_folds(meta.model, source.run) + find_inner_folds(known, meta.model, source.run)
+        candidates = find_folds(meta.model, source.run) + find_inner_folds(known, meta.model, source.run)
     layers = [f"{name}." for name, _ in find_layer_list(meta.model, linears).items()]
     otherwise = meta.why_stored_otherwise()
 
     def is_in_one_layer(one: Fold) -> bool:
-        """Layers run one at a time, so what a norm at the end of one hands to the next cannot be tried."""
+        """Return whether a trial is possible, since layers run one at a time."""
         return any(all(name.startswith(layer) for name in (one.writer, *one.linears)) for layer in layers)
 
     def is_stored_plainly(one: Fold) -> bool:
@@ -83,7 +80,7 @@ def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
         own = [meta.own_tensor(source.checkpoint, parameter) for parameter in parameters]
         return None not in own and not any(name in otherwise for name in (one.writer, *one.linears))
 
-    folds = [one for one in found if is_in_one_layer(one) and is_stored_plainly(one)]
+    folds = [one for one in candidates if is_in_one_layer(one) and is_stored_plainly(one)]
     if not folds:
         raise _cannot_smooth(meta.model)
     return folds
@@ -92,13 +89,13 @@ def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
 def _cannot_smooth(model: nn.Module) -> InputError:
     return InputError(
         f"no norm of {type(model).__name__} can be smoothed",
-        needed="norms that only linears read, with a gain that multiplies",
+        needed="norms that only linears read, with a weight that multiplies",
         remedy="leave out --smooth",
     )
 
 
 class DenseLayers:
-    """The layers of a checkpoint, loaded one after the other, and what a text sends through them."""
+    """The layers of a checkpoint, loaded one after the other, and the hidden states of a text."""
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class DenseLayers:
         self._outputs: list[torch.Tensor] = []
 
     def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
-        """Load layer after layer, and yield its name and number; what takes one calls :meth:`outputs`."""
+        """Load layer after layer, and yield its name and number; the caller calls :meth:`outputs`."""
         with progress_bar(label, len(self.layer_list.layers), unit="layers", show=progress) as advance:
             for index, (name, layer) in enumerate(self.layer_list.items()):
                 self.store.load(name, layer)
@@ -128,18 +125,18 @@ class DenseLayers:
                 advance(1)
 
     def outputs(self, index: int) -> list[torch.Tensor]:
-        """Run a layer on all samples; the next layer reads what comes out, whatever happens to this one after."""
+        """Run a layer on all samples; the next layer reads these outputs, even if this one changes later."""
         self._outputs = [run_layer(self.layer_list.layers[index], sample, index) for sample in self.samples]
         return self._outputs
 
     def output(self, index: int) -> torch.Tensor:
-        """Run a layer on the first sample, as it is now; what later layers read of this one stays what it was."""
-        return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
+        """Run a layer on the first sample for a trial; later layers still read :meth:`outputs`."""
+        return run_layer(self.layer_list.layers[index], self.samples[0].fork(), index)
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Where outliers of activations are folded into weights of a type; ``required`` where a user asks for it."""
+    """Folds of activation outliers into weights of a type; ``required`` where a user chose smoothing."""
 
     folds: tuple[Fold, ...]
     dtype: torch.dtype = torch.int8
@@ -150,7 +147,7 @@ class Smoothing:
 def plan_smoothing(
     source: Source, options: PruneOptions, storage: Storage, layers: LayersToPrune | None
 ) -> Smoothing | None:
-    """Return where a checkpoint is smoothed; None: nowhere. Calibrated INT8 is, as far as it can be, by default."""
+    """Return the smoothing of a checkpoint, or None; by default calibrated INT8 is smoothed as far as possible."""
     if options.smooth and storage.source is not None:
         raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
     by_default = options.smooth is None and storage.rounds and storage.dtype == torch.int8
@@ -174,17 +171,16 @@ def smooth_checkpoint(
     device: torch.device,
     progress: bool | None = None,
 ) -> SmoothedCheckpoint:
-    """Return a float checkpoint with the factors of channels by what they are on windows [samples, length].
+    """Return a float checkpoint with the factors of channels found on calibration windows [samples, length].
 
-    Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are used again,
-    since pruned layers depend on them. Where no layer stays the same when it is smoothed, that is an InputError if
-    smoothing is required.
+    Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are reused, since
+    pruned layers depend on them. If smoothing is required and changes the outputs of every layer, that is an
+    InputError.
     """
     kept = folder / KEPT
     if not kept.exists():
         folder.mkdir(exist_ok=True)
-        # A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors
-        # round weights below 2^-14.
+        # In FP16 a trial would refuse good folds too, since factors round weights below 2^-14.
         stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
         compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
         linears = [name for one in smoothing.folds for name in one.linears]
@@ -204,9 +200,9 @@ def _find_factors(
     changed = False
     for layer, index in layers.walk("smooth", progress):
         here = [one for one in smoothing.folds if one.writer.startswith(f"{layer}.")]
-        found, refused = _smoothed(layers, index, here, of_inputs, of_weights)
+        helpful, refused = _smoothed(layers, index, here, of_inputs, of_weights)
         changed = changed or refused
-        for one, powers in found.items():
+        for one, powers in helpful.items():
             scale = torch.exp2(powers.to(torch.float32)).cpu()
             factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
             for name in _parameters_of_writer(layers.meta, one):
@@ -225,7 +221,7 @@ def _parameters_of_writer(meta: MetaModel, one: Fold) -> list[str]:
 def _smoothed(
     layers: DenseLayers, index: int, folds: Sequence[Fold], of_inputs: Quantise, of_weights: Quantise
 ) -> tuple[dict[Fold, torch.Tensor], bool]:
-    """Run a layer, and return the exponents of its folds where they help, and whether others changed its outputs."""
+    """Run a layer, and return the exponents of its helpful folds, and whether others changed its outputs."""
     names = (name for one in folds for name in (one.writer, *one.linears))
     modules = {name: layers.model.get_submodule(name) for name in names}
     largest: dict[str, torch.Tensor] = {}
@@ -235,19 +231,19 @@ def _smoothed(
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             inputs = args[0].flatten(0, -2)
             some.setdefault(name, inputs[:TOKENS].clone())
-            found = inputs.abs().amax(0)
-            largest[name] = torch.maximum(largest[name], found) if name in largest else found
+            here = inputs.abs().amax(0)
+            largest[name] = torch.maximum(largest[name], here) if name in largest else here
 
         return hook
 
     readers = dict.fromkeys(one.linears[0] for one in folds)
     with hooked(modules[name].register_forward_pre_hook(see(name)) for name in readers):
         before = layers.outputs(index)[0]
-    found: dict[Fold, torch.Tensor] = {}
+    helpful: dict[Fold, torch.Tensor] = {}
     refused = False
     for one in folds:
-        if any(other.linears == one.linears for other in found):
-            continue  # what these read is smooth now
+        if any(other.linears == one.linears for other in helpful):
+            continue  # their inputs are smooth now
         weights: list[Any] = [modules[name].weight for name in one.linears]
         read = one.linears[0]
         powers = best_exponents(some[read], largest[read], weights, of_inputs, of_weights)
@@ -255,8 +251,8 @@ def _smoothed(
             continue
         fold(modules, one, powers)
         if torch.equal(layers.output(index), before):
-            found[one] = powers
+            helpful[one] = powers
         else:
             fold(modules, one, -powers)
             refused = True
-    return found, refused
+    return helpful, refused

@@ -1,6 +1,6 @@
 """Read texts for calibration and perplexity: files of several kinds, folders of them, and data sets.
 
-A document is a text, or a chat: a list of messages, of which the model's own chat template makes a text.
+A document is a text, or a chat: a list of messages for the model's own chat template.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DEFAULT = "default"
 
 LINES = (".jsonl", ".ndjson")
 KINDS = (".txt", ".md", ".text", *LINES, ".json", ".parquet")
-"""Endings of the files of a folder that are read; with ``.gz`` after them too."""
+"""Endings of readable files in a folder, with or without ``.gz``."""
 
 TABLES = (".csv", ".tsv", ".arrow", ".xlsx")
-"""Endings of tables, of which not every column is a text."""
+"""Endings of tables, in which not every column is a text."""
 
 DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files by which a folder that ``datasets`` wrote is known."""
+"""Files that identify a folder written by ``datasets``."""
 
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
@@ -44,7 +44,7 @@ MAX_BYTES = 1 << 30
 """Most bytes of a file, unpacked: a tokenizer takes many times as much memory."""
 
 MAX_FETCHED = 1 << 25
-"""Characters after which no more documents of a data set of the hub are fetched."""
+"""Characters to fetch of a data set of the hub."""
 
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
@@ -92,7 +92,7 @@ def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Return the ending that says how a file is read, without ``.gz``."""
+    """Return the ending of a file without ``.gz``, which decides how it is read."""
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
@@ -167,7 +167,7 @@ def _list(path: Path, text: str) -> list[Document]:
 
 @contextmanager
 def _explained(failed: str, *, needed: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """Explain in one line what a library raises: a damaged file, or the network, can raise anything there."""
+    """Turn any error of a library into one line: a damaged file, or the network, can raise anything."""
     try:
         yield
     except InputError:
@@ -204,7 +204,7 @@ def _data_set(folder: Path) -> Iterator[Document]:
 
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
-    """Yield the first documents of a data set of the hub, as many as :data:`MAX_FETCHED` allows."""
+    """Yield the first documents of a data set of the hub, within :data:`MAX_FETCHED`."""
     what = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
     datasets = need("datasets", "correct the path, or pip install datasets", what=what)
     failed = f"there is no file {name}, and a data set of that name cannot be fetched"
@@ -232,14 +232,14 @@ def _document(where: str, document: Any) -> Document:
 
 
 def _wrong_part(document: Any) -> str:
-    """Return what is wrong with a document, which may be long: its first message that is none, or its keys."""
-    said = document if isinstance(document, dict) else {}
-    for number, one in enumerate(said["messages"] if isinstance(said.get("messages"), list) else (), start=1):
+    """Show the wrong part of a document, which may be long: its first invalid message, or its keys."""
+    fields = document if isinstance(document, dict) else {}
+    for number, one in enumerate(fields["messages"] if isinstance(fields.get("messages"), list) else (), start=1):
         if not _is_message(one):
             parts = [one.get("role"), one.get("content")] if isinstance(one, dict) else [one]
             wrong = next(part for part in parts if not isinstance(part, str) or part is one)
             return f"{wrong!r:.80} in message {number}"
-    return f"{ ({key: said[key] for key in ('text', 'messages') if key in said} or [*said] or document)!r:.80}"
+    return f"{ ({key: fields[key] for key in ('text', 'messages') if key in fields} or [*fields] or document)!r:.80}"
 
 
 def _is_message(one: Any) -> bool:
