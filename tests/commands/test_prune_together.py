@@ -210,9 +210,7 @@ def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> Non
     model.model.layers[1].mlp.gate_proj.weight.data[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
     for pattern in ("6:8", "4:6"):
-        ended = prune(
-            tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--json"]
-        )
+        ended = prune(tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--json"])
         assert all(map(has_failed, ended))
         (line,) = lines(ended)
         assert line.startswith("slidesparse: model.layers.1.mlp.gate_proj.weight holds NaN or Inf")

@@ -20,7 +20,7 @@ def test_the_rule_gives_a_launch_for_any_size(columns: int, quantised: bool) -> 
     for tokens in (1, 4096):
         chosen = configure(tokens, order, 2, "none", quantised)
         assert chosen.read == 8 * 32 * chosen.num_warps
-        assert chosen.num_warps == (launch.FEWEST_HOLDING if quantised else 1) or chosen.read <= columns
+        assert chosen.num_warps == (launch.FEWEST_WARPS if quantised else 1) or chosen.read <= columns
 
 
 def variant_of(columns: ColumnOrder, launch: Launch) -> LiftVariant:
@@ -31,16 +31,16 @@ def variant_of(columns: ColumnOrder, launch: Launch) -> LiftVariant:
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_rows_are_held_as_long_as_they_fit(columns: int, tokens: int) -> None:
     order = ColumnOrder.identity(columns)
-    assert variant_of(order, configure(tokens, order, 2, "none")).held
+    assert variant_of(order, configure(tokens, order, 2, "none")).resident
     longer = ColumnOrder.identity(32768 + 4)
-    assert not variant_of(longer, configure(tokens, longer, 2, "none")).held
+    assert not variant_of(longer, configure(tokens, longer, 2, "none")).resident
     odd = replace(order, k_offset=1)
-    assert not variant_of(odd, configure(tokens, odd, 2, "none")).held
+    assert not variant_of(odd, configure(tokens, odd, 2, "none")).resident
 
 
 def test_held_rows_get_few_lanes_and_few_rows_many() -> None:
     warps = {k: configure(4096, ColumnOrder.identity(k), 2, "none").num_warps for k in (2048, 3584, 8192, 18944)}
-    assert warps == {2048: launch.FEWEST_HOLDING, 3584: 2, 8192: 4, 18944: 16}
+    assert warps == {2048: launch.FEWEST_WARPS, 3584: 2, 8192: 4, 18944: 16}
     assert configure(1, ColumnOrder.identity(3584), 2, "none").num_warps == 8
     assert configure(1, ColumnOrder.identity(600), 2, "none").num_warps == 2
     assert configure(4096, ColumnOrder.identity(3584), 2, "add_rms_norm").num_warps == 8

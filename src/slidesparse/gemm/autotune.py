@@ -22,7 +22,7 @@ COLD_FACTOR = 3
 """Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
 MOST_LAUNCHES = 64
 
-Way = TypeVar("Way")
+Candidate = TypeVar("Candidate")
 
 
 def l2_bytes(device: int | None = None) -> int:
@@ -42,19 +42,19 @@ def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
 
 
 def copies_to_rotate(n_bytes: int, device: int) -> int:
-    """Return the copies of operands of ``n_bytes`` for :func:`time_ways`, at most one for each launch of a graph."""
+    """Return the number of operand copies for :func:`time_candidates`, at most one for each launch of a graph."""
     # One more, so that the others fill the caches between two uses of a copy.
     return 1 + cold_copies(n_bytes, l2_bytes(device), MOST_LAUNCHES - 1)
 
 
-def time_ways(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
+def time_candidates(ways: Iterable[tuple[Candidate, Callable[[int], None]]], copies: int) -> dict[Candidate, float]:
     """Time every way to do one thing, microseconds a call by its name; memory for graphs must suffice.
 
     ``run(i)`` of a way launches one call on copy ``i`` of its operands. The first way is always a finalist, however
     slow it is: the median of the last rounds counts for finalists, the one timing for the others.
     """
-    graphs: dict[Way, torch.cuda.CUDAGraph] = {}
-    times: dict[Way, float] = {}
+    graphs: dict[Candidate, torch.cuda.CUDAGraph] = {}
+    times: dict[Candidate, float] = {}
     launches, first = 0, None
     for name, run in ways:
         if first is None:

@@ -136,7 +136,7 @@ def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
     """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet."""
-    reason = lift.why_not(x, residual, tensors.gain)
+    reason = lift.why_not(x, residual, tensors.norm_weight)
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
     if reason is not None:

@@ -147,8 +147,8 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :data:`slidesparse.gemm.backend.Runner`."""
-        lift, (_, operand, scale_w, bias, gain) = self._lift, tensors
-        inputs = lift.inputs(x, residual, gain)
+        lift, (_, operand, scale_w, bias, norm_weight) = self._lift, tensors
+        inputs = lift.inputs(x, residual, norm_weight)
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)

@@ -25,7 +25,7 @@ import torch
 
 from slidesparse.gemm.select import WRONG_HERE, can_be_timed, installation
 from slidesparse.gemm.speed import (
-    DENSE,
+    DENSE_FORM,
     Experts,
     LayerSpeed,
     MeasuredLayer,
@@ -126,7 +126,7 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
 def pays(layer: LayerSpeed) -> bool:
     """Return whether packed experts are worth it, by their times and stock's; False where one of them is missing."""
     shares: dict[bool, list[float]] = {}
-    for m, dense, packed in zip(layer.tokens, layer.us[DENSE], layer.us[GROUPED], strict=True):
+    for m, dense, packed in zip(layer.tokens, layer.us[DENSE_FORM], layer.us[GROUPED], strict=True):
         if dense is None or packed is None or packed > SLOWER * dense:
             return False
         shares.setdefault(_is_decoding(m), []).append(packed / dense)
@@ -145,7 +145,7 @@ def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
     if not can_be_timed(kind.device):
         return None
     here = installation(kind.device)
-    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE, GROUPED)})
+    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE_FORM, GROUPED)})
     layer = dtype_name(kind.dtype), str(kind.pattern), 2 * kind.inner, kind.hidden, kind.measured
     found = find_nearest(tables_for(here), compared, *layer)
     if found is not None or kind.bits == 8:

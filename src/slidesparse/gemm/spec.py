@@ -27,7 +27,7 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
-from slidesparse.weights.quant import Quantiser, parse_dtype
+from slidesparse.weights.quant import ActivationRounding, parse_dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WeightSpec:
         dtype: Its type, a name of :data:`slidesparse.weights.quant.DTYPES`.
         forms: Its forms, in the order of their tensors.
         routes: The backends that multiply it, each through one of the forms; the first route is from 0 tokens on.
-        quantiser: Whose expressions quantise its activations.
+        activation_rounding: Whose expressions quantise its activations.
 
     Raises:
         InputError: Routes that do not begin at 0 tokens, or lead to a backend without a form.
@@ -73,7 +73,7 @@ class WeightSpec:
     dtype: str
     forms: tuple[FormSpec, ...]
     routes: tuple[Route, ...]
-    quantiser: Quantiser = "vllm"
+    activation_rounding: ActivationRounding = "vllm"
 
     def __post_init__(self) -> None:
         backends = {form.backend for form in self.forms}
@@ -122,7 +122,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of a chain. Its tensors are those of its weight, then scale, bias and gain if it has them.
+    """One linear of a chain. Its tensors are its weight's, then scale, bias and the norm's weight, if it has them.
 
     ``prologue`` is applied to its activations before they are quantised; ``eps`` is the norm's epsilon.
     """
@@ -146,7 +146,7 @@ class Slots(NamedTuple):
         form: Indices of the form of its weight that runs: column map, operand.
         scale: Index of its scale; None without one, as below.
         bias: Index of its bias.
-        gain: Index of its norm's gain.
+        norm_weight: Index of its norm's weight.
         adds: Whether it takes the residual and returns a new one.
         eps: The epsilon of its norm.
     """
@@ -154,26 +154,26 @@ class Slots(NamedTuple):
     form: range
     scale: int | None
     bias: int | None
-    gain: int | None
+    norm_weight: int | None
     adds: bool
     eps: float
 
     @property
     def read(self) -> list[int]:
         """Slots of the tensors that kernels read: all except the column map."""
-        slots = *self.form[1:], self.scale, self.bias, self.gain
+        slots = *self.form[1:], self.scale, self.bias, self.norm_weight
         return [slot for slot in slots if slot is not None]
 
     def pick(self, tensors: Sequence[torch.Tensor]) -> LinearTensors:
         """Return the linear's tensors among the chain's."""
-        form, scale, bias, gain, _, _ = self
+        form, scale, bias, norm_weight, _, _ = self
         column_map, *operand = tensors[form.start : form.stop]
         return LinearTensors(
             column_map,
             operand,
             None if scale is None else tensors[scale],
             None if bias is None else tensors[bias],
-            None if gain is None else tensors[gain],
+            None if norm_weight is None else tensors[norm_weight],
         )
 
 
@@ -182,9 +182,9 @@ def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
     form, offset = linear.weight.pick(tokens)
     rest = iter(range(start + linear.weight.tensors, start + linear.tensors))
     there = linear.scaled, linear.biased, linear.prologue in NORMS
-    scale, bias, gain = (next(rest) if has else None for has in there)
+    scale, bias, norm_weight = (next(rest) if has else None for has in there)
     own = range(start + offset, start + offset + form.tensors)
-    return Slots(own, scale, bias, gain, linear.prologue in ADDING, linear.eps)
+    return Slots(own, scale, bias, norm_weight, linear.prologue in ADDING, linear.eps)
 
 
 # -- the codec -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ SIZE_REACH = 2.0
 TOKENS_REACH = 2.0
 """A number of tokens needs no measuring where one within this factor of it was measured."""
 
-DENSE = "dense"
+DENSE_FORM = "dense"
 
 MEASURED_HERE = "measured here"
 
@@ -258,12 +258,12 @@ def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
 
 def times_key(backend: str, pattern: str) -> str:
     """Return the name of a layer's times in the file."""
-    return DENSE if backend == DENSE else f"{backend} {pattern}"
+    return DENSE_FORM if backend == DENSE_FORM else f"{backend} {pattern}"
 
 
 def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, form: WrongForm) -> bool:
     """Return whether a backend's form was wrong here, with the same library of dense: the form was compared with it."""
-    return any(form in table.wrong and table.is_of(here, (DENSE, backend)) for table in tables)
+    return any(form in table.wrong and table.is_of(here, (DENSE_FORM, backend)) for table in tables)
 
 
 def find_nearest(
@@ -345,7 +345,7 @@ def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str
 
 def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
     """Whether there is a packed time, and a dense one where dense is to be compared."""
-    return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
+    return bool(times.keys() - {DENSE_FORM}) and (DENSE_FORM in times or DENSE_FORM not in libraries)
 
 
 def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import DENSE, LayerSpeed
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed
 
 MARGIN = 1.03
 """Another backend than the main packed form runs only where that one takes at least this much longer. A second form
@@ -56,7 +56,7 @@ def fastest(layer: LayerSpeed) -> str | None:
 
     Of forms that miss a time somewhere, the one with the most times; None when there is no packed time.
     """
-    known = {name: [us for us in times if us] for name, times in layer.us.items() if name != DENSE}
+    known = {name: [us for us in times if us] for name, times in layer.us.items() if name != DENSE_FORM}
     rank = {name: (-len(times), sum(map(math.log, times))) for name, times in known.items() if times}
     return min(rank, key=lambda name: rank[name], default=None)
 
@@ -65,10 +65,10 @@ def decide(layer: LayerSpeed, tokens: float) -> str:
     """Return the backend for M ``tokens``: the main packed form, or another form that is faster by the margin."""
     main = fastest(layer)
     times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
-    best = min(times, key=lambda name: times[name], default=DENSE)
-    if not times.keys() - {DENSE}:
-        return DENSE
-    packed = min(times.keys() - {DENSE}, key=lambda name: times[name] * (1 if name == main else MARGIN))
+    best = min(times, key=lambda name: times[name], default=DENSE_FORM)
+    if not times.keys() - {DENSE_FORM}:
+        return DENSE_FORM
+    packed = min(times.keys() - {DENSE_FORM}, key=lambda name: times[name] * (1 if name == main else MARGIN))
     return best if MARGIN * times[best] <= times[packed] else packed
 
 
@@ -95,14 +95,14 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
 @lru_cache(maxsize=1024)
 def lean_routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     """Return :func:`routes_of` a layer, without its dense routes where the packed forms do not need them."""
-    routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE}
+    routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE_FORM}
     if len(routes) == 1:
         return routes
     lean = routes_of(replace(layer, us=packed))
-    if DENSE in {route.backend for route in lean}:  # the packed forms lack a time somewhere
+    if DENSE_FORM in {route.backend for route in lean}:  # the packed forms lack a time somewhere
         return routes
     best = (min((us for us in at if us), default=None) for at in zip(*packed.values(), strict=True))
-    shares = [us / dense for us, dense in zip(best, layer.us[DENSE], strict=True) if us and dense]
+    shares = [us / dense for us, dense in zip(best, layer.us[DENSE_FORM], strict=True) if us and dense]
     return routes if _much_longer(shares) else lean
 
 
@@ -145,8 +145,8 @@ def explain(layer: LayerSpeed) -> str:
     """Return the times in words: ``hopper takes 0.77 to 1.08 of dense's time``; of a layer with dense times."""
     told = []
     for name in layer.us:
-        shares = [us / dense for us, dense in zip(layer.us[name], layer.us[DENSE], strict=True) if us and dense]
-        if name != DENSE:
+        shares = [us / dense for us, dense in zip(layer.us[name], layer.us[DENSE_FORM], strict=True) if us and dense]
+        if name != DENSE_FORM:
             low, high = (f"{bound(shares):.2f}" if shares else "" for bound in (min, max))
             span = low if low == high else f"{low} to {high}"
             told.append(f"{name} takes {span} of dense's time" if shares else f"{name} has no time")

@@ -22,7 +22,7 @@ from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.inference_only import no_backward
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.quant import FLOATS, Quantiser
+from slidesparse.weights.quant import FLOATS, ActivationRounding
 
 
 class ExpertLinear(nn.Module):
@@ -39,7 +39,7 @@ class ExpertLinear(nn.Module):
     column_map: torch.Tensor
 
     def __init__(
-        self, experts: Sequence[PackedWeight], product: GroupedProduct, activation_rounding: Quantiser = "vllm"
+        self, experts: Sequence[PackedWeight], product: GroupedProduct, activation_rounding: ActivationRounding = "vllm"
     ) -> None:
         super().__init__()
         first = experts[0]
@@ -90,7 +90,7 @@ class SlideExperts(nn.Module):
         down: Sequence[PackedWeight],
         product: GroupedProduct | None = None,
         everywhere: int | None = None,
-        activation_rounding: Quantiser = "vllm",
+        activation_rounding: ActivationRounding = "vllm",
     ) -> None:
         super().__init__()
         self.product = GroupedProduct() if product is None else product

@@ -22,7 +22,15 @@ from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight, check_scale
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
+from slidesparse.weights.quant import (
+    FLOATS,
+    QUANTISED,
+    ActivationRounding,
+    Rounding,
+    dequantize,
+    dtype_name,
+    parse_dtype,
+)
 from slidesparse.weights.support import checked_bias, require_dense
 
 BIAS = "bias of SlideLinear"
@@ -69,7 +77,7 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
-        activation_rounding: Quantiser = "vllm",
+        activation_rounding: ActivationRounding = "vllm",
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")

@@ -17,20 +17,20 @@ class LiftInputs(NamedTuple):
 
     x: int
     residual: int | None
-    gain: int | None
+    norm_weight: int | None
     x_stride: int
     residual_stride: int
 
 
-def inputs_of(x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> LiftInputs:
+def inputs_of(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> LiftInputs:
     """Return the addresses of checked tensors."""
     residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
-    gain_at = None if gain is None else gain.data_ptr()
-    return LiftInputs(x.data_ptr(), residual_at, gain_at, x.stride()[0], residual_stride)
+    weight_at = None if weight is None else weight.data_ptr()
+    return LiftInputs(x.data_ptr(), residual_at, weight_at, x.stride()[0], residual_stride)
 
 
 def is_aligned(inputs: LiftInputs) -> bool:
     """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
-    x, residual, gain, x_stride, residual_stride = inputs
-    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0)
+    x, residual, weight, x_stride, residual_stride = inputs
+    bits = x | x_stride | residual_stride | (residual or 0) | (weight or 0)
     return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST

@@ -65,36 +65,36 @@ class TorchLift:
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] in x's type, of any strides, for a norm that adds it.
-            tensors: Of the linear's tensors a lift reads the column map and the norm's gain.
+            tensors: Of the linear's tensors a lift reads the column map and the norm's weight.
             eps: The norm's epsilon.
 
         Raises:
             InputError: When shapes, types or devices do not fit.
         """
         self._check_rows(x)
-        x, residual_out = self._apply_prologue(x, residual, tensors.gain, eps)
+        x, residual_out = self._apply_prologue(x, residual, tensors.norm_weight, eps)
         _check_finite(x)
         if self.spec.target == x.dtype:
             return Lifted(self._arranged(gather(x, tensors.column_map)), None, residual_out)
-        values, scale = quantize_rows(x, self.spec.target, self.spec.quantiser)
+        values, scale = quantize_rows(x, self.spec.target, self.spec.activation_rounding)
         return Lifted(self._arranged(gather(values, tensors.column_map)), scale, residual_out)
 
     def _apply_prologue(
-        self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         prologue = self.spec.prologue
         if prologue == "none":
             return x, None
         if prologue == "silu_mul":
             return silu_mul(x), None
-        if gain is None or gain.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
-            raise InputError("gain of RMSNorm", got=_form(gain), needed=f"[{x.shape[-1]}]")
+        if weight is None or weight.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
+            raise InputError("weight of RMSNorm", got=_form(weight), needed=f"[{x.shape[-1]}]")
         offset = 1.0 if prologue in GEMMA else 0.0
         if prologue not in ADDING:
-            return rms_norm(x, gain, eps, offset=offset), None
+            return rms_norm(x, weight, eps, offset=offset), None
         if residual is None or residual.shape != x.shape:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
-        return add_rms_norm(x, residual, gain, eps, offset=offset)
+        return add_rms_norm(x, residual, weight, eps, offset=offset)
 
     def _check_rows(self, x: torch.Tensor) -> None:
         if x.dim() != 2 or not x.is_floating_point():

@@ -15,11 +15,11 @@ import triton.language as tl
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.base.triton_launcher import Launcher, early_start
-from slidesparse.lifting.held import quantised, write
 from slidesparse.lifting.kernel import find_kernel_lift
 from slidesparse.lifting.launch import Launch
 from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.lift_math import begin, offset_of_row
+from slidesparse.lifting.resident import quantised, write
 from slidesparse.lifting.variant import LiftVariant
 
 MOST_COPIES = 16
@@ -73,7 +73,7 @@ def lift_routed(
         with torch.cuda.device(index):
             return lift_routed(x, rows, tokens, spec, gather=gather)
     like = find_kernel_lift(spec, count, x.device)
-    if not like.variant.held:
+    if not like.variant.resident:
         return None
     kind = like.variant, like.config, like.source, like.device
     values, scale = empty(like.padded, like.k_packed, spec.target, index), empty(count, 1, torch.float32, index)

@@ -23,7 +23,7 @@ from slidesparse.errors import InputError
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import WINDOW
-from slidesparse.weights.quant import Quantiser
+from slidesparse.weights.quant import ActivationRounding
 from slidesparse.weights.support import as_bits
 
 SLAB_BYTES = 128
@@ -233,7 +233,7 @@ class LiftSpec(NamedTuple):
         target: torch.int8 or torch.float8_e4m3fn; ``source`` to lift only, bit for bit.
         order: :attr:`ColumnOrder.numbers`; empty where the kernel cannot write the order.
         layout: The layout of the backend that will read the values.
-        quantiser: Whose expressions quantise.
+        activation_rounding: Whose expressions quantise.
     """
 
     prologue: Prologue
@@ -241,7 +241,7 @@ class LiftSpec(NamedTuple):
     target: torch.dtype
     order: tuple[int, ...]
     layout: Layout
-    quantiser: Quantiser = "vllm"
+    activation_rounding: ActivationRounding = "vllm"
 
     @property
     def columns(self) -> ColumnOrder:
@@ -262,14 +262,14 @@ class LinearTensors(NamedTuple):
         operand: The tensors that a backend's kernel reads of the weight.
         scale: float32 [out], the weight's scale; None for types that are not quantised.
         bias: [out], or None.
-        gain: [K], the gain of the norm in its prologue; None without one.
+        norm_weight: [K], the weight of the norm in its prologue; None without one.
     """
 
     column_map: torch.Tensor
     operand: Sequence[torch.Tensor]
     scale: torch.Tensor | None
     bias: torch.Tensor | None
-    gain: torch.Tensor | None
+    norm_weight: torch.Tensor | None
 
 
 class Lifted(NamedTuple):

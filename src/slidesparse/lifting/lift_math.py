@@ -79,12 +79,12 @@ def add(x, residual):
 
 
 @triton.jit
-def normed(x, gain, rstd, P: tl.constexpr):
-    """Return ``x * rstd * gain``, or with ``gain + 1``, rounded to the gain's type at the end."""
-    wide = gain.to(tl.float32)
+def normed(x, weight, rstd, P: tl.constexpr):
+    """Return ``x * rstd * weight``, or with ``weight + 1``, rounded to the weight's type at the end."""
+    wide = weight.to(tl.float32)
     if P.offsets:
         wide += 1.0
-    return (x.to(tl.float32) * rstd * wide).to(gain.dtype)
+    return (x.to(tl.float32) * rstd * wide).to(weight.dtype)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def rstd_of(squares, eps, P: tl.constexpr):
 @triton.jit
 def row_scale(absmax, P: tl.constexpr):
     """Return the scale of a row and its inverse, as :func:`weights.quant.quantize_rows` defines them."""
-    if P.quantiser == "sglang":  # whose divisions are Triton's own, too, which are approximate
+    if P.activation_rounding == "sglang":  # whose divisions are Triton's own, too, which are approximate
         if P.quant == "int8":
             absmax = tl.maximum(absmax, _SGLANG_MIN_ABSMAX, propagate_nan=tl.PropagateNan.ALL)
             scale = absmax / _INT8_MAX
@@ -119,7 +119,7 @@ def quotient(value, scale, inverse, P: tl.constexpr):
     """Return the float32 number to round to 8 bits: ``value * inverse``, or ``value / scale`` for vLLM's FP8."""
     wide = value.to(tl.float32)
     result = wide * inverse
-    if P.quant == "fp8" and P.quantiser == "vllm":
+    if P.quant == "fp8" and P.activation_rounding == "vllm":
         # With the inverse, one correction gives the IEEE quotient. Checked for all 2^23 significands of the
         # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
         # minus is 0 - x, which would lose it).

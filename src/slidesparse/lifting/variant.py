@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.lifting.prologue import ADDING, GEMMA, NORMS, Prologue
-from slidesparse.weights.quant import Quantiser
+from slidesparse.weights.quant import ActivationRounding
 
 CHUNKS = 8
 """Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
@@ -19,7 +19,7 @@ class LiftVariant(ColumnOrder):
     Attributes:
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
-        quantiser: Whose expressions quantise.
+        activation_rounding: Whose expressions quantise.
         itemsize: Bytes of an output column.
         slab_rows: The tokens of a slab are a multiple of this; 0 for row-major output.
         swizzle: See :class:`slidesparse.lifting.layout.Slabs`.
@@ -31,7 +31,7 @@ class LiftVariant(ColumnOrder):
 
     prologue: Prologue
     quant: str
-    quantiser: Quantiser
+    activation_rounding: ActivationRounding
     itemsize: int
     slab_rows: int
     swizzle: bool
@@ -56,11 +56,11 @@ class LiftVariant(ColumnOrder):
 
     @property
     def offsets(self) -> bool:
-        """Whether the prologue adds 1 to the gain."""
+        """Whether the prologue adds 1 to the norm's weight."""
         return self.prologue in GEMMA
 
     @property
-    def held(self) -> bool:
+    def resident(self) -> bool:
         """Whether the row is held in registers: it is quantised, short enough, and its pairs of columns stay pairs."""
         return self.quant != "none" and self.k_offset % 2 == 0 and self.in_features <= CHUNKS * self.read
 

@@ -70,7 +70,7 @@ def _inside(column, P: tl.constexpr):
 
 
 @triton.jit
-def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr):
+def _value(x_ptr, residual_ptr, norm_weight_ptr, column, inside, rstd, P: tl.constexpr):
     """Load columns and apply the prologue: the values to quantise, in the row's type; 0 where there is no column."""
     value = tl.load(x_ptr + column, mask=inside, other=0.0)
     if P.adds:
@@ -78,7 +78,7 @@ def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr)
     if P.prologue == "silu_mul":
         value = silu_times(value, tl.load(x_ptr + P.in_features + column, mask=inside, other=0.0))
     if P.norms:
-        value = normed(value, tl.load(gain_ptr + column, mask=inside, other=0.0), rstd, P)
+        value = normed(value, tl.load(norm_weight_ptr + column, mask=inside, other=0.0), rstd, P)
     return value
 
 
@@ -98,12 +98,12 @@ def _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P: tl.constexpr):
 
 
 @triton.jit
-def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
+def _absmax(x_ptr, residual_ptr, norm_weight_ptr, rstd, P: tl.constexpr):
     """Return the largest magnitude of a row, NaN if it has one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x_ptr, residual_ptr, gain_ptr, column, column < P.in_features, rstd, P)
+        value = _value(x_ptr, residual_ptr, norm_weight_ptr, column, column < P.in_features, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     return largest_of(largest)
 
@@ -112,18 +112,18 @@ def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
 def _quantise(value, scale, inverse, P: tl.constexpr):
     """Round to 8 bits, four columns into a 32-bit register at a time."""
     wide = quotient(value, scale, inverse, P)
-    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.activation_rounding == "sglang" else _TO_INT8
     TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [wide], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P: tl.constexpr):
+def _write(x_ptr, residual_ptr, norm_weight_ptr, out_ptr, row, rstd, scale, inverse, P: tl.constexpr):
     """Quantise, lift and write a row."""
     for start in range(0, P.k_packed, P.write):
         step = tl.arange(0, P.write)
         column = _source(start, P)
-        value = _value(x_ptr, residual_ptr, gain_ptr, column, _inside(column, P), rstd, P)
+        value = _value(x_ptr, residual_ptr, norm_weight_ptr, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
         at = offset_in_row(start, step, row, tl.num_programs(0), P.itemsize, P)
@@ -135,7 +135,7 @@ def walking_kernel(
     x_ptr,
     residual_ptr,
     residual_out_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -162,6 +162,6 @@ def walking_kernel(
     if P.norms:
         rstd = _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P)
     if P.quant != "none":
-        scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
+        scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, norm_weight_ptr, rstd, P), P)
         tl.store(scales_ptr + token, scale)
-    _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P)
+    _write(x_ptr, residual_ptr, norm_weight_ptr, out_ptr, row, rstd, scale, inverse, P)

@@ -82,14 +82,14 @@ def _run(
     bias: torch.Tensor | None,
     weight: str,
     *,
-    gain: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the product and the new residual."""
     runner, form, _ = resolve_linear(weight, prologue, x.shape[0], x.dtype, x.device)
     column_map, *operand = tensors[form]
-    return runner(x, residual, LinearTensors(column_map, operand, scale_w, bias, gain), eps)
+    return runner(x, residual, LinearTensors(column_map, operand, scale_w, bias, norm_weight), eps)
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -101,27 +101,27 @@ def _linear_fake(x: torch.Tensor, *weight: Any) -> torch.Tensor:
 
 
 def _norm_linear(norm: Prologue) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
-        return _run(norm, x, *weight, gain=gain, eps=eps)[0]
+    def run(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+        return _run(norm, x, *weight, norm_weight=norm_weight, eps=eps)[0]
 
     return run
 
 
-def _norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+def _norm_linear_fake(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
     return _linear_fake(x, *weight)
 
 
 def _add_norm_linear(norm: Prologue) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     def run(
-        x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+        x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _run(norm, x, *weight, gain=gain, residual=residual, eps=eps)
+        return _run(norm, x, *weight, norm_weight=norm_weight, residual=residual, eps=eps)
 
     return run
 
 
 def _add_norm_linear_fake(
-    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _linear_fake(x, *weight), x.new_empty(x.shape)
 
@@ -168,7 +168,7 @@ define(
 _WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, str weight"
 
 define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
-_NORM = f"Tensor gain, float eps, {_WEIGHT}"
+_NORM = f"Tensor norm_weight, float eps, {_WEIGHT}"
 
 for _name in NORMS:
     if _name in ADDING:
@@ -200,18 +200,18 @@ It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text
 the tensors of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
-"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`lifting.prologue.rms_norm`;
-for quantised weights only."""
+"""(x [M, K], norm_weight [K], eps, then as ``linear`` after x) -> ``linear`` of :func:`lifting.prologue.rms_norm`; for
+quantised weights only."""
 
 add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
-"""(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
+"""(x [M, K], residual [M, K], norm_weight [K], eps, then as ``linear``) -> its product and the new residual, by
 :func:`slidesparse.lifting.prologue.add_rms_norm`."""
 
 gemma_norm_linear = torch.ops.slidesparse.gemma_norm_linear
-"""As ``rms_norm_linear``, with 1 added to the gain in float32."""
+"""As ``rms_norm_linear``, with 1 added to the norm's weight in float32."""
 
 add_gemma_norm_linear = torch.ops.slidesparse.add_gemma_norm_linear
-"""As ``add_rms_norm_linear``, with 1 added to the gain in float32."""
+"""As ``add_rms_norm_linear``, with 1 added to the norm's weight in float32."""
 
 silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 """(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.lifting.prologue.silu_mul`."""

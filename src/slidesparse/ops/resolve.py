@@ -59,7 +59,7 @@ def resolve_linear(
     backend = get_backend(form.backend)
     runner = backend.runner_for_tokens(made[0], tokens) if made else None
     if runner is None:
-        lifting = LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout, spec.quantiser)
+        lifting = LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout, spec.activation_rounding)
         runner = backend.runner(resolve_lift(lifting, tokens, device), spec.out_features)
         made[:] = [runner]
     LOG.debug("%d tokens, %d outputs, %s: %r", tokens, spec.out_features, spec.dtype, runner)

@@ -26,7 +26,7 @@ from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
 from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
@@ -226,8 +226,8 @@ def describe(layer: LayerSpeed) -> str:
     """Return a layer's times over dense in words: ``hopper 6:8 over dense 0.77 at 16, 1.03 at 64 tokens``."""
     lines = []
     for name, times in layer.us.items():
-        if name != DENSE:
-            dense = layer.us[DENSE]
+        if name != DENSE_FORM:
+            dense = layer.us[DENSE_FORM]
             shares = [
                 f"{us / base:.2f} at {m}" for m, us, base in zip(layer.tokens, times, dense, strict=True) if us and base
             ]

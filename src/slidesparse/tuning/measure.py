@@ -22,17 +22,17 @@ from slidesparse import ops
 from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, lacking, times_key
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.tuning.checking import TOLERANCE, WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_stretches
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 
-Once = Callable[[], torch.Tensor]
+RunOnce = Callable[[], torch.Tensor]
 """Runs a form once."""
 
-Calls = Callable[[], Sequence[Callable[[], Any]]]
+TimedCalls = Callable[[], Sequence[Callable[[], Any]]]
 """Makes the calls of a form's pass, which may need memory."""
 
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
@@ -151,7 +151,7 @@ class Measurement:
         self._noises: list[float] = []
         self._wrong: set[str] = set()
 
-    def _passes(self, forms: Mapping[str, tuple[Once, Calls]], capture: bool) -> dict[str, Pass]:
+    def _passes(self, forms: Mapping[str, tuple[RunOnce, TimedCalls]], capture: bool) -> dict[str, Pass]:
         """Check what each form gives, and return the passes of those that are right; none where dense is not."""
         passes: dict[str, Pass] = {}
         reference: torch.Tensor | None = None
@@ -170,7 +170,7 @@ class Measurement:
             except self.refusals as error:
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[name] = first_line(error)
-            if name == DENSE and DENSE not in passes:
+            if name == DENSE_FORM and DENSE_FORM not in passes:
                 return {}  # nothing to compare with
         return passes
 
@@ -197,7 +197,7 @@ class Measurement:
         us = {key: tuple(None if name in wrong else columns[m].get(name) for m in tokens) for name, key in keys.items()}
         layer = LayerSpeed(dtype, out, k, tuple(tokens), us) if tokens else None
         noise = median(self._noises) if self._noises else 0.0
-        return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE})
+        return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE_FORM})
 
 
 @dataclass
@@ -250,7 +250,7 @@ class LayerMeasurement(Measurement):
         """
         columns: dict[int, dict[str, float]] = {}
         forms = self._make_forms()
-        for wanted in tokens if DENSE not in self._faults else ():
+        for wanted in tokens if DENSE_FORM not in self._faults else ():
             m = self._fitting(wanted, forms)
             done = m < wanted and not lacking([m], [*known, *columns])
             if m == 0 or done or is_over():
@@ -303,7 +303,7 @@ class LayerMeasurement(Measurement):
             }
             passes = self._passes(known, capture)
         except torch.OutOfMemoryError:
-            self._faults[DENSE] = f"out of memory at {tokens} tokens"
+            self._faults[DENSE_FORM] = f"out of memory at {tokens} tokens"
             return {}
         return self._times(passes, tokens) if passes else {}
 
@@ -320,6 +320,6 @@ def _require_alike(result: torch.Tensor, reference: torch.Tensor, tolerance: flo
 def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:
     """Return the forms to time: where that takes long, not those that were much slower than another packed one."""
     last = columns[max(columns)] if columns else {}
-    best = min((us for name, us in last.items() if name != DENSE), default=0.0)
-    slow = {name for name, us in last.items() if name != DENSE and us > RIVAL * best}
+    best = min((us for name, us in last.items() if name != DENSE_FORM), default=0.0)
+    slow = {name for name, us in last.items() if name != DENSE_FORM and us > RIVAL * best}
     return [form for form in forms if tokens < RIVALS_FROM or form.backend not in slow]

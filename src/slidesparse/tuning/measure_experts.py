@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
-from slidesparse.gemm.speed import DENSE, lacking
+from slidesparse.gemm.speed import DENSE_FORM, lacking
 from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, Measurement, TakenTimes, gaussian
 from slidesparse.tuning.timing import Pass, copies_needed
 from slidesparse.weights.quant import dtype_name
@@ -62,7 +62,7 @@ class ExpertMeasurement(Measurement):
             except torch.OutOfMemoryError:
                 self._faults[GROUPED] = f"out of memory at {m} tokens"
                 break
-            if DENSE not in passes:
+            if DENSE_FORM not in passes:
                 break
             columns[m] = self._times(passes, m)
             if GROUPED not in passes:

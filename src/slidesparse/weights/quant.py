@@ -58,8 +58,8 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
 
-Quantiser = Literal["vllm", "sglang"]
-"""The server whose quantiser activations follow."""
+ActivationRounding = Literal["vllm", "sglang"]
+"""The server whose activation_rounding activations follow."""
 
 Rounding = Literal["absmax", "6bit"]
 """How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits.
@@ -117,14 +117,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "vllm") -> Quantised:
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype, activation_rounding: ActivationRounding = "vllm") -> Quantised:
     """Quantise every row with its own scale.
 
     Args:
         x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
             fault stays visible in everything that is computed from it.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        quantiser: Whose expressions.
+        activation_rounding: Whose expressions.
 
     Returns:
         values like ``x`` in ``dtype`` and scale float32 [..., 1].
@@ -133,7 +133,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "v
     absmax = wide.abs().amax(-1, keepdim=True)
     # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
     # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
-    if dtype == torch.int8 and quantiser == "sglang":
+    if dtype == torch.int8 and activation_rounding == "sglang":
         values, scale = _to_integers(wide, absmax.clamp(min=SGLANG_MIN_ABSMAX), INT8_MAX, _ties_away)
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.int8:
@@ -141,7 +141,9 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "v
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.float8_e4m3fn:
         scale = absmax / torch.full_like(absmax, FP8_MAX)
-        if quantiser == "sglang":  # of rows below 2^-117, which it may flush to zero, the inverse must stay finite
+        if (
+            activation_rounding == "sglang"
+        ):  # of rows below 2^-117, which it may flush to zero, the inverse must stay finite
             units = wide * (torch.ones_like(scale) / scale.clamp(min=SMALLEST_NORMAL))
         else:
             scale = scale.clamp(min=FP8_MIN_SCALE)

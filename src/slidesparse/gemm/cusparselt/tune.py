@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, time_ways
+from slidesparse.gemm.autotune import copies_to_rotate, time_candidates
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.backend import ACCUMULATORS, MULTIPLE, token_bucket
 from slidesparse.gemm.cusparselt.plan import MatmulPlan, Shape, compress_matrix, plan_for
@@ -142,7 +142,7 @@ def _search(shape: Shape) -> AlgorithmRecord:
             plans.append(plan)  # graphs hold its kernels
             yield algorithm, partial(bench.run, plan)
 
-    times = time_ways(ways(), len(bench.operands))
+    times = time_candidates(ways(), len(bench.operands))
     best = min(times, key=lambda algorithm: times[algorithm])
     tried = [Trial(**asdict(one), time_us=time_us, fault=None) for one, time_us in times.items() if one]
     tried += [Trial(**asdict(one), time_us=None, fault=fault) for one, fault in faults.items()]

@@ -56,11 +56,11 @@ class CheckedWeight(NamedTuple):
 
     Attributes:
         weight: Addresses that the GEMM reads.
-        gain: Address of the gain of its norm; None without one.
+        norm_weight: Address of the weight of its norm; None without one.
     """
 
     weight: WeightAddresses
-    gain: int | None
+    norm_weight: int | None
 
 
 class HopperChain:
@@ -109,14 +109,14 @@ class HopperChain:
         y = empty_here(lift.tokens, self._out, lift.source)
         workspace = empty_here(1, self._workspace_bytes, torch.uint8)
         start, x_at, x_stride = workspace.data_ptr(), x.data_ptr(), x.stride()[0]
-        for (linear, slots, ends, residual_start), (weight, gain) in zip(self._linears, weights, strict=True):
+        for (linear, slots, ends, residual_start), (weight, norm_weight) in zip(self._linears, weights, strict=True):
             residual_out_at = None
             if slots.adds:
-                inputs = LiftInputs(x_at, residual_at, gain, x_stride, residual_stride)
+                inputs = LiftInputs(x_at, residual_at, norm_weight, x_stride, residual_stride)
                 residual_out_at = last_residual_at if residual_start is None else start + residual_start
                 residual_at, residual_stride = residual_out_at, linear.lift.order.in_features
             else:
-                inputs = LiftInputs(x_at, None, gain, x_stride, 0)
+                inputs = LiftInputs(x_at, None, norm_weight, x_stride, 0)
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
             linear.launch(inputs, residual_out_at, start, weight, x_at, slots.eps)
         return y, residual_out
@@ -140,13 +140,13 @@ class HopperChain:
         checked = []
         for linear, slots, _, _ in self._linears:
             picked = slots.pick(tensors)
-            weight, gain = linear.weight_addresses(picked), picked.gain
-            if weight is None or linear.lift.refusal_of_gain(gain) is not None:
+            weight, norm_weight = linear.weight_addresses(picked), picked.norm_weight
+            if weight is None or linear.lift.refusal_of_norm_weight(norm_weight) is not None:
                 return None
-            gain_at = None if gain is None else gain.data_ptr()
-            if (gain_at or 0) % ALIGNMENT:
+            norm_at = None if norm_weight is None else norm_weight.data_ptr()
+            if (norm_at or 0) % ALIGNMENT:
                 return None
-            checked.append(CheckedWeight(weight, gain_at))
+            checked.append(CheckedWeight(weight, norm_at))
         self._known.add(own, checked)
         return checked
 
@@ -173,7 +173,7 @@ class HopperChain:
         elif not self._ready:
             return  # this call compiles its kernels
         elif weights is None:
-            reason = "a weight, scale, bias or gain is not as its kernel reads it"
+            reason = "a weight, scale, bias or norm weight is not as its kernel reads it"
         else:
             reason = "activations or residual are not aligned rows on the current device"
         log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)

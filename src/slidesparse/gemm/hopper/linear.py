@@ -42,7 +42,7 @@ class HopperLinear:
         lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
-        kind: Everything that determines which weights and gains it can read.
+        kind: Everything that determines which weights and norms it can read.
     """
 
     __slots__ = ("_by_parts", "_gemm", "_scales_start", "_steps", "kind", "lift", "out", "workspace_bytes")
@@ -78,7 +78,7 @@ class HopperLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, weight = self.lift, self.weight_addresses(tensors)
-        inputs = lift.inputs(x, residual, tensors.gain)
+        inputs = lift.inputs(x, residual, tensors.norm_weight)
         if inputs is None or weight is None:
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)

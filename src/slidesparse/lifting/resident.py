@@ -57,7 +57,7 @@ def _load(x_ptr, chunk, P: tl.constexpr):
 
 
 @triton.jit
-def _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P: tl.constexpr):
+def _hold(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, eps, P: tl.constexpr):
     """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type, which are then quantised."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
@@ -80,7 +80,7 @@ def _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P: tl.constexpr)
         held = row
         row = ()
         for chunk in tl.static_range(0, CHUNKS):
-            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd, P),)
+            row = row + (normed(held[chunk], _load(norm_weight_ptr, chunk, P), rstd, P),)
     return row
 
 
@@ -113,7 +113,7 @@ def _absmax(row, P: tl.constexpr):
 def _round(wide, P: tl.constexpr):
     """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
     low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
-    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.activation_rounding == "sglang" else _TO_INT8
     TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=2)
 
@@ -228,11 +228,11 @@ def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def held_kernel(
+def resident_kernel(
     x_ptr,
     residual_ptr,
     residual_out_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -253,14 +253,14 @@ def held_kernel(
         residual_ptr += token * residual_stride
         residual_out_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)
-    pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scales_ptr + token, eps, P)
+    pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, scales_ptr + token, eps, P)
     write(x_ptr, pairs, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit
-def quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
+def quantised(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, scale_ptr, eps, P: tl.constexpr):
     """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
-    held = _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P)
+    held = _hold(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
     if scale_ptr is not None:
         tl.store(scale_ptr, scale)
