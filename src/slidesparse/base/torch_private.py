@@ -61,8 +61,8 @@ def require(name: str) -> Any:
 def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces itself, in the global ``here``, by torch's private one when it is first called.
 
-    A cache would cost each call as much as the private function saves. Where torch lacks it, ``public`` takes its place,
-    with the same arguments and result.
+    A cache would cost each call as much as the private function saves. Without one ``public`` takes its place, with
+    the same arguments and result.
     """
 
     def first(*args: Any, **options: Any) -> Any:
