@@ -1,4 +1,4 @@
-"""The addresses and strides that a quantise-and-lift launch reads, as named fields."""
+"""Addresses and strides of a quantise-and-lift launch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slidesparse.base.triton_launcher import ALIGNMENT, LARGEST
 
 
 class LiftInputs(NamedTuple):
-    """The addresses and strides that a launch reads; None where the kernel reads no such tensor.
+    """The addresses and strides that a launch reads; None for a tensor that the kernel does not read.
 
-    A stride is the number of elements from one row to the next; 0 without one.
+    A stride is the number of elements from one row to the next; 0 without a tensor.
     """
 
     x: int
@@ -30,7 +30,7 @@ def inputs_of(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tens
 
 
 def is_aligned(inputs: LiftInputs) -> bool:
-    """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
+    """Return whether a kernel compiled for multiples of 16 can read these; torch's allocations are aligned."""
     x, residual, weight, x_stride, residual_stride = inputs
     bits = x | x_stride | residual_stride | (residual or 0) | (weight or 0)
     return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST

@@ -1,4 +1,4 @@
-"""Everything that happens to M tokens before a product: prologue, quantisation and lifting, into a backend's layout.
+"""Prologue, quantisation and lifting of M tokens before a product, into a backend's layout.
 
 On a GPU one Triton kernel does all of it (:mod:`slidesparse.lifting.kernel`). Elsewhere, and where Triton cannot, the
 torch definition in this file computes the same numbers.
@@ -27,7 +27,7 @@ Lift: TypeAlias = "TorchLift | KernelLift"
 
 
 def find_lift(spec: LiftSpec, tokens: int, device: torch.device) -> Lift:
-    """Return the kernel for a lift of M ``tokens`` on a device, or the torch definition where there is none."""
+    """Return the kernel that lifts M ``tokens`` on a device, or the torch definition."""
     if (reason := why_no_kernel(spec, device)) is not None:
         if device.type == "cuda":
             log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
@@ -38,7 +38,7 @@ def find_lift(spec: LiftSpec, tokens: int, device: torch.device) -> Lift:
 
 
 def why_no_kernel(spec: LiftSpec, device: torch.device) -> str | None:
-    """Return the reason why no kernel lifts here; None where one does."""
+    """Return the reason why no kernel can lift here; None if one can."""
     if device.type != "cuda":
         return "they are not on a GPU"
     if not spec.order:
@@ -65,11 +65,11 @@ class TorchLift:
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] in x's type, of any strides, for a norm that adds it.
-            tensors: Of the linear's tensors a lift reads the column map and the norm's weight.
+            tensors: The linear's tensors, of which column map and the norm's weight are read.
             eps: The norm's epsilon.
 
         Raises:
-            InputError: When shapes, types or devices do not fit.
+            InputError: Shapes, types or devices do not fit.
         """
         self._check_rows(x)
         x, residual_out = self._apply_prologue(x, residual, tensors.norm_weight, eps)

@@ -1,7 +1,7 @@
-"""Quantise and lift activations in one launch.
+"""Quantisation and lifting of activations in one launch.
 
-For every token (row) of ``x`` [M, K]: first the prologue, if there is one (RMSNorm, with or without adding a residual,
-or SiLU(gate) * up); then the scale of the row, its 8-bit values, and those values copied into the packed column order
+For every token (row) of ``x`` [M, K]: the prologue, if any (RMSNorm, with or without adding a residual, or
+SiLU(gate) * up); then the scale of the row, its 8-bit values, and these values copied into the packed column order
 [M, K']. The numbers are those of :func:`weights.quant.quantize_rows` and :func:`weights.slide.gather`, bit for
 bit. :mod:`slidesparse.lifting.resident` and :mod:`slidesparse.lifting.walking` are the kernels.
 """
@@ -29,16 +29,16 @@ KEPT = (
     *("_read", "config", "device", "index", "k_packed", "launcher", "layout", "order", "prologue"),
     *("quantised", "source", "spec", "target", "variant"),
 )
-"""The attributes that a lift shares with lifts of other numbers of tokens."""
+"""Attributes that lifts of all numbers of tokens share."""
 
 
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
-    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
+    A row with NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
-        spec: What it does, to bfloat16, float16 or float32.
+        spec: The lift, of bfloat16, float16 or float32.
         tokens: M.
         device: The device of the activations.
 
@@ -85,7 +85,7 @@ class KernelLift:
         self.tokens, self.shape = tokens, (tokens, self._read)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift for another number of tokens; faster than constructing it anew."""
+        """Return the same lift for another number of tokens, faster than by the constructor."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
             like = find_kernel_lift(self.spec, FEW_TOKENS + (tokens > FEW_TOKENS), self.device)
@@ -110,7 +110,7 @@ class KernelLift:
             eps: The norm's epsilon.
 
         Raises:
-            InputError: Sizes, types, strides or a device for which this lift was not made.
+            InputError: Other sizes, types, strides or device than this lift was made for.
         """
         refusal = self.refusal(x, residual) or self.refusal_of_norm_weight(weight)
         if refusal is not None:
@@ -141,7 +141,7 @@ class KernelLift:
     # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
     def refusal(self, x: torch.Tensor, residual: torch.Tensor | None) -> InputError | None:
-        """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
+        """Return an error for activations or a residual of wrong size, stride, type or device; None if right."""
         if not self.is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
         if self.prologue in ADDING and not self.is_rows(residual):
@@ -149,20 +149,20 @@ class KernelLift:
         return None
 
     def refusal_of_norm_weight(self, weight: torch.Tensor | None) -> InputError | None:
-        """Return what is wrong with the norm's weight, which stays from call to call; None when nothing is."""
+        """Return an error for a wrong weight of the norm, the same in every call; None if right."""
         if self.prologue in NORMS and not self._is_norm_weight(weight):
             needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
             return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
         return None
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
-        """Whether this lift can read these activations, or this residual."""
+        """Return whether this lift can read these activations, or this residual."""
         if x is None or x.shape != self.shape or x.dtype != self.source:
             return False
         return x.stride()[1] == 1 and x.device == self.device
 
     def is_here(self) -> bool:
-        """Whether its device is the current one."""
+        """Return whether the lift's device is the current one."""
         return is_current(self.index)
 
     def _is_norm_weight(self, weight: torch.Tensor | None) -> bool:
@@ -179,7 +179,7 @@ class KernelLift:
         return inputs if self.can_launch(inputs) else None
 
     def why_not(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> str | None:
-        """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
+        """Return the reason why :meth:`inputs` returns None; None where only the compilation is missing."""
         refusal = self.refusal(x, residual) or self.refusal_of_norm_weight(weight)
         if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
@@ -190,21 +190,20 @@ class KernelLift:
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
-        """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
+        """Return whether :meth:`launch` can read these: the kernel is compiled, and they are aligned."""
         return self.launcher.ready and is_aligned(inputs)
 
     def launch(
         self, inputs: LiftInputs, eps: float, *, residual_out: int | None, values: int, scale: int | None
     ) -> None:
-        """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
+        """Launch by addresses, unchecked, on the current stream of the device, which must be the current one.
 
         Args:
             inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
             eps: The norm's epsilon.
-            residual_out: Address of memory for the new residual [M, K]; None where there is none. Like those below, it
-                must be a multiple of 16.
-            values: Address of memory for the values, ``padded`` rows of ``k_packed``.
-            scale: Address of memory for M scales, float32; None where nothing is quantised.
+            residual_out: Address of the new residual [M, K]; None without one. Like those below, a multiple of 16.
+            values: Address of the values, ``padded`` rows of ``k_packed``.
+            scale: Address of M scales, float32; None where nothing is quantised.
         """
         x, residual, weight, x_stride, residual_stride = inputs
         self.launcher.launch(
@@ -221,8 +220,8 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 find_kernel_lift = lru_cache(maxsize=1 << 13)(KernelLift)
-"""Return the :class:`KernelLift` of these arguments by one look-up. A model has few linears, a server many numbers of
-tokens, and an entry takes about 1 KB."""
+"""Return the :class:`KernelLift` of these arguments by one look-up. A server has few linears, many numbers of tokens;
+an entry takes about 1 KB."""
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,8 @@
-"""Prologues: the norm or activation between two linears that a lift kernel computes before it quantises.
+"""Prologues: the norm or activation between two linears, which a lift kernel computes before it quantises.
 
-These are the torch definitions, in float32 throughout and rounded once to the type of the activations. vLLM's
-definitions (vllm/ir/ops/layernorm.py, ``SiluAndMul.forward_native``) do the same when Inductor compiles them, which is
-the default: intermediate values stay in float32. The eager kernels of vLLM round them.
+These torch definitions compute in float32 and round once, to the type of the activations. So do vLLM's definitions
+(vllm/ir/ops/layernorm.py, ``SiluAndMul.forward_native``) as compiled by Inductor, the default; vLLM's eager kernels
+round intermediate values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 Prologue: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm", "silu_mul"]
-"""The function below that is applied to a row before it is quantised. Gemma's norms store their weight less 1."""
+"""Name of the function of a row before it is quantised. Gemma's norms store their weight less 1."""
 
 NORMS: tuple[Prologue, ...] = ("rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm")
 """The prologues with a weight."""
