@@ -1,9 +1,9 @@
-"""The operators that torch.compile and CUDA graphs see, in the namespace ``torch.ops.slidesparse``.
+"""The operators for torch.compile and CUDA graphs, in the namespace ``torch.ops.slidesparse``.
 
 Each is functional, has a fake implementation (shapes only, the number of tokens symbolic) and never waits for a device.
 They are for inference; :mod:`slidesparse.ops.inference_only` calls them where gradients are recorded.
 :mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds the
-runner for a number of tokens. :mod:`slidesparse.ops.matmul` has a product by two of them, for use without a layer.
+runner for a number of tokens. :mod:`slidesparse.ops.matmul` uses two of them, without a layer.
 """
 
 from __future__ import annotations
@@ -182,9 +182,8 @@ define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`lifting.layout.Layout`).
-``order`` is ``numbers`` of a :class:`lifting.layout.ColumnOrder`; with them a GPU runs one kernel, without them the
-torch definition runs."""
+The bytes of the values are in the layout of ``backend`` (:class:`lifting.layout.Layout`). ``order`` is ``numbers`` of
+a :class:`lifting.layout.ColumnOrder`, for one kernel on a GPU; without it the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, order) -> lifted activations [M, K'], as ``quantize_lift``."""
@@ -196,8 +195,8 @@ linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], weight) -> [M, out] in the type of x.
 
 It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text of a
-:class:`slidesparse.gemm.spec.WeightSpec`: size and type of the weight, and the form that M tokens use. ``tensors`` are
-the tensors of all forms, in order."""
+:class:`slidesparse.gemm.spec.WeightSpec`: size and type of the weight, and the form for M tokens. ``tensors`` are those
+of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
 """(x [M, K], norm_weight [K], eps, then as ``linear`` after x) -> ``linear`` of :func:`lifting.prologue.rms_norm`; for
@@ -219,6 +218,5 @@ silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 chain = torch.ops.slidesparse.chain
 """(x, residual [M, K], tensors, linears) -> the product of the last of several linears, and the last new residual.
 
-Each linear reads the product of the one before it, and each whose norm adds a residual passes the new one on.
-``linears`` is a :func:`slidesparse.gemm.spec.chain_text`, which describes every linear and says which of ``tensors``
-belong to it."""
+Each linear reads the product of the one before it, and norms pass a new residual on. ``linears`` is a
+:func:`slidesparse.gemm.spec.chain_text`, which assigns ``tensors`` to linears."""
