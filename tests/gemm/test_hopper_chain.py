@@ -237,7 +237,7 @@ def test_a_norm_weight_that_a_linear_does_not_read_is_refused(wrong: torch.Tenso
 def test_weights_that_are_gone_are_forgotten() -> None:
     chain, _, tensors = block()
     assert chain(*inputs(), tensors) is not ONE_BY_ONE
-    known = chain._known._found
+    known = chain._known._checked
     assert len(known) == 1
     del tensors[2]
     gc.collect()
@@ -291,7 +291,7 @@ def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
     linears[2].readable = False
     assert chain(x, residual, [tensor.clone() for tensor in tensors]) is ONE_BY_ONE
     assert said(caplog) == [WEIGHTS]
-    assert len(chain._known._found) == 1
+    assert len(chain._known._checked) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
-"""Run linears in a row on the Hopper kernel: launch after launch, with one workspace for everything between them.
+"""Chains of linears on the Hopper kernel: launch after launch, with one workspace between them.
 
 Only the next linear reads the product of a linear, so it need not be a tensor. Besides the last product and the last
 residual, a chain allocates one workspace, whatever its length::
 
     lifted values and scales | products but the last | residuals but the last
 
-All linears share the first two parts. Kernels of a stream run in turn: quantise + lift has read the product of the
-linear before it when the GEMM after it overwrites that product, and the GEMM has read the lifted values when the next
-linear lifts. A kernel may start early (programmatic dependent launch), but waits for all earlier kernels before it
-writes.
+All linears share the first two parts. Kernels of a stream run in turn: the lift has read the previous product when the
+next GEMM overwrites it, and the GEMM has read the lifted values when the next linear lifts. A kernel may start early
+(programmatic dependent launch), but waits for all earlier kernels before it writes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ChainedLinear(NamedTuple):
     """One linear of a chain, with its places in the workspace.
 
     Attributes:
-        linear: The runner that launches it.
+        linear: Its runner.
         slots: The slots of its tensors.
         ends: Whether its product is the chain's result.
         residual_start: Offset of its new residual in the workspace; None without one, and where the chain
@@ -52,10 +51,10 @@ class ChainedLinear(NamedTuple):
 
 
 class CheckedWeight(NamedTuple):
-    """The addresses of a weight of a chain, after its checks.
+    """The checked addresses of a chain's weight.
 
     Attributes:
-        weight: Addresses that the GEMM reads.
+        weight: Addresses for the GEMM.
         norm_weight: Address of the weight of its norm; None without one.
     """
 
@@ -132,7 +131,7 @@ class HopperChain:
         return lift.can_launch(LiftInputs(x.data_ptr(), at, None, x.stride()[0], stride))
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return the weights, checked now or before; None where a kernel cannot read one of them."""
+        """Return the checked weights; None where a kernel cannot read one of them."""
         own = self._own(tensors)
         return self._known.find(own) or self._check(tensors, own)
 
@@ -151,7 +150,7 @@ class HopperChain:
         return checked
 
     def _can_launch(self) -> bool:
-        """Whether every kernel is compiled and can read the product before it; asked again until it holds."""
+        """Return whether every kernel is compiled and can read the product before it; called until it is True."""
         # A residual between linears has rows as long as the product that is added to it.
         strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(
@@ -183,30 +182,30 @@ class HopperChain:
 
 
 class KnownWeights:
-    """Checked weights of chains of one kind, kept because checking them takes as long as several launches.
+    """A cache of checked weights for chains of one kind: a check takes as long as several launches.
 
-    Tensors are known while they are the same objects with the same addresses, types, shapes and strides. Their contents
-    are not compared: kernels read them anew on every launch.
+    Its keys are objects with their addresses, types, shapes and strides. Contents are not compared: kernels read them
+    anew on every launch.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
+        self._checked: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return the weights that :meth:`add` stored for these tensors; None where they are not known."""
-        found = self._found.get(tuple(map(id, tensors)))
-        return found[1] if found is not None and found[0] == _places(tensors) else None
+        """Return the weights that :meth:`add` stored for these tensors, or None."""
+        entry = self._checked.get(tuple(map(id, tensors)))
+        return entry[1] if entry is not None and entry[0] == _places(tensors) else None
 
     def add(self, tensors: Sequence[torch.Tensor], weights: Sequence[CheckedWeight]) -> None:
-        """Remember checked weights until one of the tensors is gone, since another object may then get its id."""
+        """Store checked weights until one of the tensors is gone, since another object may then get its id."""
         key = tuple(map(id, tensors))
-        watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
-        self._found[key] = _places(tensors), weights, watched
+        watched = [ref(tensor, lambda _: self._checked.pop(key, None)) for tensor in tensors]
+        self._checked[key] = _places(tensors), weights, watched
 
 
 @lru_cache(maxsize=4096)
 def _known(kind: object) -> KnownWeights:
-    """Return the known weights of a kind of chain, the same for all numbers of tokens."""
+    """Return the cache of a kind of chain, the same for all numbers of tokens."""
     return KnownWeights()
 
 
@@ -215,5 +214,5 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def _rounded(n_bytes: int) -> int:
-    """Round up, so that the next part of the workspace begins at a multiple of 128 bytes, and so of 16."""
+    """Round up to 128 bytes, a slab's row, which aligns the next part of the workspace."""
     return -(-n_bytes // SLAB_BYTES) * SLAB_BYTES
