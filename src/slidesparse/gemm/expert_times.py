@@ -101,7 +101,7 @@ class ExpertKind:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Whether experts run packed, and why."""
+    """The choice of packed or dense experts, and its reason."""
 
     sparse: bool
     reason: str

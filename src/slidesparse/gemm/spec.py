@@ -81,7 +81,7 @@ class WeightSpec:
 
     @cached_property
     def tensors(self) -> int:
-        """How many of the operator's tensors belong to it."""
+        """Number of its tensors, of the operator's."""
         return sum(form.tensors for form in self.forms)
 
     def pick(self, tokens: int) -> tuple[FormSpec, int]:
@@ -133,7 +133,7 @@ class LinearSpec:
 
     @cached_property
     def tensors(self) -> int:
-        """How many of the operator's tensors belong to it."""
+        """Number of its tensors, of the operator's."""
         return self.weight.tensors + self.scaled + self.biased + (self.prologue in NORMS)
 
 
