@@ -25,9 +25,9 @@ def chained(weights: list[Weight], gains: list[torch.Tensor]) -> tuple[list[torc
     tensors, specs = [], []
     prologues: list[tuple[Prologue, torch.Tensor | None]]
     prologues = [("none", None), ("add_rms_norm", gains[0]), ("silu_mul", None), ("add_rms_norm", gains[1])]
-    for (prologue, gain), given in zip(prologues, weights, strict=True):
+    for (prologue, norm_weight), given in zip(prologues, weights, strict=True):
         own, scale, bias, _ = given
-        tensors += [*own, *(tensor for tensor in (scale, bias, gain) if tensor is not None)]
+        tensors += [*own, *(tensor for tensor in (scale, bias, norm_weight) if tensor is not None)]
         specs.append(linear_spec(prologue, given))
     return tensors, chain_text(specs)
 

@@ -8,7 +8,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.prologue import silu_mul
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by
-from slidesparse.weights.quant import Quantiser, Rounding, quantize_rows, quantize_weight
+from slidesparse.weights.quant import ActivationRounding, Rounding, quantize_rows, quantize_weight
 
 
 def packed_experts(
@@ -37,12 +37,12 @@ def one_by_one(
     chosen: torch.Tensor,
     gate_up: list[PackedWeight],
     down: list[PackedWeight],
-    quantiser: Quantiser = "vllm",
+    activation_rounding: ActivationRounding = "vllm",
 ) -> torch.Tensor:
     """The mixture, a token and an expert at a time, from unpacked weights; the sum in float32 in the order of k."""
 
     def linear(rows: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-        values, scale = quantize_rows(rows, packed.dtype, quantiser)
+        values, scale = quantize_rows(rows, packed.dtype, activation_rounding)
         return apply_scales(product(values, packed.unpack()), scale, packed.scale, None, x.dtype)
 
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

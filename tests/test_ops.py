@@ -36,8 +36,12 @@ def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> Pack
 
 def activations(prologue: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
     """The arguments of a prologue."""
-    x, residual, gain = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
-    given = {"rms_norm": (x, gain), "add_rms_norm": (x, residual, gain), "silu_mul": (torch.cat([x, residual], 1),)}
+    x, residual, norm_weight = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
+    given = {
+        "rms_norm": (x, norm_weight),
+        "add_rms_norm": (x, residual, norm_weight),
+        "silu_mul": (torch.cat([x, residual], 1),),
+    }
     return *(tensor.to(dtype) for tensor in given[prologue]), *([EPS] if "norm" in prologue else [])
 
 
@@ -81,20 +85,20 @@ def test_fused_is_one_after_the_other(prologue: Prologue, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(
-    ("prologue", "gain", "residual", "message"),
+    ("prologue", "norm_weight", "residual", "message"),
     [
-        ("rms_norm", None, None, "gain of RMSNorm; got none"),
-        ("rms_norm", torch.ones(1), None, r"gain of RMSNorm; got \[1\]"),
+        ("rms_norm", None, None, "weight of RMSNorm; got none"),
+        ("rms_norm", torch.ones(1), None, r"weight of RMSNorm; got \[1\]"),
         ("add_rms_norm", torch.ones(K), None, "residual; got none"),
         ("add_rms_norm", torch.ones(K), torch.ones(1, K), r"residual; got \[1, 92\]"),
     ],
 )
 def test_a_norm_is_neither_left_out_nor_broadcast(
-    prologue: Prologue, gain: torch.Tensor | None, residual: torch.Tensor | None, message: str
+    prologue: Prologue, norm_weight: torch.Tensor | None, residual: torch.Tensor | None, message: str
 ) -> None:
     """As the kernels, which refuse what is not there or of another size."""
     spec = LiftSpec(prologue, torch.float32, torch.int8, (), Layout())
-    tensors = LinearTensors(packed_weight().column_map(), (), None, None, gain)
+    tensors = LinearTensors(packed_weight().column_map(), (), None, None, norm_weight)
     with pytest.raises(InputError, match=message):
         TorchLift(spec)(torch.randn(TOKENS, K), residual, tensors, EPS)
 
@@ -127,18 +131,18 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype, offset: float) -> None:
     x, residual = (torch.randint(-40, 41, (2, 5, K)) / 8).to(dtype).unbind(0)
-    gain = torch.randn(K).to(dtype)
+    norm_weight = torch.randn(K).to(dtype)
     total = x.double().numpy() + residual.double().numpy()
     normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
-    wanted = rounded(normed * (gain.double().numpy() + offset), dtype)
-    got, after = add_rms_norm(x, residual, gain, EPS, offset=offset)
+    wanted = rounded(normed * (norm_weight.double().numpy() + offset), dtype)
+    got, after = add_rms_norm(x, residual, norm_weight, EPS, offset=offset)
     assert np.array_equal(after.double().numpy(), rounded(total, dtype))
     # A square root in float32 may put a value on the other side of a rounding boundary: one step of the type.
     step = torch.finfo(dtype).eps
     np.testing.assert_allclose(got.double().numpy(), wanted, rtol=2 * step, atol=0)
     assert (got.double().numpy() != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
     wide = torch.from_numpy(total).to(torch.float32)
-    assert same(rms_norm(wide, gain, EPS, offset=offset), got)
+    assert same(rms_norm(wide, norm_weight, EPS, offset=offset), got)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -240,7 +244,7 @@ def test_transforms_of_torch_func_are_refused(dtype: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_runs_where_gradients_are_recorded(dynamic: bool) -> None:
-    """As it does uncompiled: a norm's gain requires a gradient, and nobody has to ask for it."""
+    """As it does uncompiled: a norm's weight requires a gradient, and nobody has to ask for it."""
     torch._dynamo.reset()
     layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", method="magnitude")
     model = torch.nn.Sequential(torch.nn.LayerNorm(K), layer)

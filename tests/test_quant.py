@@ -15,7 +15,7 @@ from slidesparse.weights.quant import (
     DTYPES,
     FP8_MIN_SCALE,
     ROWS_AT_ONCE,
-    Quantiser,
+    ActivationRounding,
     _ties_away,
     check_rounding,
     dequantize,
@@ -46,10 +46,12 @@ ROWS = {
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("quantiser", "oracle"), [("vllm", vllm_int8), ("sglang", sglang_int8)])
-def test_int8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle, rows: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("activation_rounding", "oracle"), [("vllm", vllm_int8), ("sglang", sglang_int8)])
+def test_int8_follows_a_server_bit_for_bit(
+    activation_rounding: ActivationRounding, oracle: Oracle, rows: str, dtype: torch.dtype
+) -> None:
     x = ROWS[rows]().to(dtype)
-    values, scale = quantize_rows(x, torch.int8, quantiser)
+    values, scale = quantize_rows(x, torch.int8, activation_rounding)
     expected, expected_scale = oracle(x.float().numpy())
     assert scale.dtype == torch.float32
     assert np.array_equal(values.numpy(), expected)
@@ -58,13 +60,15 @@ def test_int8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle,
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    ("quantiser", "oracle", "rows"),
+    ("activation_rounding", "oracle", "rows"),
     [("vllm", vllm_fp8, rows) for rows in ROWS]
     + [("sglang", sglang_fp8, rows) for rows in ROWS if rows != "subnormal"],
 )
-def test_fp8_follows_a_server_bit_for_bit(quantiser: Quantiser, oracle: Oracle, rows: str, dtype: torch.dtype) -> None:
+def test_fp8_follows_a_server_bit_for_bit(
+    activation_rounding: ActivationRounding, oracle: Oracle, rows: str, dtype: torch.dtype
+) -> None:
     x = ROWS[rows]().to(dtype)
-    values, scale = quantize_rows(x, torch.float8_e4m3fn, quantiser)
+    values, scale = quantize_rows(x, torch.float8_e4m3fn, activation_rounding)
     expected, expected_scale = oracle(x.float().numpy())
     assert values.dtype == torch.float8_e4m3fn
     assert np.array_equal(values.to(torch.float64).numpy(), expected)

@@ -36,7 +36,7 @@ EVENTS = [
     event("cuda_runtime", "cudaGraphLaunch", 310.0, 8.0, 4),
     event("kernel", "early", 60.0, 9.0, 9),
     event("kernel", "sparse_gemm", 120.0, 50.0, 1),
-    event("kernel", "held_kernel", 160.0, 30.0, 2),  # overlaps by 10
+    event("kernel", "resident_kernel", 160.0, 30.0, 2),  # overlaps by 10
     event("kernel", "flash::attention", 205.0, 4.0, 2),  # of the first step, though it runs in the second
     event("kernel", "sparse_gemm", 220.0, 10.0, 3),
     event("gpu_memcpy", "Memcpy", 240.0, 1.0, 3),
@@ -72,7 +72,7 @@ def test_kernels_are_told_apart_by_their_names() -> None:
         "triton_red_fused_cutlass_scaled_mm_fused_add_rms_norm_2": "elementwise",
         "sm90_xmma_sparse_gemm_i8i32_i8i32_i32_tn_n": "gemm",
         "scale_kernel": "gemm",
-        "held_kernel": "lift",
+        "resident_kernel": "lift",
         "void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16, float>": "elementwise",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "elementwise",
         "void vllm::reshape_and_cache_flash_kernel<...>": "rest",

@@ -9,10 +9,10 @@ import copyreg
 import json
 
 LONGEST = 500
-"""Most characters of another library's message that one of ours repeats."""
+"""Most characters that a message of ours repeats of another library's."""
 
 LONGEST_LINE = 2000
-"""Most characters of a line of ours: a checkpoint may have names of megabytes."""
+"""Most characters of one of our messages: a checkpoint may have names of megabytes."""
 
 PARTS = ("what", "got", "needed", "remedy")
 UNFINISHED = (":", ",", " or", " and")
@@ -20,9 +20,9 @@ UNFINISHED = (":", ",", " or", " and")
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the kind and first line of another library's error, for a message of ours, which has one line.
+    r"""Return the kind and the first line of another library's error, for one of our messages.
 
-    A line that ends in a colon, a comma or such a word goes on in the next one.
+    A line that ends in one of :data:`UNFINISHED` goes on in the next one.
 
     >>> first_line(ValueError("field 'a':\n    is no number\nsee the docs"))
     "ValueError: field 'a': is no number"
@@ -30,14 +30,14 @@ def first_line(error: BaseException) -> str:
     'ValueError: one of: (1) a file, (2) a folder or (3) a name.'
     """
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    said = lines[:1]
-    while said and said[-1].endswith(UNFINISHED) and len(said) < len(lines):
-        said.append(lines[len(said)])
-    return f"{type(error).__name__}: {' '.join(said)}"[:LONGEST]
+    first = lines[:1]
+    while first and first[-1].endswith(UNFINISHED) and len(first) < len(lines):
+        first.append(lines[len(first)])
+    return f"{type(error).__name__}: {' '.join(first)}"[:LONGEST]
 
 
 def system_words(error: OSError) -> str:
-    """Return what the system says of a file, without the number that Python puts before it.
+    """Return the system's message about a file, without the number that Python puts before it.
 
     >>> system_words(FileNotFoundError(2, "No such file or directory", "r/a.txt"))
     'No such file or directory: r/a.txt'
@@ -48,17 +48,17 @@ def system_words(error: OSError) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Return a text with whatever is not drawn (escape sequences, marks of direction) written out as JSON writes it.
+    r"""Return a text with unprintable characters (escape sequences, direction marks) escaped as in JSON.
 
     >>> print(printable("a\x1b[2Jb\u202ec\nd"))
     a\u001b[2Jb\u202ec\nd
     """
-    text = text.replace("\x7f", "\\u007f")  # which JSON may hold as it is
+    text = text.replace("\x7f", "\\u007f")  # JSON does not escape it
     return "".join(c if c.isprintable() or c in keep else json.dumps(c)[1:-1] for c in text)
 
 
 class SlideSparseWarning(UserWarning):
-    """Something that works, though perhaps not as the user means it."""
+    """A warning of something that works, though perhaps not as intended."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -68,26 +68,26 @@ class SlideSparseError(Exception):
     """Base of every error that slidesparse raises on purpose.
 
     Args:
-        what: What is wrong, naming the thing (a tensor, a file, an option).
-        got: What was found.
-        needed: What would have been right.
-        remedy: What the user can do.
+        what: The fault, with the name of the tensor, file or option.
+        got: The value that was found.
+        needed: The values that are accepted.
+        remedy: An action for the user.
     """
 
     def __init__(self, what: str, *, got: object = None, needed: str | None = None, remedy: str | None = None) -> None:
         self.what, self.got, self.needed, self.remedy = what, got, needed, remedy
-        said = zip(("", "got ", "needed ", ""), (what, got, needed, remedy), strict=True)
-        text = "; ".join(f"{before}{part}" for before, part in said if part is not None)
+        parts = zip(("", "got ", "needed ", ""), (what, got, needed, remedy), strict=True)
+        text = "; ".join(f"{before}{part}" for before, part in parts if part is not None)
         line = printable(" ".join(text.splitlines()))
         super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:999]} ... {line[-990:]}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copy and pickle the parts and the line, without a subclass's constructor, and what was got as its text."""
+        """Copy and pickle the parts and the line, without a subclass's constructor; ``got`` as text."""
         got = None if self.got is None else str(self.got)
         return copyreg.__newobj__, (type(self), *self.args), {**vars(self), "got": got}  # type: ignore[attr-defined]
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the kind of the error, its line and the parts of it, each None where it has none."""
+        """Return the kind, the line and the parts of the error; None for parts that it lacks."""
         return {
             "kind": type(self).__name__,
             "message": str(self),
@@ -99,7 +99,7 @@ class InputError(SlideSparseError, ValueError):
     """An argument, an option or a tensor that cannot be used."""
 
     def located(self, place: str, remedy: str | None = None) -> InputError:
-        """Return this error with the place where it is, such as a file and a line; a remedy replaces its own.
+        """Return this error with its place, such as a file and a line; ``remedy`` replaces its own.
 
         >>> str(InputError("version", got=3, needed="2").located("table.json", "delete it"))
         'table.json: version; got 3; needed 2; delete it'
@@ -118,8 +118,8 @@ class PatternViolation(InputError):
         violations: Offending (row, group) pairs in the whole weight.
 
     Args:
-        unit: What is counted.
-        remedy: What the user can do.
+        unit: The noun of ``count``.
+        remedy: An action for the user.
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class PatternViolation(InputError):
 
 
 class UnsupportedError(SlideSparseError, RuntimeError):
-    """Hardware, a library or a backend that cannot do what was asked for."""
+    """A request that this hardware, library or backend cannot serve."""
 
 
 class CheckpointError(SlideSparseError, RuntimeError):
-    """A checkpoint on disk that is missing, damaged or of a kind that we do not handle."""
+    """A checkpoint on disk that is missing, damaged or not supported."""
 
     @classmethod
     def of(cls, error: SlideSparseError, remedy: str | None = None) -> CheckpointError:
-        """Return an error of a checkpoint with the parts of another one; a remedy replaces its own.
+        """Return another error as one of a checkpoint; ``remedy`` replaces its own.
 
         >>> str(CheckpointError.of(InputError("version", got=3), "pack it again"))
         'version; got 3; pack it again'

@@ -98,7 +98,7 @@ def test_linears_of_one_backend_in_a_row_have_one_runner(monkeypatch: pytest.Mon
         assert picked.column_map is given[0][2]  # the reference form has two tensors
         assert picked.scale is given[1]
         assert picked.bias is given[2]
-    assert [slots.pick(tensors).gain for slots in first] == [None, gains[0]]
+    assert [slots.pick(tensors).norm_weight for slots in first] == [None, gains[0]]
 
 
 @pytest.mark.parametrize("name", ["reference", "dense", "hopper", "hopper-6bit", "cusparselt"])

@@ -181,7 +181,7 @@ def test_a_search_records_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tune, "MatmulPlan", Plan)
     monkeypatch.setattr(tune, "_Bench", Bench)
-    monkeypatch.setattr(tune, "time_ways", lambda ways, _: {name: 9.0 - i for i, (name, _) in enumerate(ways)})
+    monkeypatch.setattr(tune, "time_candidates", lambda ways, _: {name: 9.0 - i for i, (name, _) in enumerate(ways)})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(plan.Shape, "key", KEY)
     record = tune._search(plan.Shape(0, 4608, 5376, 1024, torch.int8, torch.int32))

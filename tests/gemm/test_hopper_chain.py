@@ -40,7 +40,7 @@ def at(address: int | None, rows: int, columns: int, stride: int) -> torch.Tenso
 
 
 class Linear:
-    """Adds, multiplies by a gain, goes through its workspace, multiplies by a weight: what a linear does, roughly."""
+    """Adds, multiplies by a norm's weight, goes through its workspace, multiplies by a weight: what a linear does."""
 
     def __init__(self, out: int, columns: int, prologue: str) -> None:
         self.prologue, self.columns, self.out = prologue, columns, out
@@ -56,13 +56,13 @@ class Linear:
             launcher=self.launcher,
             is_here=lambda: self.here,
             is_rows=lambda x: x.shape == self.lift.shape,
-            refusal_of_gain=self.refusal_of_gain,
+            refusal_of_norm_weight=self.refusal_of_norm_weight,
             can_launch=lambda inputs: self.launcher.ready and not any((number or 0) % 16 for number in inputs),
         )
 
-    def refusal_of_gain(self, gain: torch.Tensor | None) -> InputError | None:
+    def refusal_of_norm_weight(self, norm_weight: torch.Tensor | None) -> InputError | None:
         wanted = self.columns if "norm" in self.prologue else 0
-        return None if (0 if gain is None else gain.numel()) == wanted else InputError("gain")
+        return None if (0 if norm_weight is None else norm_weight.numel()) == wanted else InputError("norm_weight")
 
     def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
         self.checks += 1
@@ -79,7 +79,7 @@ class Linear:
             assert total != inputs.residual  # the walking kernel reads it again after it has written the new one
             x += at(inputs.residual, TOKENS, self.columns, inputs.residual_stride)
             at(total, TOKENS, self.columns, self.columns).copy_(x)
-            x = x * at(inputs.gain, 1, self.columns, self.columns) + eps
+            x = x * at(inputs.norm_weight, 1, self.columns, self.columns) + eps
         lifted = at(workspace, TOKENS, self.columns, self.columns)
         lifted.copy_(x)
         w = at(weight.weights, self.out, self.columns, self.columns)
@@ -98,10 +98,10 @@ def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] =
     for prologue, size in zip(prologues, sizes, strict=False):
         linear, start = Linear(*size, prologue), len(tensors)
         tensors += [torch.zeros(1), torch.randn(size), torch.ones(linear.out)]
-        gain = len(tensors) if "norm" in prologue else None
-        tensors += [torch.rand(linear.columns)] if gain is not None else []
-        eps = 0.5 if gain is not None else 0.0
-        slots = Slots(range(start, start + 2), start + 2, None, gain, prologue == "add_rms_norm", eps)
+        norm_weight = len(tensors) if "norm" in prologue else None
+        tensors += [torch.rand(linear.columns)] if norm_weight is not None else []
+        eps = 0.5 if norm_weight is not None else 0.0
+        slots = Slots(range(start, start + 2), start + 2, None, norm_weight, prologue == "add_rms_norm", eps)
         linears.append((linear, slots))
     hopper_chain._known.cache_clear()
     return HopperChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_a_chain_that_adds_nothing_hands_the_residual_on() -> None:
     assert given[1] is residual
 
 
-def test_a_gain_that_is_not_aligned_is_left_to_the_linears() -> None:
+def test_a_norm_weight_that_is_not_aligned_is_left_to_the_linears() -> None:
     chain, linears, tensors = block(PROLOGUES[:2])
     memory = torch.rand(linears[1].columns + 4)
     for start, taken in ((0, True), (1, False)):
@@ -225,10 +225,10 @@ def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, torch.ones(HIDDEN - 1)])
-def test_a_gain_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | None) -> None:
+def test_a_norm_weight_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | None) -> None:
     chain, _, tensors = block(PROLOGUES[:2])
     if wrong is None:
-        chain._linears[1] = chain._linears[1]._replace(slots=chain._linears[1].slots._replace(gain=None))
+        chain._linears[1] = chain._linears[1]._replace(slots=chain._linears[1].slots._replace(norm_weight=None))
     else:
         tensors[6] = wrong
     assert chain(*inputs(), tensors) is ONE_BY_ONE
@@ -237,14 +237,14 @@ def test_a_gain_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | Non
 def test_weights_that_are_gone_are_forgotten() -> None:
     chain, _, tensors = block()
     assert chain(*inputs(), tensors) is not ONE_BY_ONE
-    known = chain._known._found
+    known = chain._known._checked
     assert len(known) == 1
     del tensors[2]
     gc.collect()
     assert not known
 
 
-WEIGHTS = "a weight, scale, bias or gain is not as its kernel reads it"
+WEIGHTS = "a weight, scale, bias or norm weight is not as its kernel reads it"
 ROWS = "activations or residual are not aligned rows on the current device"
 
 
@@ -283,15 +283,15 @@ def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
     aside = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     assert aside.data_ptr() % 16
     assert chain(aside, residual, tensors) is ONE_BY_ONE
-    gain = torch.empty(HIDDEN + 1)[1:]
-    assert gain.data_ptr() % 16
-    assert chain(x, residual, [*tensors[:6], gain, *tensors[7:]]) is ONE_BY_ONE
+    norm_weight = torch.empty(HIDDEN + 1)[1:]
+    assert norm_weight.data_ptr() % 16
+    assert chain(x, residual, [*tensors[:6], norm_weight, *tensors[7:]]) is ONE_BY_ONE
     assert said(caplog) == [WEIGHTS]
     log_once.cache_clear()
     linears[2].readable = False
     assert chain(x, residual, [tensor.clone() for tensor in tensors]) is ONE_BY_ONE
     assert said(caplog) == [WEIGHTS]
-    assert len(chain._known._found) == 1
+    assert len(chain._known._checked) == 1
 
 
 @pytest.mark.parametrize(

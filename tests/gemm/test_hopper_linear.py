@@ -119,8 +119,8 @@ def test_the_workspace_has_values_and_scales(monkeypatch: pytest.MonkeyPatch, qu
 
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
-    gain = torch.ones(ORDER.in_features, dtype=BF16)
-    _, total = made(monkeypatch, launches)(rows(), rows(), weight()._replace(gain=gain), 1e-6)
+    norm_weight = torch.ones(ORDER.in_features, dtype=BF16)
+    _, total = made(monkeypatch, launches)(rows(), rows(), weight()._replace(norm_weight=norm_weight), 1e-6)
     assert (total.shape, total.dtype) == (rows().shape, BF16)
     ((_, eps, outputs),) = launches.lifted
     assert (outputs["residual_out"], eps) == (total.data_ptr(), 1e-6)

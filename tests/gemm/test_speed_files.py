@@ -15,7 +15,7 @@ from slidesparse.base import log
 from slidesparse.base.whole_file import replace_file
 from slidesparse.gemm import speed_files
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable, WrongForm, find_nearest
+from slidesparse.gemm.speed import DENSE_FORM, Installation, LayerSpeed, SpeedTable, WrongForm, find_nearest
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, digest, file_name, load_speeds, tables_for, tuned_path
 
 TOKENS = (64, 1024, 16384)
@@ -165,7 +165,7 @@ def test_the_packages_tables_are_in_order(path: Path) -> None:
     gpu = table.installation.gpu
     assert path.name in (file_name(gpu), file_name(gpu, digest(table.installation)))
     assert table.installation.capability
-    assert DENSE in table.installation.libraries
+    assert DENSE_FORM in table.installation.libraries
     for layer in table.layers:
         assert {name.partition(" ")[0] for name in layer.us} <= set(table.installation.libraries)
 

@@ -104,7 +104,7 @@ def test_layers_that_run_dense_by_choice_are_joined_with_what_stands_before_them
     kernels, stock = asked[weights, "dense", "compiled"][1], asked[weights, "stock", "compiled"][1]
     assert launches(kernels, "sparse_gemm") == 0
     # One kernel in front of every linear of the model, where stock vLLM has a quantisation of its own for each.
-    assert launches(kernels, "held_kernel") + launches(kernels, "walking_kernel") == 4 * LAYERS
+    assert launches(kernels, "resident_kernel") + launches(kernels, "walking_kernel") == 4 * LAYERS
     assert launches(kernels, "scaled_int8_quant") + launches(kernels, "scaled_fp8_quant") == 0
     # Two norms and a SiLU of every layer are gone: more than the norms alone.
     assert launches(stock, "triton") - launches(kernels, "triton") > 2 * LAYERS

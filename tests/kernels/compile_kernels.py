@@ -24,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slidesparse.lifting.expert_lift_kernel import routed_kernel, spread_kernel
-from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec, Slabs
+from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.pack_kernel import MAGNITUDE, PackVariant, pack_kernel
 from slidesparse.weights.packed import pack_by
@@ -136,8 +136,8 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "x_ptr": pointer,
             "residual_ptr": pointer if added else (None,),
             "residual_out_ptr": pointer if added else (None,),
-            "gain_ptr": pointer if "norm" in prologue else (None,),
-            "out_ptr": pointer if variant.quant == "none" else "*i16" if variant.held else "*i8",
+            "norm_weight_ptr": pointer if "norm" in prologue else (None,),
+            "out_ptr": pointer if variant.quant == "none" else "*i16" if variant.resident else "*i8",
             "scales_ptr": "*fp32",
             "tokens": "i32",
             "x_stride": "i32",
@@ -150,12 +150,12 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield (
             label,
             build(
-                held_kernel if variant.held else walking_kernel,
+                resident_kernel if variant.resident else walking_kernel,
                 arguments,
                 arch,
                 launch.num_warps,
                 launch.registers or None,
-                disassemble=variant.held
+                disassemble=variant.resident
                 and pattern == "6:8"
                 and prologue == "none"
                 and (columns > 8192 or source == FP32),

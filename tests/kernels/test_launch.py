@@ -20,7 +20,7 @@ def test_the_rule_gives_a_launch_for_any_size(columns: int, quantised: bool) -> 
     for tokens in (1, 4096):
         chosen = configure(tokens, order, 2, "none", quantised)
         assert chosen.read == 8 * 32 * chosen.num_warps
-        assert chosen.num_warps == (launch.FEWEST_HOLDING if quantised else 1) or chosen.read <= columns
+        assert chosen.num_warps == (launch.FEWEST_WARPS if quantised else 1) or chosen.read <= columns
 
 
 def variant_of(columns: ColumnOrder, launch: Launch) -> LiftVariant:
@@ -31,11 +31,11 @@ def variant_of(columns: ColumnOrder, launch: Launch) -> LiftVariant:
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_rows_are_held_as_long_as_they_fit(columns: int, tokens: int) -> None:
     order = ColumnOrder.identity(columns)
-    assert variant_of(order, configure(tokens, order, 2, "none")).held
+    assert variant_of(order, configure(tokens, order, 2, "none")).resident
     longer = ColumnOrder.identity(32768 + 4)
-    assert not variant_of(longer, configure(tokens, longer, 2, "none")).held
+    assert not variant_of(longer, configure(tokens, longer, 2, "none")).resident
     odd = replace(order, k_offset=1)
-    assert not variant_of(odd, configure(tokens, odd, 2, "none")).held
+    assert not variant_of(odd, configure(tokens, odd, 2, "none")).resident
 
 
 def chosen(columns: int, prologue: str = "none", tokens: int = 4096, itemsize: int = 2, held: bool = True) -> Launch:
@@ -44,7 +44,7 @@ def chosen(columns: int, prologue: str = "none", tokens: int = 4096, itemsize: i
 
 def test_held_rows_get_few_lanes_few_rows_many_and_walked_rows_in_flight_fit_l1() -> None:
     held = {columns: chosen(columns).num_warps for columns in (2048, 3584, 8192, 18944)}
-    assert held == {2048: launch.FEWEST_HOLDING, 3584: 2, 8192: 4, 18944: 16}
+    assert held == {2048: launch.FEWEST_WARPS, 3584: 2, 8192: 4, 18944: 16}
     assert [chosen(columns, tokens=1).num_warps for columns in (600, 3584)] == [2, 8]
     assert [chosen(columns, "add_rms_norm").num_warps for columns in (3584, 18944)] == [8, 16]
     assert [chosen(columns, held=False).num_warps for columns in (3584, 8192, 18944)] == [4, 8, 16]

@@ -21,9 +21,9 @@ from slidesparse.base.log import log_once
 from slidesparse.base.triton_launcher import Launcher
 from slidesparse.lifting import kernel as lifts
 from slidesparse.lifting.addresses import LiftInputs
-from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.kernel import KernelLift
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
+from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.walking import walking_kernel
 
 ORDER = ColumnOrder(64, 8, 0, 8, 96, slid=True)
@@ -231,7 +231,7 @@ NUMBERS = {
     "x_ptr": 16,
     "residual_ptr": 32,
     "residual_out_ptr": 48,
-    "gain_ptr": 64,
+    "norm_weight_ptr": 64,
     "out_ptr": 96,
     "scales_ptr": 112,
     "tokens": 5,
@@ -242,7 +242,7 @@ NUMBERS = {
 """Parameter of the kernels that lift -> a number that no other has."""
 
 
-@pytest.mark.parametrize("kernel", [held_kernel, walking_kernel], ids=["held", "walking"])
+@pytest.mark.parametrize("kernel", [resident_kernel, walking_kernel], ids=["held", "walking"])
 def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     lift = KernelLift(SPEC, 5, torch.device("cpu"))
@@ -250,7 +250,7 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
     launcher._run = lambda *arguments: told.append(arguments)
     lift.launcher = launcher
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
-    inputs = LiftInputs(x=16, residual=32, gain=64, x_stride=128, residual_stride=144)
+    inputs = LiftInputs(x=16, residual=32, norm_weight=64, x_stride=128, residual_stride=144)
     lift.launch(inputs, 0.25, residual_out=48, values=96, scale=112)
     (arguments,) = told
     assert arguments[:4] == (5, 1, 1, 4096)
@@ -264,10 +264,10 @@ def test_a_kernel_that_is_ready_is_told_the_same_by_addresses(monkeypatch: pytes
     lift.launcher = SimpleNamespace(ready=True, launch=lambda *given: told.append(given))
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
     x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
-    gain = torch.ones(64, dtype=torch.bfloat16)
-    lifted = lift.run(x, residual, gain, 0.25)
+    norm_weight = torch.ones(64, dtype=torch.bfloat16)
+    lifted = lift.run(x, residual, norm_weight, 0.25)
     ((programs, stream, *numbers),) = told
-    written = lifted.residual, gain, lifted.values, lifted.scale
+    written = lifted.residual, norm_weight, lifted.values, lifted.scale
     places = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, *written)]
     assert (programs, stream, numbers) == (5, 4096, [*places, 5, 128, 128, 0.25])
     assert lifted.values.shape == (5, ORDER.k_packed)

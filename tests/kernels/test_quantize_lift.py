@@ -113,8 +113,12 @@ def test_walked_rows_are_held_rows(
 ) -> None:
     packed = packed_weight("6:8", 700)
     x, residual = torch.randint(-40, 41, (2, 2, 700)).div(8).to(device, torch.bfloat16).unbind(0)
-    gain = torch.randn(700).to(device, torch.bfloat16)
-    given = {"x": torch.cat([x, residual], 1)} if prologue == "silu_mul" else {"x": x, "gain": gain, "eps": 1e-6}
+    norm_weight = torch.randn(700).to(device, torch.bfloat16)
+    given = (
+        {"x": torch.cat([x, residual], 1)}
+        if prologue == "silu_mul"
+        else {"x": x, "norm_weight": norm_weight, "eps": 1e-6}
+    )
     given |= {"residual": residual} if prologue.startswith("add") else {}
     results = []
     for read in (1024, 64):  # held in one chunk, and walked
@@ -156,7 +160,7 @@ def test_every_kind_of_row_as_sglang_quantises(
     packed, x = packed_weight("6:8", 66), rows(66).to(device, source)
     x[7] = (torch.arange(66) % 64 - 31.5).to(x)  # ties, with the last of 63.5
     x[7, 0] = 127.0
-    values, scale, _ = quantize_lift(x, on(device, packed), dtype, quantiser="sglang")
+    values, scale, _ = quantize_lift(x, on(device, packed), dtype, activation_rounding="sglang")
     kernels.find_kernel_lift.cache_clear()
     wanted, wanted_scale = quantize_rows(x, dtype, "sglang")
     if device == "cpu":
@@ -315,10 +319,10 @@ def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str)
     packed, slabs = packed_weight(pattern, 90), Slabs(24, swizzle=True)
     columns = on(device, packed, 128)
     x, residual = torch.randn(2, 9, 90, dtype=torch.bfloat16, device=device).unbind(0)
-    gain = torch.randn(90, dtype=torch.bfloat16, device=device)
+    norm_weight = torch.randn(90, dtype=torch.bfloat16, device=device)
     given = {
-        "rms_norm": {"x": x, "gain": gain, "eps": 1e-6},
-        "add_rms_norm": {"x": x, "gain": gain, "residual": residual, "eps": 1e-6},
+        "rms_norm": {"x": x, "norm_weight": norm_weight, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "norm_weight": norm_weight, "residual": residual, "eps": 1e-6},
         "silu_mul": {"x": torch.cat([x, residual], 1)},
     }[prologue]
     # The row-major results are tested below; here the same bytes must stand elsewhere, and all else be the same.
@@ -356,13 +360,13 @@ def test_offsets_beyond_two_to_the_31() -> None:
 # -- fused with what comes before ----------------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, offset: int = 0) -> torch.Tensor:
-    """The definition with square roots that are right to the last bit; in the type of the gain."""
+def rms_norm(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, offset: int = 0) -> torch.Tensor:
+    """The definition with square roots that are right to the last bit; in the type of the norm_weight."""
     wide = x.to(torch.float32)
     mean = wide.square().sum(-1, keepdim=True) / torch.tensor(float(x.shape[-1]), device=x.device)
     # torch's float32 square root is not always the nearest number on a CPU; through float64 it is.
     rstd = torch.ones_like(mean) / (mean + eps).to(torch.float64).sqrt().to(torch.float32)
-    return (wide * rstd * (gain.to(torch.float32) + offset)).to(gain.dtype)
+    return (wide * rstd * (norm_weight.to(torch.float32) + offset)).to(norm_weight.dtype)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6"])
@@ -376,16 +380,18 @@ def test_rms_norm_first(
     packed = packed_weight(pattern, 70)
     # Small multiples of 1/8: their squares add up exactly in any order, so that nothing but rounding is left to differ.
     x, residual = (torch.randint(-40, 41, (2, 3, 70)) / 8).to(device, source).unbind(0)
-    gain = torch.randn(70).to(device, source)
+    norm_weight = torch.randn(70).to(device, source)
     total = x.to(torch.float32) + residual.to(torch.float32) if with_residual else x
-    wanted = expected(rms_norm(total, gain, 1e-6, int(norm == "gemma_norm")), packed, dtype)
+    wanted = expected(rms_norm(total, norm_weight, 1e-6, int(norm == "gemma_norm")), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
-        *got, after = quantize_lift(x, columns, dtype, f"add_{norm}", gain=gain, residual=residual, eps=1e-6)
+        *got, after = quantize_lift(
+            x, columns, dtype, f"add_{norm}", norm_weight=norm_weight, residual=residual, eps=1e-6
+        )
         assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
-        got = quantize_lift(x, columns, dtype, norm, gain=gain, eps=1e-6)
+        got = quantize_lift(x, columns, dtype, norm, norm_weight=norm_weight, eps=1e-6)
     assert_same(got, wanted)
 
 
@@ -426,11 +432,11 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     columns = on(device, packed)
     x = torch.randn(4, 64, device=device)
     elsewhere = x.to("cpu" if device == "cuda" else "meta")
-    norm, add = {"prologue": "rms_norm", "eps": 1e-6}, {"prologue": "add_rms_norm", "eps": 1e-6, "gain": x[0]}
+    norm, add = {"prologue": "rms_norm", "eps": 1e-6}, {"prologue": "add_rms_norm", "eps": 1e-6, "norm_weight": x[0]}
     for given in (
         *({"x": x[:, :32]}, {"x": torch.randn(64, 4, device=device).T}, {"prologue": "silu_mul"}),
         *({"target": torch.bfloat16}, {"slabs": Slabs(8)}),
-        *(norm, norm | {"gain": x[0, :32]}, norm | {"gain": elsewhere[0]}),
+        *(norm, norm | {"norm_weight": x[0, :32]}, norm | {"norm_weight": elsewhere[0]}),
         *(add, add | {"residual": x[:2]}, add | {"residual": elsewhere}),
     ):
         with pytest.raises(InputError):
@@ -451,28 +457,28 @@ def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypa
     columns, bf16 = on(device, packed_weight("6:8", 64)), torch.bfloat16
     where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     lift = kernels.KernelLift(LiftSpec("add_rms_norm", bf16, torch.int8, tuple(columns.numbers), Layout()), 5, where)
-    both, gain = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
+    both, norm_weight = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
     x, residual = both.chunk(2, 1)
     current = True
     monkeypatch.setattr(kernels, "is_current", lambda _: current)
     monkeypatch.setattr(lift.launcher, "_run", None)
-    assert lift.inputs(x, residual, gain) is None  # nothing is compiled yet
-    assert lift.why_not(x, residual, gain) is None
+    assert lift.inputs(x, residual, norm_weight) is None  # nothing is compiled yet
+    assert lift.why_not(x, residual, norm_weight) is None
     monkeypatch.setattr(lift.launcher, "_run", "a kernel")
-    told = LiftInputs(x.data_ptr(), residual.data_ptr(), gain.data_ptr(), 128, 128)
-    assert lift.inputs(x, residual, gain) == told
-    assert lift.why_not(x, residual, gain) is None
+    told = LiftInputs(x.data_ptr(), residual.data_ptr(), norm_weight.data_ptr(), 128, 128)
+    assert lift.inputs(x, residual, norm_weight) == told
+    assert lift.why_not(x, residual, norm_weight) is None
     for reason, x_, gain_, residual_ in (
-        ("activations to lift", x[:4], gain, residual),
-        ("activations to lift", x.half(), gain, residual),
-        ("multiples of 16 bytes", both[:, 1:65], gain, residual),
-        ("gain of RMSNorm", x, gain[1:], residual),
-        ("gain of RMSNorm", x, None, residual),
-        ("residual", x, gain, residual.to("meta")),
-        ("residual", x, gain, None),
+        ("activations to lift", x[:4], norm_weight, residual),
+        ("activations to lift", x.half(), norm_weight, residual),
+        ("multiples of 16 bytes", both[:, 1:65], norm_weight, residual),
+        ("weight of RMSNorm", x, norm_weight[1:], residual),
+        ("weight of RMSNorm", x, None, residual),
+        ("residual", x, norm_weight, residual.to("meta")),
+        ("residual", x, norm_weight, None),
     ):
         assert lift.inputs(x_, residual_, gain_) is None
         assert reason in str(lift.why_not(x_, residual_, gain_))
     current = False
-    assert lift.inputs(x, residual, gain) is None
-    assert "not the current device" in str(lift.why_not(x, residual, gain))
+    assert lift.inputs(x, residual, norm_weight) is None
+    assert "not the current device" in str(lift.why_not(x, residual, norm_weight))

@@ -11,7 +11,7 @@ from slidesparse.base.typed_json import load_json
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, get_backend
-from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, SpeedTable
 from slidesparse.gemm.speed_files import (
     PACKAGED,
     digest,
@@ -22,8 +22,7 @@ from slidesparse.gemm.speed_files import (
     table_text,
 )
 from slidesparse.offline.tune import layer_name
-from slidesparse.weights.pattern import DENSE as DENSE_PATTERN
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import DTYPES
 
 FEWEST_TOKENS = 3
@@ -66,7 +65,7 @@ def faults(table: SpeedTable) -> Iterator[str]:
         yield f"compute capability {there.capability[:20]!r}"
     if there.driver is None or not re.fullmatch(r"\d+(\.\d+){1,2}", there.driver):
         yield f"driver {there.driver!r}"
-    if unknown := sorted(there.libraries.keys() - accelerated - {DENSE}):
+    if unknown := sorted(there.libraries.keys() - accelerated - {DENSE_FORM}):
         yield f"unknown backends {', '.join(unknown)}"
     if (ours := there.libraries.get("hopper")) not in (None, get_backend("hopper").library()):
         yield f"times of {ours}, which is no longer the kernel in the package"
@@ -81,11 +80,11 @@ def _layer_faults(layer: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
         yield f"unknown type {layer.dtype!r}"
     if len(layer.tokens) < FEWEST_TOKENS:
         yield f"times at {len(layer.tokens)} numbers of tokens"
-    if None in layer.us.get(DENSE, (None,)):
+    if None in layer.us.get(DENSE_FORM, (None,)):
         yield "no dense time everywhere"
         return
     for name, times in layer.us.items():
-        if name != DENSE and not _is_packed_key(name, accelerated):
+        if name != DENSE_FORM and not _is_packed_key(name, accelerated):
             yield f"times of {name!r}"
         known = [(m, us) for m, us in zip(layer.tokens, times, strict=True) if us is not None]
         if not known:
@@ -94,7 +93,7 @@ def _layer_faults(layer: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
             yield f"{name} is faster than any GPU"
         if any(us > after / FALL for (_, us), (_, after) in pairwise(known)):
             yield f"{name} takes less time for more tokens"
-        shares = [us / dense for us, dense in zip(times, layer.us[DENSE], strict=True) if us and dense]
+        shares = [us / dense for us, dense in zip(times, layer.us[DENSE_FORM], strict=True) if us and dense]
         if shares and not SHARES[0] <= min(shares) <= max(shares) <= SHARES[1]:
             yield f"{name} takes {min(shares):.2g} to {max(shares):.2g} of dense's time"
 
@@ -105,7 +104,7 @@ def _is_packed_key(name: str, accelerated: set[str]) -> bool:
         parsed = Pattern.parse(pattern)
     except InputError:
         return False
-    return backend in accelerated and str(parsed) == pattern and parsed != DENSE_PATTERN
+    return backend in accelerated and str(parsed) == pattern and parsed != DENSE
 
 
 def add_to_package(table: SpeedTable, folder: Path = PACKAGED) -> Path:

@@ -1,4 +1,4 @@
-"""Refuse arguments of the wrong kind by the package's own errors, at the doors of the public functions."""
+"""Type checks of the arguments of public functions, with the package's own errors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ PLAIN = {int: "a whole number of 64 bits", float: "a number", bool: "True or Fal
 
 
 def require_kind(value: Any, kind: type | tuple[type, ...], name: str, needed: str) -> None:
-    """Raise an InputError for an argument, by its name, that is not of a kind, which ``needed`` says in words."""
+    """Raise an InputError for an argument ``name`` that is not of a kind, ``needed`` in words."""
     if not isinstance(value, kind):
         raise InputError(name, got=shown(value), needed=needed)
 
 
 def require_integer(value: Any, name: str) -> None:
-    """Raise an InputError for a value that is no whole number of 64 bits; True and False are none."""
+    """Raise an InputError for a value that is not an integer of 64 bits; nor are True and False."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value).bit_length() > 64:
         raise InputError(name, got=shown(value), needed="a whole number of 64 bits")
 
 
 def require_plain(function: Callable[..., object], given: Mapping[str, Any]) -> None:
-    """Raise an InputError for an argument that does not fit the function's annotation, where that has plain types only.
+    """Raise an InputError for an argument that does not fit its annotation, where that has plain types only.
 
-    A function asks first of all, with its ``locals()``. Texts that a Literal lists are plain.
+    A function calls this first, with its ``locals()``. A Literal of texts is plain.
     """
     for name, hint in get_type_hints(function).items():
         kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -49,14 +49,14 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def list_of_names(value: Any, name: str) -> list[str]:
-    """Return names as a list; one name alone would be read letter by letter, and a tensor row by row."""
+    """Return names as a list; refuse a text, which would be read letter by letter, and a tensor."""
     if isinstance(value, str) or hasattr(type(value), "shape") or not isinstance(value, Iterable):
         raise InputError(name, got=shown(value), needed="a list of names")
     return list(value)
 
 
 def shown(value: Any) -> str:
-    """Return a value of any kind as a few words: plain ones as Python writes them, others by their class.
+    """Return a short text for any value: plain ones as Python writes them, others by their class.
 
     >>> shown("a"), shown(None), shown([1, 2])
     ("'a'", 'None', 'list')

@@ -1,6 +1,6 @@
-"""The user's cache folder, which keeps searches and measurements of this machine.
+"""The user's cache folder, for compiled kernels and measured times of this machine.
 
-What lies in it is run (compiled kernels) or believed (measured times). So it is taken only where nobody else can write.
+Its contents are run or believed, so it is used only where nobody else can write.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REMEDY = "set XDG_CACHE_HOME to a folder that you own and nobody else can write"
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable. The folder exists, with mode 0700.
 
-    Where there is no such folder that is the user's own, a warning says so once, and the folder is a fresh one that
-    nobody else can enter and that goes when the process ends.
+    Where the user has no such folder of their own, a warning says so once. The folder is then a private one that is
+    deleted when the process ends.
     """
     folder = _wanted()
     refusal = _refusal(folder)
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def lasting_cache_folder() -> Path:
-    """Return :func:`cache_folder` for what must be there tomorrow; an UnsupportedError where it would not be."""
+    """Return :func:`cache_folder` if it lasts, or raise an UnsupportedError."""
     folder = _wanted()
     refusal = _refusal(folder)
     if folder is None or refusal is not None:
@@ -52,7 +52,7 @@ def _wanted() -> Path | None:
 
 @lru_cache(maxsize=8)
 def _refusal(folder: Path | None) -> str | None:
-    """Make a folder if it is not there, close it to others, and return why it cannot be trusted, if it cannot."""
+    """Make a folder, close it to others, and return the reason why it cannot be trusted, or None."""
     if folder is None:
         return "the user has no home"
     try:
@@ -61,7 +61,7 @@ def _refusal(folder: Path | None) -> str | None:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
             return f"{folder} is a link or a file"
-        of_root = status.st_uid == 0 and not status.st_mode & 0o022  # as in an image: root could change us, too
+        of_root = status.st_uid == 0 and not status.st_mode & 0o022  # as in an image: root can change anything
         if status.st_uid != os.geteuid() and not of_root:
             return f"{folder} belongs to another user"
         if status.st_mode & 0o077 and status.st_uid == os.geteuid():

@@ -1,4 +1,4 @@
-"""Write how many of a thing there are: the one place that knows the plural."""
+"""Counts of things as text: the one place that knows the plural."""
 
 from __future__ import annotations
 

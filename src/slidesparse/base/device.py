@@ -1,4 +1,4 @@
-"""Check whether a device can be used, and if not, say why in one line; and name the driver."""
+"""Devices: whether one can be used, the reason if not, and the driver's version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slidesparse.errors import InputError, UnsupportedError, first_line
 
 
 def why_no_cuda() -> str | None:
-    """Return why torch cannot use a CUDA device, in its own words (no GPU, too old a driver, ...); None when it can."""
+    """Return torch's reason for not using a CUDA device (no GPU, too old a driver, ...); None if it can."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -24,9 +24,9 @@ def why_no_cuda() -> str | None:
 
 
 def require_cuda(needed_by: str, more: str = "") -> None:
-    """Raise an UnsupportedError where torch can use no GPU, with its reason.
+    """Raise an UnsupportedError with torch's reason where it can use no GPU.
 
-    ``needed_by`` is what the user asked for, ``slidesparse tune``; ``more`` what else to do, from a semicolon on.
+    ``needed_by`` names the command, ``slidesparse tune``; ``more`` extends the remedy, from a semicolon on.
     """
     if (why := why_no_cuda()) is not None:
         remedy = f"run it on a machine with an NVIDIA GPU{more}"
@@ -35,7 +35,7 @@ def require_cuda(needed_by: str, more: str = "") -> None:
 
 @lru_cache(maxsize=64)
 def runs_triton(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device: it generates code from compute capability 8.0 on."""
+    """Return whether Triton runs on a device: from compute capability 8.0 on."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -46,8 +46,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 
     None: a GPU when there is one, else the CPU.
 
-    Not every library takes ``cuda`` for the current device: safetensors reads onto the first. Nor does it know
-    ``cpu:0``, which torch takes for ``cpu``.
+    Safetensors takes ``cuda`` for the first GPU, not the current one, and does not know ``cpu:0``.
 
     Raises:
         InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
@@ -75,7 +74,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 
 
 def give_blocks_back(device: torch.device) -> None:
-    """Return the blocks of tensors that are gone to the GPU, while a server loads a model.
+    """Return the freed blocks of torch's allocator to the GPU, while a server loads a model.
 
     A packed weight is a little smaller than the dense one of the layer before, and than what its own checks took.
     Torch's allocator would put it into such a block, whose rest is too small for another: in a 7B model at 6:8 a third
@@ -94,7 +93,7 @@ def mostly_free(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, ``580.159.04``; None where it cannot be found out."""
+    """Return the version of the NVIDIA driver, ``580.159.04``; None if unknown."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -103,5 +102,5 @@ def driver_version() -> str | None:
             text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return None
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return None if found is None else found[0]
+    version = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return None if version is None else version[0]

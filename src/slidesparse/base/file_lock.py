@@ -1,7 +1,7 @@
-"""A lock between processes, on a file of its own: the system frees it when its holder ends, however that ends.
+"""A lock between processes, on a file of its own; the system frees it when its holder ends in any way.
 
-It is not the package ``filelock``, up to whose 3.20 a file system without locks looks like a lock that is held, and
-which later leaves a file there that outlives a process that was killed. Importing it takes a quarter of a second.
+The package ``filelock`` is not used: up to 3.20 it takes a file system without locks for a lock that is held, and later
+it leaves a file there that outlives a killed process. Importing it takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def file_lock(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[bool]:
-    """Hold a lock as long as the block runs, if it is free within some seconds.
+    """Hold a lock while the block runs, if it is free within ``wait_s`` seconds.
 
-    Where the file cannot be made, or its file system has no locks, each process is on its own.
+    Where the file cannot be made, or its file system has no locks, nothing is locked.
 
     Args:
         path: The lock's file; it and its folder are made, and the file stays.

@@ -1,4 +1,4 @@
-"""What the distribution ``slidesparse-bench`` brings, where it is installed: found by entry points, never imported."""
+"""Parts of the distribution ``slidesparse-bench``, if installed: found by entry points, never imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP = "slidesparse.bench"
 def from_bench(part: str, needed_by: str) -> Any:
     """Return a part of slidesparse-bench by its entry point; an UnsupportedError where it cannot be imported.
 
-    ``needed_by`` is what the user asked for: ``slidesparse bench``.
+    ``needed_by`` names the command: ``slidesparse bench``.
     """
     got = "none installed"
     for point in entry_points(group=GROUP, name=part):

@@ -1,4 +1,4 @@
-"""The package's logger, and messages that are worth logging once a process."""
+"""The package's logger, and messages that a process logs once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slidesparse.errors import printable
 
 
 def own_logger(name: str) -> logging.Logger:
-    """Return a logger of ours, which writes out what a terminal would act on before any handler gets it."""
+    """Return a logger that escapes control characters before any handler gets them."""
     log = logging.getLogger(name)
     log.addFilter(_escape)
     return log
@@ -25,5 +25,5 @@ LOG = own_logger("slidesparse")
 
 @lru_cache(maxsize=4096)
 def log_once(text: str, level: int = logging.INFO, log: logging.Logger = LOG) -> None:
-    """Log a message unless this process has logged it before; a plugin passes a logger that its server shows."""
+    """Log a message unless this process has logged it before; a plugin passes its server's logger."""
     log.log(level, text)

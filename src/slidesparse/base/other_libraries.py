@@ -1,4 +1,4 @@
-"""Ask for other libraries, and let them work without a word where a command wants only its own words."""
+"""Optional libraries: their import, and silence while a command prints its own output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slidesparse.errors import UnsupportedError
 _QUIET = ContextVar("other libraries are quiet", default=False)
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""How transformers reads a folder: nothing is fetched, and no code that lies there runs."""
+"""Options with which transformers reads a folder: nothing is fetched, and no code in it runs."""
 
 HF = 'pip install ".[hf]" in a checkout of slidesparse'
-"""How to install what models and checkpoints need."""
+"""Remedy: install the libraries for models and checkpoints."""
 
 
 def need(module: str, remedy: str = HF, *, what: str | None = None, needed: str | None = None) -> Any:
-    """Import an optional library; an UnsupportedError says how to install it, and ``what`` cannot go on without it."""
+    """Import an optional library, or raise an UnsupportedError; the other arguments are parts of its message."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -33,7 +33,7 @@ def need(module: str, remedy: str = HF, *, what: str | None = None, needed: str 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Make every :func:`other_library` quiet while the block runs."""
+    """Silence every :func:`other_library` while the block runs."""
     token = _QUIET.set(True)
     try:
         yield
@@ -43,9 +43,9 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def other_library() -> Iterator[None]:
-    """Mark a block in which another library may draw bars or print reports; its errors are raised as ever.
+    """Mark a block in which another library may draw bars or print reports; its errors pass.
 
-    Not every bar has a setting: compressed-tensors draws its own whatever the environment says.
+    Not every bar has a setting: compressed-tensors always draws its own.
     """
     if not _QUIET.get():
         yield
@@ -56,7 +56,7 @@ def other_library() -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers(level: int = logging.ERROR) -> Iterator[None]:
-    """Keep transformers, where it is imported already, from drawing bars and from reporting less than a level."""
+    """Turn off the bars of transformers, if it is imported, and its messages below a level."""
     loaded: Any = sys.modules.get("transformers")
     if loaded is None:
         yield

@@ -1,4 +1,4 @@
-"""Refuse paths that cannot be used, before anything is read or written there."""
+"""Validation of paths, before anything is read or written there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from slidesparse.errors import InputError
 
 
 def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Return a path that every library can be given, though nothing need be there; ``name`` says what it is of.
+    """Return a path that every library accepts; nothing need exist there. ``name`` is its name in errors.
 
     Raises:
-        InputError: It is no path, is empty, is not UTF-8 (libraries and JSON files take nothing else), holds NUL, or
-            leads in circles.
+        InputError: Not a path, empty, not UTF-8 (which libraries and JSON files need), with NUL, or a circle of links.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InputError(name, got=type(path).__name__, needed="a path, as text")
@@ -30,7 +29,7 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     try:
         Path(text).resolve()
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            os.lstat(text)  # says whether a name is too long
+            os.lstat(text)  # refuses a name that is too long
     except RuntimeError as error:  # Python 3.13 has an OSError in its place
         raise InputError(f"{name} {text} cannot be used", got="links that lead in circles") from error
     except OSError as error:

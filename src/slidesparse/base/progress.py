@@ -20,19 +20,19 @@ from rich.text import Text
 from slidesparse.errors import printable
 
 NARROWEST = 40
-"""Columns below which nothing is made: a narrower terminal wraps."""
+"""Least columns of a table; a narrower terminal wraps it."""
 
 BETWEEN = "   "
-"""Between two columns of a table."""
+"""Space between two columns of a table."""
 
 WIDEST = 10_000
-"""Columns of a table that goes into a file: enough for every row."""
+"""Width of a table in a file: enough for every row."""
 
 LINE_S, FIRST_LINE_S = 30.0, 5.0
-"""Seconds between two lines where no bar can be drawn, as in a log; the first line, with an estimate, comes earlier."""
+"""Seconds between two lines of progress where no bar is drawn; the first one, with an estimate, comes earlier."""
 
 SPEED_S = 600.0
-"""Seconds from which a speed is estimated: a layer may take minutes."""
+"""Seconds over which speed is averaged: a layer may take minutes."""
 
 _QUIET = ContextVar("quiet", default=False)
 
@@ -41,15 +41,14 @@ _QUIET = ContextVar("quiet", default=False)
 def progress_bar(
     title: str, total: int, *, unit: str = "bytes", show: bool | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error and yield the function that advances it, up to ``total``; of 0 no bar is shown.
+    """Show a bar on standard error and yield the function that advances it, up to ``total``; no bar for 0.
 
-    Where that is no terminal and ``show`` is None, a line now and then says the same. The function takes an amount, and
-    a note to show after the title. The unit is ``bytes``, or anything else for plain counts; for ``show`` see
-    :func:`bars_shown`.
+    Where that is no terminal and ``show`` is None, lines are printed instead. The function takes an amount, and a note
+    to show after the title. The unit is ``bytes``, or anything else for plain counts; see :func:`bars_shown`.
     """
     shown = bars_shown(show) and total > 0
     lines = show is None and not shown and sys.stderr is not None and bars_shown(True)
-    said = time.monotonic() - LINE_S + min(FIRST_LINE_S, LINE_S)
+    printed = time.monotonic() - LINE_S + min(FIRST_LINE_S, LINE_S)
     count, left = DownloadColumn() if unit == "bytes" else MofNCompleteColumn(), TimeRemainingColumn()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, left)
     console = Console(stderr=True)
@@ -57,10 +56,10 @@ def progress_bar(
         task = bar.add_task(printable(title), total=total)
 
         def advance(amount: int, note: str = "") -> None:
-            nonlocal said
+            nonlocal printed
             bar.update(task, advance=amount, description=printable(f"{title} {note}".rstrip()))
-            if lines and time.monotonic() - said >= LINE_S:
-                said, now = time.monotonic(), bar.tasks[0]
+            if lines and time.monotonic() - printed >= LINE_S:
+                printed, now = time.monotonic(), bar.tasks[0]
                 done = count.render(now).plain.strip() + ("" if unit == "bytes" else f" {unit}")
                 rest = f"{left.render(now).plain} left" if now.time_remaining else ""
                 say(title, ", ".join(filter(None, (done, note, rest))))
@@ -69,13 +68,13 @@ def progress_bar(
 
 
 def say(title: str, line: str) -> None:
-    """Print a line about the work of a command on standard error; nothing :func:`quietly`."""
+    """Print a line of progress on standard error; nothing under ``--quiet``."""
     if bars_shown(True) and sys.stderr is not None:
         print(printable(f"{title}: {line}"), file=sys.stderr, flush=True)
 
 
 def bars_shown(show: bool | None = None) -> bool:
-    """Return whether bars are shown: as asked for; None: on a terminal only. Never :func:`quietly`."""
+    """Return whether bars are shown: as asked for; None: on a terminal only. False under ``--quiet``."""
     if _QUIET.get():
         return False
     return (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
@@ -83,7 +82,7 @@ def bars_shown(show: bool | None = None) -> bool:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Show no progress bar, and no :func:`advice`, while the block runs."""
+    """Show no progress and no :func:`advice` while the block runs: ``--quiet``."""
     token = _QUIET.set(True)
     try:
         yield
@@ -92,22 +91,19 @@ def quietly() -> Iterator[None]:
 
 
 def advice(lines: Iterable[str]) -> list[str]:
-    """Return words beside a result that say what to do, or to do otherwise; none of them :func:`quietly`.
-
-    What a result is stays, also where it is less than one may expect.
-    """
+    """Return the hints to print below a result; none under ``--quiet``."""
     return [] if _QUIET.get() else list(lines)
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output is; None where it is a file or a pipe."""
+    """Return the width of the terminal; None where standard output is a file or a pipe."""
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
 def wrapped(text: str) -> str:
-    """Return each line of a text in as many lines as the terminal needs, indented after the first; itself elsewhere."""
+    """Return a text wrapped to the terminal, with hanging indents; unchanged elsewhere."""
     width = terminal_width()
     if width is None:
         return text
@@ -116,9 +112,9 @@ def wrapped(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return an aligned table as text: text to the left, columns of numbers to the right.
+    """Return an aligned table: text to the left, numbers to the right.
 
-    On a terminal that is too narrow, cells take several lines, with whole words while these fit.
+    On a narrow terminal cells wrap, at words where these fit.
     """
     drawn = [[printable(str(cell)) for cell in row] for row in rows]
     width, cells = terminal_width() or WIDEST, [*zip(columns, *drawn, strict=True)]

@@ -1,4 +1,4 @@
-"""Call functions with room for deeper frames: the only module that relies on how CPython keeps frames.
+"""Calls with room for deeper frames: the only module that relies on CPython's layout of frames.
 
 CPython keeps frames in chunks of 16 KB, and frees a chunk as soon as its first frame returns. Where a loop's frame is
 at the end of a chunk, each call in it maps a chunk, touches it and unmaps it again: 7 us instead of 0.05
@@ -34,7 +34,7 @@ def _call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
 
 @lru_cache
 def _call_with_room() -> Callable[..., Any] | None:
-    """Return :func:`_call` with a large frame; None where there is none to be had, or no need of one."""
+    """Return :func:`_call` with a large frame; None where Python makes none, or needs none."""
     if sys.implementation.name != "cpython":
         return None
     try:
@@ -47,10 +47,10 @@ def _call_with_room() -> Callable[..., Any] | None:
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function so that it is called at the start of a chunk, with 100 KB of room for deeper frames.
+    """Return a function that runs at the start of a chunk, with 100 KB of room for deeper frames.
 
-    Each call maps one chunk and unmaps it, so it belongs around a whole loop. Where CPython makes no such frame, and in
-    other interpreters, it is the function itself.
+    Each call maps one chunk and unmaps it, so wrap whole loops. Where CPython makes no such frame, and in other
+    interpreters, the function itself is returned.
     """
     roomy = _call_with_room()
     if roomy is None:

@@ -1,4 +1,4 @@
-"""Tensors on their way between the processes of one run: through NCCL on GPUs, and through gloo elsewhere."""
+"""Transfers of tensors between the processes of a run: by NCCL on GPUs, by gloo elsewhere."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slidesparse.base.ranks import Ranks, explained
 
 
 class RankTensors:
-    """Sends tensors on a device between processes. Every transfer is one that all of them know of, in one order.
+    """Sends tensors on a device between processes, which all make the same transfers in the same order.
 
-    A LostRank says that another process has ended.
+    A LostRank is raised when another process has ended.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -32,12 +32,12 @@ class RankTensors:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Give every process the tensor of one of them, in place."""
+        """Copy the tensor of process ``source`` to all others, in place."""
         if self.ranks.world > 1:
             with explained():
                 dist.broadcast(_bytes(tensor), source)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, which every transport can send, without a copy."""
+    """Return a contiguous tensor as bytes, which every transport can send, without a copy."""
     return tensor.view(-1).view(torch.uint8)

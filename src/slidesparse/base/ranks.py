@@ -1,4 +1,4 @@
-"""The processes of one run, which torchrun starts and torch.distributed connects; the first that fails says why."""
+"""The processes of a run, started by torchrun and connected by torch.distributed; the first to fail says why."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 from slidesparse.errors import InputError, SlideSparseError, first_line
 
 JOIN = timedelta(minutes=5)
-"""Time in which all processes must have begun: machines may start late."""
+"""Timeout for all processes to start: machines may start late."""
 
 LONGEST_WAIT = timedelta(days=1)
-"""Timeout of every wait. The first process may prepare for hours (smoothing, reading texts, writing chats) while others
-wait. A process that ends closes its connections, which ends these waits at once, and torchrun ends the others: only a
-machine that loses its network or its power is waited for that long."""
+"""Timeout of every wait. The first process may prepare for hours (smoothing, reading texts, writing chats). A process
+that ends closes its connections, which ends all waits at once: only a lost network or machine takes that long."""
 
 _SPEAKER: dict[str, Any] = {}
-"""The store and the rank of this process in the run that it has joined, and has not left without an error."""
+"""Store and rank of this process in the run that it has joined; empty after leaving without an error."""
 
 
 class LostRank(SlideSparseError, RuntimeError):
@@ -29,13 +28,13 @@ class LostRank(SlideSparseError, RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one run, seen from one of them. Alone it is a run of one process, which waits for nobody.
+    """The processes of a run, seen from one of them; by default a run of one process.
 
     Attributes:
-        rank: This process, from 0.
-        world: How many there are.
-        local: This process among those of its machine, from 0.
-        group: The gloo group through which they wait for each other; None alone.
+        rank: Number of this process, from 0.
+        world: Number of processes.
+        local: Number of this process on its machine, from 0.
+        group: The gloo group of all processes; None for a single one.
     """
 
     rank: int = 0
@@ -45,15 +44,15 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is number 0, which writes what is written once, and prints."""
+        """Whether this process is number 0, which prints and writes shared files."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until every process has come to the same call; a LostRank says that one of them has ended."""
+        """Wait until every process makes this call; raises a LostRank when one has ended."""
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return small values of all processes in their order when all have come to this call, as :meth:`wait` does."""
+        """Return the small values of all processes, in order of rank, when all have made this call."""
         values = [value] * self.world
         if self.group is not None:
             from torch import distributed
@@ -64,7 +63,7 @@ class Ranks:
 
     @contextmanager
     def first_alone(self, of_machine: bool = False) -> Iterator[None]:
-        """Let the first process, or that of each machine, go before others, which read what it has found or fetched."""
+        """Run the block in the first process (of each machine) before the others, which read its results."""
         is_first = self.is_first if not of_machine else not self.local
         if not is_first:
             self.wait()
@@ -78,13 +77,13 @@ ALONE = Ranks()
 
 
 def is_one_of_several() -> bool:
-    """Return whether the environment says that this process is one of several, as torchrun sets it."""
+    """Return whether torchrun's environment says that this process is one of several."""
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the run that torchrun's environment describes; without one the process is alone.
+    """Join the run of torchrun's environment; without it this is a run of one process.
 
     The default group sends tensors, by NCCL between GPUs and by gloo elsewhere.
 
@@ -113,14 +112,14 @@ def joined() -> Iterator[Ranks]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     yield Ranks(rank, world, local, group)
-    # Not after an error: it would wait for processes that are gone, and somebody has to say why.
+    # Not after an error: it would wait for processes that are gone, and one has to say why.
     dist.destroy_process_group()
     _SPEAKER.clear()
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Explain errors of torch.distributed, which a process that has ended causes in the others, by a LostRank."""
+    """Raise a LostRank for the errors of torch.distributed that an ended process causes in the others."""
     try:
         yield
     except RuntimeError as error:
@@ -133,14 +132,14 @@ def explained() -> Iterator[None]:
 
 
 def is_first_to_fail(alone: bool) -> bool:
-    """Return whether this process is the first of its run that asks this, and so says why the run ended.
+    """Return whether this process is the first of its run to ask, and so has to say why the run ended.
 
-    ``alone`` is the answer for a process that has joined no run.
+    ``alone`` is the answer in a process that has joined no run.
     """
     if not _SPEAKER:
         return alone
     try:
-        told: str = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"]).decode()
-    except RuntimeError:  # the process that held the store has ended
+        first: str = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"]).decode()
+    except RuntimeError:  # the process with the store has ended
         return True
-    return told == str(_SPEAKER["rank"])
+    return first == str(_SPEAKER["rank"])

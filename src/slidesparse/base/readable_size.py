@@ -1,10 +1,10 @@
-"""Write how many bytes there are: the one place that knows the units."""
+"""Sizes in bytes as text: the one place that knows the units."""
 
 from __future__ import annotations
 
 
 def readable_size(n_bytes: float) -> str:
-    """Return a size to three digits, in a unit in which it is a small number.
+    """Return a size with three digits and the unit that suits it.
 
     >>> readable_size(1530), readable_size(999_600), readable_size(7_251_200_000)
     ('1.53 kB', '1 MB', '7.25 GB')

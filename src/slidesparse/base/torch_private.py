@@ -1,9 +1,8 @@
 """Every private interface of torch that the package uses, with a public fallback where there is one.
 
-The private names are listed in :data:`PRIVATE` and looked up when they are first needed, never when a module is
-imported. Where a torch does not have one of them, something public and slower runs instead, and one line in the log
-says so; where there is nothing public, a one-line error is raised. Functions that run on every call look names up only
-the first time.
+The names are listed in :data:`PRIVATE` and looked up when first needed, never when a module is imported. Where torch
+lacks one, a public and slower function runs instead and the log says so; without such a function an error is raised.
+Functions that run on every call look names up only once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _GRAPHS = "norms and activations are not joined with linears"
 
 PRIVATE = {
     "torch._C._dynamo.guards._empty_strided_cuda": "torch.empty allocates, which takes 1 us longer",
-    "torch._C._cuda_getCurrentRawStream": "torch.cuda.current_stream is asked, which takes 1 us longer",
-    "torch._C._cuda_getDevice": "torch.cuda.current_device is asked",
+    "torch._C._cuda_getCurrentRawStream": "torch.cuda.current_stream is called, which takes 1 us longer",
+    "torch._C._cuda_getDevice": "torch.cuda.current_device is called",
     "torch._int_mm": "dense INT8 products run in float64",
     "torch._scaled_mm": "dense FP8 products run in float32",
     "torch.Tensor._make_wrapper_subclass": "results that nothing reads take memory in SGLang",
@@ -35,12 +34,12 @@ PRIVATE = {
     "torch._inductor.pattern_matcher.fwd_only": _GRAPHS,
     "torch._inductor.pattern_matcher.fx_to_pattern": _GRAPHS,
 }
-"""Every private name of torch that the package uses -> the consequence where torch does not have it."""
+"""Private name of torch -> the consequence where torch lacks it."""
 
 
 @cache
 def find(name: str) -> Any:
-    """Return torch's object of a name in :data:`PRIVATE`; None, and one line in the log, where it has none."""
+    """Return torch's object of a name in :data:`PRIVATE`; None, and a line in the log, where torch lacks it."""
     try:
         return resolve_name(name)
     except (ImportError, AttributeError):
@@ -50,10 +49,10 @@ def find(name: str) -> Any:
 
 def require(name: str) -> Any:
     """Return torch's object of a name in :data:`PRIVATE` that has no fallback, or raise an UnsupportedError."""
-    found = find(name)
-    if found is None:
+    private = find(name)
+    if private is None:
         raise UnsupportedError(f"torch {torch.__version__}", needed=f"one that has {name}")
-    return found
+    return private
 
 
 # -- memory, streams and products: called with every linear --------------------------------------------------------
@@ -62,8 +61,8 @@ def require(name: str) -> Any:
 def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces itself, in the global ``here``, by torch's private one when it is first called.
 
-    A cache would cost each call as much as the private function saves. ``public`` takes the same arguments and returns
-    the same result, and is used where torch has no such function.
+    A cache would cost each call as much as the private function saves. Without one ``public`` takes its place, with
+    the same arguments and result.
     """
 
     def first(*args: Any, **options: Any) -> Any:
@@ -112,23 +111,23 @@ writes bfloat16 alone. ``use_fast_accum`` sums in the Tensor Core's own accumula
 stand_in: Callable[..., Any] = _at_first_call(
     "stand_in", "torch.Tensor._make_wrapper_subclass", lambda kind, *of, **to: torch.empty(*of, **to).as_subclass(kind)
 )
-"""(kind, shape, *, dtype, device) -> a contiguous tensor of a subclass without memory: its address is 0."""
+"""(kind, shape, *, dtype, device) -> a contiguous tensor of a subclass, without memory: its address is 0."""
 
 
 def current_stream(device: int) -> int:
-    """Return ``cudaStream_t`` of the current stream of a device, as a number."""
+    """Return the ``cudaStream_t`` of a device's current stream, as a number."""
     stream: int = _stream(device)
     return stream
 
 
 def is_current(device: int) -> bool:
-    """Say whether a CUDA device, by its index, is the current one: kernels launch there."""
+    """Return whether a CUDA device, by its index, is the current one, where kernels launch."""
     current: int = _device()
     return current == device
 
 
 def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Allocate a matrix in half of the host time of ``torch.empty``, by the function that Inductor's code uses.
+    """Allocate a matrix in half the host time of ``torch.empty``, by the function that Inductor uses.
 
     ``device`` is the index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
 
@@ -143,7 +142,7 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Ten
 
 
 def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a matrix, as :func:`empty` does, on the current CUDA device, whichever that is."""
+    """Allocate a matrix on the current CUDA device, as :func:`empty` does."""
     made: torch.Tensor = _empty_strided((rows, columns), (columns, 1), dtype)
     return made
 
@@ -152,7 +151,7 @@ def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def can_match_graphs() -> bool:
-    """Say whether torch has everything that :func:`outside_tracing` and :func:`pattern_of` use."""
+    """Return whether torch has everything that :func:`outside_tracing` and :func:`pattern_of` use."""
     return all(find(name) is not None for name, instead in PRIVATE.items() if instead == _GRAPHS)
 
 
@@ -165,7 +164,7 @@ def outside_tracing() -> Iterator[None]:
 
 
 def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the Inductor pattern that finds a function of one tensor, ``x``, of such a shape and type in a graph.
+    """Return the Inductor pattern that matches a function of one tensor ``x`` of this shape and type.
 
     Names that torch lacks are errors: see :func:`require`.
     """
@@ -178,7 +177,7 @@ def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torc
 
 
 def compile_forms(most: int) -> None:
-    """Let torch.compile have as many forms of one function; past its limit, it would run others as they are."""
+    """Raise torch.compile's limit of variants of one function; past it, others run uncompiled."""
     config = find("torch._dynamo.config")
     if config is not None:
         config.recompile_limit = max(config.recompile_limit, most)

@@ -1,7 +1,7 @@
-"""Tensors without values that remember how they were computed, so that the computation can be done again with values.
+"""Tensors without values that record their computation, which can then be repeated with values.
 
-A loader that renames, stacks, cuts and joins tensors is run once with such tensors. What it leaves in a model then says
-which tensors fill which parameter, and how. Everything here is torch's public protocol for subclasses.
+A loader that renames, stacks, cuts and joins tensors is run once with such tensors. The parameters that it leaves in a
+model then tell their sources and their computation. Only torch's public protocol for subclasses is used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Computation:
 
 
 KEEPS_VALUES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "contiguous", "clone", "detach", "requires_grad_"}
-"""Methods that leave the elements as they are, but for their type and place, which whoever reads them chooses."""
+"""Methods that change no element, but only types and devices, which the reader chooses."""
 
 
 class TracedTensor(torch.Tensor):
-    """A tensor on the meta device with an origin; every torch function of such tensors returns such tensors."""
+    """A tensor on the meta device with an origin; torch functions of such tensors return such tensors."""
 
     origin: Origin
 
     @classmethod
     def named(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> TracedTensor:
-        """Make a tensor that is not computed but has a name."""
+        """Make a tensor whose origin is a name."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.origin = name
         return made
@@ -46,7 +46,7 @@ class TracedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and note the call in what it returns."""
+        """Call the function, and record the call in its results."""
         kwargs = kwargs or {}
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         origin = getattr(first, "origin", None)
@@ -70,7 +70,7 @@ def _noted(value: Any, origin: Origin) -> Any:
 
 
 def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return arguments with a function of each value of a kind in its place."""
+    """Return arguments with ``function`` applied to each value of a kind."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
@@ -84,32 +84,32 @@ def _origins(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor among arguments, which may be strings themselves."""
+    """Placeholder for a tensor among arguments, which may be strings themselves."""
 
     origin: Origin
 
 
 def origin_of(tensor: torch.Tensor) -> Origin | None:
-    """Return how a tensor was computed; None for one that was not traced."""
+    """Return the origin of a tensor; None if it was not traced."""
     return getattr(tensor, "origin", None)
 
 
 def sources(origin: Origin) -> list[str]:
-    """Return the names of the tensors from which an origin computes, each once, in their order."""
+    """Return the names of the tensors that an origin reads, each once, in order."""
     if isinstance(origin, str):
         return [origin]
     return list(dict.fromkeys(name for one in origins_of(origin) for name in sources(one)))
 
 
 def origins_of(step: Computation) -> list[Origin]:
-    """Return the origins of the tensors from which a computation computes, in their order."""
-    found: list[_Place] = []
-    _mapped((step.args, step.kwargs), _Place, found.append)
-    return [place.origin for place in found]
+    """Return the origins of the tensors that a computation reads, in order."""
+    places: list[_Place] = []
+    _mapped((step.args, step.kwargs), _Place, places.append)
+    return [place.origin for place in places]
 
 
 def replay(origin: Origin, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Compute what an origin says, with the values that ``read`` returns for the names of tensors."""
+    """Repeat the computation of an origin, with the values that ``read`` returns for names."""
     if isinstance(origin, str):
         return read(origin)
 

@@ -1,12 +1,12 @@
-"""Launch a Triton kernel in a few microseconds of host time: the only module that uses Triton's private interfaces.
+"""Launches of Triton kernels in few microseconds of host time: the only module with private interfaces of Triton.
 
 Triton's own launch binds, specialises and hashes every argument on every call: 15 to 20 us for ten of them. Its result
 depends on the arguments' types, which are fixed for a launcher, and on whether pointers and strides are multiples of
 16. Where they are, the kernel that Triton compiled once is launched with plain numbers; where they are not, and in
 Triton's interpreter, every launch goes through Triton.
 
-With a Triton that launches its own kernels in another way than this module does, every launch goes through Triton, too,
-and one line in the log says why. :data:`PRIVATE` lists the private names, which are looked up when first needed.
+With a Triton that launches its own kernels in another way than this module, every launch goes through Triton, too, and
+the log says why. :data:`PRIVATE` lists the private names, which are looked up when first needed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import first_line
 
 ALIGNMENT = 16
-"""Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
+"""Alignment for which Triton specialises: pointers and integers that are multiples of it, or not."""
 
 LARGEST = 2**31 - 1
-"""Triton compiles larger integers as 64 bits wide, others as 32."""
+"""Largest integer that Triton compiles as 32 bits."""
 
 PRIVATE = {
     "triton.runtime.jit.JITFunction.run": "Triton launches, which takes 10 us longer",
@@ -42,14 +42,14 @@ PRIVATE = {
     "triton.knobs.runtime.jit_post_compile_hook": "a listener hears of compilations, and may raise",
     "triton.backends.nvidia.compiler.CUDAOptions": "no kernel starts before the one before it has ended",
 }
-"""Every name of Triton besides its language and ``triton.jit`` -> the consequence where Triton does not have it."""
+"""Name of Triton, besides its language and ``triton.jit`` -> the consequence where Triton lacks it."""
 
 ORDER = (
     *("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata", "launch_metadata"),
     *("launch_enter_hook", "launch_exit_hook", "values()"),
 )
-"""The arguments that Triton 3.4 to 3.9 passes to ``CompiledKernel.run``, as does :meth:`Launcher.launch`: the last part
-of each expression. ``values()`` means all arguments of the kernel, constants included."""
+"""Arguments that Triton 3.4 to 3.9, and :meth:`Launcher.launch`, pass to ``CompiledKernel.run``: the last part of each
+expression. ``values()`` means all arguments of the kernel, constants included."""
 
 
 class Launcher:
@@ -72,7 +72,7 @@ class Launcher:
 
     @property
     def ready(self) -> bool:
-        """Whether a kernel for aligned arguments is compiled and can be launched directly."""
+        """Whether the kernel for aligned arguments is compiled and can be launched directly."""
         return self._run is not None
 
     def run(
@@ -83,7 +83,7 @@ class Launcher:
         free: tuple[int, ...],
         specialised: tuple[int, ...],
     ) -> None:
-        """Launch on the current stream: directly where that is possible, else through Triton.
+        """Launch on the current stream: directly if possible, else through Triton.
 
         Args:
             programs: Number of programs.
@@ -131,7 +131,7 @@ class Launcher:
 
 
 def can_launch_directly(compiled: object) -> bool:
-    """Return whether :meth:`Launcher.launch` can launch a kernel that Triton returned; if not, log the reason once."""
+    """Return whether :meth:`Launcher.launch` can launch a compiled kernel; if not, log the reason once."""
     lacking = [name for name in ("run", "function", "packed_metadata") if getattr(compiled, name, None) is None]
     refusal = f"its compiled kernels have no {lacking[0]}" if lacking else refusal_of_order()
     if refusal is not None:
@@ -142,9 +142,9 @@ def can_launch_directly(compiled: object) -> bool:
 
 @lru_cache
 def refusal_of_order() -> str | None:
-    """Return why Triton does not pass :data:`ORDER` to a compiled kernel; None where it does.
+    """Return the reason why Triton does not pass :data:`ORDER` to a compiled kernel; None where it does.
 
-    The launcher that ``run`` calls takes ``*args``, so its signature does not name them. Triton's own call of it does.
+    The launcher that ``run`` calls takes ``*args``; only Triton's own call of it names them.
     """
     try:
         from triton.runtime.jit import JITFunction
@@ -188,7 +188,7 @@ def without_hooks() -> Iterator[None]:
 
 
 def _knobs() -> Any:
-    """Return the object with Triton's hooks; None before 3.4, where they were elsewhere and vLLM set none."""
+    """Return the object with Triton's hooks; None before 3.4, when vLLM set none."""
     try:
         from triton import knobs
     except ImportError:
@@ -198,7 +198,7 @@ def _knobs() -> Any:
 
 @lru_cache
 def early_start() -> dict[str, bool]:
-    """Return the option by which a kernel starts before the kernel before it has ended, where Triton has it."""
+    """Return the compiler option for programmatic dependent launch, where Triton has it."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError as error:

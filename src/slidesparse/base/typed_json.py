@@ -1,4 +1,4 @@
-"""Read JSON that others may have written: strictly, rebuilt as dataclasses, with errors that name the place."""
+"""Strict reading of JSON of any origin into dataclasses, with errors that name the place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHOWN = 200
 def load_json(path: Path, *, non_finite: bool = False) -> Any:
     """Read a file of one JSON value in UTF-8.
 
-    ``non_finite``: take NaN, Infinity and -Infinity, which JSON does not have and Python writes.
+    ``non_finite`` accepts NaN, Infinity and -Infinity, which Python writes and JSON does not have.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -144,7 +144,7 @@ def _number(text: str) -> float:
 
 
 def _check_values(value: Any) -> None:
-    """Refuse what parses but cannot be written again: deep nesting and halves of surrogate pairs. Does not recurse."""
+    """Refuse values that cannot be written again: deep nesting and half surrogate pairs. Does not recurse."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         for item in level:

@@ -1,4 +1,4 @@
-"""Read a file whole, and write one so that it is there whole, or as it was before."""
+"""Reading of whole files, and atomic writing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import InputError, printable
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags of :func:`os.open` that make a file and never open one that is there, nor one under a link."""
+"""Flags of :func:`os.open` that make a file, and never open an existing file or a link."""
 
 
 def readable_name(name: str | os.PathLike[str]) -> str:
-    r"""Return a file name as text that JSON in UTF-8 can hold, with what is not UTF-8 in it as ``\xff``.
+    r"""Return a file name as text for JSON in UTF-8; other bytes are written as ``\xff``.
 
     >>> readable_name("caf\udce9.txt")
     'caf\\xe9.txt'
@@ -45,7 +45,7 @@ def read_whole(path: Path, largest: int) -> bytes:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new one, and a crash leaves one of them.
+    """Write a file atomically: readers, and a crash, see the old content or the new one.
 
     A link under the file's name is replaced, not followed. Folders above it are made.
     """

@@ -1,4 +1,4 @@
-"""Matrix multiplication of lifted activations by packed weights: one contract, several backends."""
+"""Matrix multiplication of lifted activations by packed weights: one interface, several backends."""
 
 from slidesparse.gemm.backend import Backend, Operand, Problem
 from slidesparse.gemm.select import BACKENDS, Choice, choose, get_backend

@@ -1,8 +1,8 @@
-"""Find the fastest of many ways to do one thing on a GPU, in little time.
+"""Quick search for the fastest of many candidates on a GPU.
 
 * Launches come from a CUDA graph, so the host's speed does not count.
-* Each way works on several copies of its operands in turn, so that L2 holds none from the last use.
-* One timing of each way leaves the finalists, which then run in turn; medians decide.
+* Each candidate takes several copies of its operands in turn, so that L2 has none from the last use.
+* One timing of each candidate selects finalists, which then run in turn; medians decide.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ import torch
 FINALISTS = 5
 ROUNDS = 7
 WINDOW_US = 400.0
-"""Least time that one graph of launches should take, well above the resolution of events (0.5 us)."""
+"""Least time of one graph of launches, well above the resolution of events (0.5 us)."""
 COLD_FACTOR = 3
-"""Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
+"""L2 caches that operand copies fill: caches are not strictly least-recently-used."""
 MOST_LAUNCHES = 64
 
-Way = TypeVar("Way")
+Candidate = TypeVar("Candidate")
 
 
 def l2_bytes(device: int | None = None) -> int:
-    """Return the size of a GPU's L2 cache, of the current one for None."""
-    # Before Hopper 40 MB at most; a device that does not say has less.
+    """Return the size of a GPU's L2 cache; None: of the current GPU."""
+    # Before Hopper 40 MB at most.
     size: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 40 << 20)
     return size
 
 
 def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
-    """Return how many copies of operands of ``n_bytes`` take turns so that each call finds a cold L2 cache.
+    """Return the number of copies of operands of ``n_bytes`` with which each call finds a cold L2 cache.
 
-    At most ``at_most``, by memory or by launches, and at least 1: operands smaller than ``COLD_FACTOR * l2_bytes /
-    at_most`` stay warm.
+    1 to ``at_most``, for memory or launches: operands below ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
     """
     return max(1, min(-(-COLD_FACTOR * l2_bytes // max(1, n_bytes)), at_most))
 
 
 def copies_to_rotate(n_bytes: int, device: int) -> int:
-    """Return the copies of operands of ``n_bytes`` for :func:`time_ways`, at most one for each launch of a graph."""
+    """Return the number of operand copies for :func:`time_candidates`, at most one for each launch of a graph."""
     # One more, so that the others fill the caches between two uses of a copy.
     return 1 + cold_copies(n_bytes, l2_bytes(device), MOST_LAUNCHES - 1)
 
 
-def time_ways(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
-    """Time every way to do one thing, microseconds a call by its name; memory for graphs must suffice.
+def time_candidates(
+    candidates: Iterable[tuple[Candidate, Callable[[int], None]]], copies: int
+) -> dict[Candidate, float]:
+    """Time candidates: candidate -> microseconds a call; memory for graphs must suffice.
 
-    ``run(i)`` of a way launches one call on copy ``i`` of its operands. The first way is always a finalist, however
-    slow it is: the median of the last rounds counts for finalists, the one timing for the others.
+    ``run(i)`` of a candidate launches one call on copy ``i`` of its operands. The first one is always a finalist. The
+    median of the last rounds counts for finalists, the one timing for the others.
     """
-    graphs: dict[Way, torch.cuda.CUDAGraph] = {}
-    times: dict[Way, float] = {}
+    graphs: dict[Candidate, torch.cuda.CUDAGraph] = {}
+    times: dict[Candidate, float] = {}
     launches, first = 0, None
-    for name, run in ways:
+    for name, run in candidates:
         if first is None:
             first = name
             single = _time_us(_capture(run, copies, copies), copies)
             launches = min(MOST_LAUNCHES, max(copies, round(WINDOW_US / single)))
         graphs[name] = _capture(run, copies, launches)
         times[name] = _time_us(graphs[name], launches)
-        if len(graphs) > FINALISTS + 1:  # a graph keeps its workspace, which split K makes large: drop the slowest
+        if len(graphs) > FINALISTS + 1:  # a graph keeps its workspace, which is large for split K: drop the slowest
             del graphs[max((other for other in graphs if other != first), key=lambda other: times[other])]
     rounds = [[_time_us(graph, launches) for graph in graphs.values()] for _ in range(ROUNDS)]
     finals = dict(zip(graphs, map(median, zip(*rounds, strict=True)), strict=True))
@@ -88,7 +89,7 @@ def _capture(run: Callable[[int], None], copies: int, launches: int) -> torch.cu
 
 @lru_cache(maxsize=64)
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures on a GPU: cuBLAS keeps 32 MB for each stream that it ever ran on."""
+    """Return the stream of all captures on a GPU: cuBLAS keeps 32 MB for each stream."""
     return torch.cuda.Stream(device)
 
 

@@ -1,15 +1,15 @@
-"""The contract of a GEMM backend.
+"""The interface of a GEMM backend.
 
-A backend computes, for activations ``X`` that :func:`slidesparse.ops.quantize_lift` has put into its layout::
+A backend computes, for activations ``X`` of :func:`slidesparse.ops.quantize_lift` in its layout::
 
     Y[M, out] = scale_x[M] * (scale_w[out] * (X @ W^T)) + bias[out]
 
 with the product accumulated in int32 (INT8) or float32 (all others), the rest in float32 and one rounding to the output
 type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``).
 
-A *runner* runs a linear, or several in a row, for one number of tokens. It is made once, when that number is first
-seen (:mod:`slidesparse.ops.resolve`), and called often. By default it lifts, then multiplies. A backend with a faster
-path returns its own runner, which falls back to the default where that path cannot run, and logs the reason once.
+A *runner* runs a linear, or several in a row, for one number of tokens. It is made once, when that number first occurs
+(:mod:`slidesparse.ops.resolve`), and called often. By default it lifts, then multiplies. A backend with a faster path
+returns its own runner, which falls back to the default where that path cannot run, and logs the reason once.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
-"""The tensors that a backend's kernel reads of a weight, in the backend's own layout; they can be buffers."""
+"""A weight's tensors in a backend's own layout; they can be buffers."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a backend must know of a multiplication to say whether it can run it.
+    """A multiplication, as far as it decides which backends can run it.
 
     Attributes:
         pattern: The weight's pattern.
         dtype: Type of weight and quantised activations.
         out_features: Rows of the weight.
         in_features: Columns of the weight, before lifting.
-        device: The device on which it runs.
-        slid: It is slid. A weight that is to run dense is packed dense, whatever its pattern.
-        bits: Bits in which every slid value can be kept (:func:`slidesparse.weights.support.value_bits`).
+        device: Its device.
+        slid: Whether the weight is slid. A weight that runs dense is packed dense, whatever its pattern.
+        bits: Bits that every slid value needs (:func:`slidesparse.weights.support.value_bits`).
     """
 
     pattern: Pattern
@@ -61,15 +61,15 @@ class Problem:
 
     @classmethod
     def of(cls, packed: PackedWeight) -> Problem:
-        """Return the problem of a packed weight, by which its backends are chosen."""
+        """Return the problem of a packed weight."""
         return cls(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
-    """Return the index of the GPU on which activations are.
+    """Return the index of the activations' GPU.
 
     Raises:
-        InputError: They are on no GPU; the layer was moved after it was built.
+        InputError: They are not on a GPU; the layer was moved after it was built.
     """
     device = x.get_device()
     if device < 0:
@@ -83,7 +83,7 @@ def gpu_of(x: torch.Tensor, backend: str) -> int:
 
 
 def release(name: str, version: str) -> str:
-    """Return the name of a library with its version, without the patch number.
+    """Return a library's name and version, without the patch number.
 
     >>> release("torch", "2.11.0+cu130")
     'torch 2.11'
@@ -98,18 +98,17 @@ Runner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", LinearTensors
 """Runs one linear for one number of tokens, and weights of one size and type: prologue, quantisation, lift, product.
 
 It takes x [M, K], or [M, 2K] for the prologue ``silu_mul``; the residual [M, K] for a norm that adds it, else None; the
-linear's tensors; and the norm's epsilon. Sizes, types or devices that it was not made for are an InputError."""
+linear's tensors; and the norm's epsilon. Other sizes, types or devices are an InputError."""
 
 ChainRunner: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None", Sequence[torch.Tensor]], Products]
 """Runs several linears, each on the product of the one before it, for one number of tokens.
 
-It takes x [M, K] of the first linear; the residual [M, K], which the first linear whose norm adds a residual adds; and
-the tensors of all linears, of which :class:`slidesparse.gemm.spec.Slots` say whose they are. It returns the last
-product, and the last new residual, or the one given where none is added."""
+It takes x [M, K] of the first linear; the residual [M, K] for the first norm that adds one; and the tensors of all
+linears, by :class:`slidesparse.gemm.spec.Slots`. It returns the last product, and the last residual, new or given."""
 
 
 class LiftThenMultiply:
-    """The default runner: one call that lifts, into the backend's layout, then one that multiplies."""
+    """The default runner: a lift into the backend's layout, then a product."""
 
     def __init__(self, backend: Backend, lift: Lift, out_features: int) -> None:
         self.backend, self.lift, self.out_features = backend, lift, out_features
@@ -135,8 +134,8 @@ class LiftThenMultiply:
 def log_by_parts(
     runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
 ) -> None:
-    """Log once why a runner falls back to the default; nothing if its kernel is merely not compiled yet."""
-    reason = lift.why_not(x, residual, tensors.gain)
+    """Log once the reason why a runner falls back to the default; nothing if its kernel is not compiled yet."""
+    reason = lift.why_not(x, residual, tensors.norm_weight)
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
     if reason is not None:
@@ -144,7 +143,7 @@ def log_by_parts(
 
 
 class OneByOne:
-    """The default runner of a chain: the runner of each linear, with the slots of its tensors, one after the other."""
+    """The default runner of a chain: the runners of its linears in turn."""
 
     def __init__(self, linears: Sequence[tuple[Runner, Slots]]) -> None:
         self.linears = tuple(linears)
@@ -161,14 +160,14 @@ class OneByOne:
 
 
 class Backend(ABC):
-    """A way to multiply. It has no state: everything that belongs to one weight is in its operand.
+    """A GEMM for packed weights, without state: everything of a weight is in its operand.
 
     Attributes:
         name: The name that users write.
-        accelerated: ``auto`` may choose it for its speed.
+        accelerated: Whether ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
-        stand_in: The backend whose times serve as a prior while this one has not been measured; None for none.
-        bits: The only :attr:`Problem.bits` that it supports; ``auto`` does not ask it about others. None for all.
+        stand_in: The backend whose times are a prior while this one has none; None without one.
+        bits: The only supported :attr:`Problem.bits`; None: all.
     """
 
     name: str
@@ -178,15 +177,14 @@ class Backend(ABC):
     bits: int | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
-        """Return the backend that ``auto`` takes instead, and why; None for none.
+        """Return the backend that ``auto`` prefers to this one wherever it can run, and the reason; None without one.
 
-        That backend was faster at every measured size, or reads fewer bytes. Where it can run, ``auto`` neither
-        considers nor measures this one.
+        It was faster at every measured size, or reads fewer bytes; this one is then not measured.
         """
         return None
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
-        """Return the bytes that a call allocates for each element of a product of M ``tokens`` besides the product.
+        """Return the bytes that a call allocates for each element of its product [M, out], besides the product.
 
         ``dtype`` is the type of the weight, ``out_dtype`` that of the product.
         """
@@ -194,22 +192,22 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, problem: Problem) -> str | None:
-        """Say why this backend cannot run ``problem``, in one sentence; None when it can."""
+        """Return the reason, in one sentence, why this backend cannot run ``problem``; None if it can."""
 
     @abstractmethod
     def library(self) -> str:
-        """Name the library whose kernels run here, with the version by which their speed may change: ``vLLM 0.22``.
+        """Return the library of the kernels and the version that decides their speed: ``vLLM 0.22``.
 
-        Measured times are kept with this name (gemm/speed.py). Asked only where :meth:`why_not` answers None.
+        It is stored with measured times (gemm/speed.py). Called only where :meth:`why_not` returns None.
         """
 
     @abstractmethod
     def prepare(self, packed: PackedWeight) -> Operand:
-        """Reorder a packed weight, once, into the tensors that the kernel reads."""
+        """Reorder a packed weight, once, into the kernel's tensors."""
 
     @abstractmethod
     def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix that multiplies activations, zeros in place: the inverse of :meth:`prepare`, bit for bit.
+        """Return the matrix for activations, zeros in place: the exact inverse of :meth:`prepare`.
 
         Args:
             operand: From :meth:`prepare`, on any device.
@@ -220,7 +218,7 @@ class Backend(ABC):
             [out, K'] on the operand's device.
 
         Raises:
-            UnsupportedError: Only a kernel can read the operand, and it cannot run where the operand is.
+            UnsupportedError: Only a kernel can read the operand, and it cannot run on its device.
         """
 
     @abstractmethod
@@ -237,10 +235,10 @@ class Backend(ABC):
         """Multiply lifted activations by a weight, and apply scales and bias.
 
         Args:
-            x: [M, K'] in the layout asked for, in the weight's type.
+            x: [M, K'] in :attr:`layout`, in the weight's type.
             scale_x: float32 [M, 1], or None for unquantised types.
-            operand: From :meth:`prepare`. The kernel that wrote it has ended, or another kernel runs between: the first
-                weights may be fetched while the kernel before the product still runs.
+            operand: From :meth:`prepare`. The kernel that wrote it has ended: the first weights may be fetched while
+                the kernel before the product still runs.
             scale_w: float32 [out], or None for unquantised types.
             bias: [out], or None.
             out_features: ``out``: operands may be padded.
@@ -261,7 +259,7 @@ class Backend(ABC):
     def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
         """Return a runner of the same linear for another number of tokens; None where :meth:`runner` must make it.
 
-        A server meets hundreds of numbers of tokens, most of them once, so what does not depend on them is kept.
+        A server has hundreds of numbers of tokens, most of them once.
 
         Raises:
             UnsupportedError: A kernel cannot be loaded.
@@ -269,11 +267,11 @@ class Backend(ABC):
         return None
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
-        """Return the runner of linears in a row, whose runners :meth:`runner` made for one number of tokens."""
+        """Return the runner of a chain of linears, from their own :meth:`runner` for one number of tokens."""
         return OneByOne(linears)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
-        """Load every kernel that some number of tokens may choose; the default has none to load.
+        """Load the kernels for all numbers of tokens; none by default.
 
         ``dtype`` is the type of the weight, ``out_dtype`` that of activations and products.
         """

@@ -1,4 +1,4 @@
-"""Say for each GPU that people serve on which backends can run there, and who has measured them."""
+"""Backends of each GPU that people serve on, and who has measured them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slidesparse.weights.quant import dtype_name
 TYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 
 BLACKWELL = (10, 0)
-"""From this compute capability on, vLLM has no kernel for INT8 that it would choose (vLLM issue 54311)."""
+"""First compute capability without an INT8 kernel in vLLM's choice (vLLM issue 54311)."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Card:
     """One kind of GPU.
 
     Attributes:
-        name: Its name, a word of what the driver calls it.
+        name: A word of the driver's name for it.
         capability: Compute capability.
-        measured_by: Who has measured sparse kernels on it.
+        measured_by: The people who have measured sparse kernels on it.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Card:
     measured_by: str = "nobody"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known of the card."""
+        """Return the card's data for JSON."""
         return {
             "name": self.name,
             "capability": "{}.{}".format(*self.capability),
@@ -57,23 +57,23 @@ CARDS = (
     Card("RTX 5090", (12, 0)),
     Card("GB10", (12, 1), f"{AUTHORS}: slower than dense"),
 )
-"""In the order of their compute capabilities. Ours are SXM cards."""
+"""Cards in order of compute capability. Ours are SXM cards."""
 
-OTHERS = r"(?! (?:D|Laptop|NVL)\b)"
-"""What makes another card of a name."""
+NO_VARIANT = r"(?! (?:D|Laptop|NVL)\b)"
+"""Suffixes that tell variants of a card apart."""
 
 
 def find_card(device_name: str) -> Card | None:
-    """Return the card of a GPU by the name that its driver gives; None for one that is not in the list.
+    """Return the card of a GPU by its driver's name; None if it is not in the list.
 
     >>> find_card("NVIDIA GeForce RTX 4090").capability, find_card("NVIDIA GH200 480GB")
     ((8, 9), None)
     """
-    return next((card for card in CARDS if re.search(rf"\b{card.name}\b{OTHERS}", device_name)), None)
+    return next((card for card in CARDS if re.search(rf"\b{card.name}\b{NO_VARIANT}", device_name)), None)
 
 
 def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
-    """Return the sparse backends that have kernels of a type for a GPU; whether they were tried there is another thing.
+    """Return the sparse backends with kernels of a type for a GPU, tried there or not.
 
     >>> list_backends((9, 0), torch.int8), list_backends((10, 3), torch.int8)
     (['hopper', 'cusparselt'], [])
@@ -83,12 +83,12 @@ def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
 
 
 def serves_int8(capability: tuple[int, int]) -> bool:
-    """Return whether stock vLLM (0.22 to 0.33) starts with an INT8 checkpoint, packed or dense, on such a GPU."""
+    """Return whether stock vLLM (0.22 to 0.33) starts with an INT8 checkpoint on such a GPU."""
     return capability < BLACKWELL
 
 
 def warn_of_type(dtype: torch.dtype) -> str | None:
-    """Return why the GPU of this machine cannot use a checkpoint of an 8-bit type; None where it can, or is none."""
+    """Return a warning if this machine's GPU cannot use a checkpoint of an 8-bit type; else, or without a GPU, None."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
@@ -100,7 +100,7 @@ def warn_of_type(dtype: torch.dtype) -> str | None:
 
 
 def describe_measurement(device_name: str) -> str:
-    """Return who has measured sparse layers on a GPU, in words."""
+    """Return, in words, who has measured sparse layers on a GPU."""
     card = find_card(device_name)
     if card is None or card.measured_by == "nobody":
         return "by nobody known to this project: measure it with slidesparse tune"
@@ -108,7 +108,7 @@ def describe_measurement(device_name: str) -> str:
 
 
 def table() -> list[tuple[str, ...]]:
-    """Return a row for each card: name, capability, backends by type, whether vLLM serves INT8, and who measured it."""
+    """Return a row for each card: name, capability, backends by type, INT8 in vLLM, and who measured it."""
     return [
         (
             card.name,
@@ -122,4 +122,4 @@ def table() -> list[tuple[str, ...]]:
 
 
 COLUMNS = ("card", "capability", "INT8", "FP8", "BF16", "INT8 in stock vLLM", "measured by")
-"""Heads of :func:`table`."""
+"""Column heads of :func:`table`."""

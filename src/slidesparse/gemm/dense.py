@@ -1,9 +1,9 @@
 """The dense backend: the unpacked weight times the activations as they are.
 
-It runs where sparsity does not pay, so on a GPU it is the best dense GEMM that is available:
+It runs where sparsity does not pay, so on a GPU it is the best available dense GEMM:
 
 * INT8 and FP8 inside of SGLang: its own kernels, with scales and bias fused; but see WITHOUT_INT8.
-* INT8 and FP8 elsewhere where vLLM is installed: its CUTLASS kernel, likewise; but see TORCH_ROWS, too.
+* INT8 and FP8 with vLLM installed: its CUTLASS kernel, likewise; but see TORCH_ROWS, too.
 * INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then gemm/scale.py.
 * FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
   gemm/scale.py.
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from slidesparse.lifting.kernel import KernelLift  # needs Triton
 
 MULTIPLE = 16
-"""8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
+"""Multiple of both dimensions of a weight for 8-bit kernels: 16 (vLLM and _scaled_mm) or 8 (_int_mm)."""
 
 FEWEST_ROWS = 32
-"""_int_mm refuses up to 16 rows. The padding takes a few kilobytes."""
+"""Fewest rows, by padding: _int_mm refuses up to 16."""
 
 HOPPER = (9, 0)
 
 TORCH_ROWS = 256
-"""From this many tokens on, torch's row-wise FP8 kernel is the faster one on Hopper: on an H200 by 3 to 8 % at 256
-tokens and by 3 to 13 % at 16384, whereas vLLM's is up to twice as fast at 64 (results/h200)."""
+"""Fewest tokens at which torch's row-wise FP8 kernel is the faster one on Hopper: on an H200 by 3 to 8 % at 256 tokens
+and by 3 to 13 % at 16384, whereas vLLM's is up to twice as fast at 64 (results/h200)."""
 
 WITHOUT_INT8 = (10, 0)
-"""From this compute capability on (Blackwell) vLLM's CUTLASS kernel raises for INT8, and torch's runs."""
+"""First compute capability (Blackwell) at which vLLM's CUTLASS kernel raises for INT8, and torch's runs."""
 
 
 def padded_rows(tokens: int) -> int:
@@ -68,7 +68,7 @@ class Dense(Reference):
     layout = Layout(lifted=False, multiple=MULTIPLE, rows=padded_rows)
 
     def library(self) -> str:
-        """Name torch, and SGLang or vLLM where its 8-bit kernels were found."""
+        """Return torch's name, with SGLang's or vLLM's if its 8-bit kernels are used."""
         torchs = super().library()
         if sglang_scaled_mm() is not None:
             return f"{release('SGLang', metadata.version('sglang'))}, {torchs}"
@@ -83,7 +83,7 @@ class Dense(Reference):
             vllm_scaled_mm()
         if packed.dtype != torch.float8_e4m3fn:
             return (weight,)
-        # On a CPU too, from where the layer may move to a GPU. With a type: vLLM changes the default while it loads.
+        # On a CPU, too, as the layer may move to a GPU. With a type: vLLM changes the default while it loads.
         return weight, torch.ones((), dtype=torch.float32, device=packed.device)
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
@@ -128,14 +128,11 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 
 
 class DenseLinear:
-    """Runs a dense linear with little more than allocations between its two launches; see :data:`Runner`.
-
-    Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
-    than the GPU.
+    """Runs a dense linear with little host time between its two launches; see :data:`Runner`.
 
     Args:
         lift: The lift, row-major and without padding.
-        by_parts: The runner of the cases that this one cannot run.
+        by_parts: The runner for cases that this one cannot run.
         multiply: The product, for biases of the activations' type.
     """
 
@@ -147,8 +144,8 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :data:`slidesparse.gemm.backend.Runner`."""
-        lift, (_, operand, scale_w, bias, gain) = self._lift, tensors
-        inputs = lift.inputs(x, residual, gain)
+        lift, (_, operand, scale_w, bias, norm_weight) = self._lift, tensors
+        inputs = lift.inputs(x, residual, norm_weight)
         if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
@@ -180,7 +177,7 @@ def _quantised(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     weight, tokens = operand[0], x.shape[0]
-    # A padded weight has more rows than there are scales; such sizes are rare, and the general way below runs them.
+    # A padded weight has more rows than scales; such sizes are rare, and the general path below runs them.
     if scale_x is not None and scale_w is not None and out_features == len(weight):
         multiply = fused_product(x.dtype, out_dtype, tokens, x.get_device())
         if multiply is not None and (bias is None or bias.dtype == out_dtype):
@@ -196,7 +193,7 @@ def _quantised(
 
 
 def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: int) -> Multiply | None:
-    """Return the fastest kernel that applies scales and a bias of the output's type; None where there is none."""
+    """Return the fastest kernel that applies scales and a bias of the output's type; None without one."""
     torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
     fits = out_dtype in (torch.bfloat16, torch.float16) and (dtype != torch.int8 or _capability(device) < WITHOUT_INT8)
     if fits and (own := sglang_scaled_mm()) is not None:
@@ -234,7 +231,7 @@ def _by_torch(
 
 
 def _has_kernels(dtype: torch.dtype, device: int) -> bool:
-    """Whether 8-bit kernels run: FP8 needs compute capability 8.9, and Triton, which applies scales, 8.0."""
+    """Return whether 8-bit kernels run: FP8 needs compute capability 8.9, and Triton, which applies scales, 8.0."""
     return _capability(device) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
@@ -260,7 +257,7 @@ def vllm_scaled_mm() -> Callable[..., None] | None:
     """Return vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``; None where vLLM is not installed."""
     if find_spec("vllm") is None:
         return None
-    # The operator has moved from one of its extensions to the other; either registers it in the same namespace.
+    # The operator has moved between extensions, which register it in the same namespace.
     for extension in ("vllm._C", "vllm._C_stable_libtorch"):
         with suppress(ImportError, OSError):
             import_module(extension)

@@ -1,17 +1,16 @@
 """Measured times of the experts of a mixture, and the rule by which ``auto`` packs them.
 
-Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up.
-All experts of a layer run in one form for every number of tokens: a
-dense copy would double most of a model. So one choice weighs decoding steps of up to :data:`DECODING` sequences and
-prompts; a user who notices one of them slower than stock has lost, whatever the other gains. Experts are packed where
+Times of experts are in the files of linears (gemm/speed_files.py), as of a layer with the sizes of gate and up. All
+experts of a layer run in one form for every number of tokens, since a dense copy would double most of a model. Neither
+decoding steps of up to :data:`DECODING` sequences nor prompts may become slower than stock. Experts are packed where
 
-* neither the decoding steps nor the prompts take longer than stock on average (the geometric mean over the M's
-  measured, a factor :data:`slidesparse.gemm.time_model.MARGIN` aside, which noise could make), and
+* neither decoding steps nor prompts take longer than stock on average (the geometric mean over the measured M's,
+  within a factor :data:`slidesparse.gemm.time_model.MARGIN` of noise), and
 * no M takes more than :data:`SLOWER` of stock's time. Short measurements of one M differ by some percent from start
-  to start, so a rule of "nowhere slower" would differ from start to start too.
+  to start, and so would a rule of "nowhere slower".
 
-Experts whose packed form was wrong when it was measured here stay dense, whatever any times say. A start that had no
-time for every M goes by those that it measured; where a whole one of the two ways was not measured, experts stay dense.
+Experts with a wrong packed form on this installation stay dense. A start without time for every M goes by the measured
+ones; without any decoding step, or any prompt, experts stay dense.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 
 from slidesparse.gemm.select import WRONG_HERE, can_be_timed, installation
 from slidesparse.gemm.speed import (
-    DENSE,
+    DENSE_FORM,
     Experts,
     LayerSpeed,
     MeasuredLayer,
@@ -45,15 +44,15 @@ GROUPED = "hopper"
 NOT_MEASURED = "experts like them have not been measured on this GPU"
 
 DECODING = 256
-"""The most tokens of what counts as a decoding step."""
+"""Most tokens of a decoding step."""
 
 SLOWER = 1.1
-"""The most of stock's time that packed experts may take at any M."""
+"""Most time of packed experts over stock's, at any M."""
 
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """A kind of experts, whose layers take the same time.
+    """A kind of experts: layers of one kind take the same time.
 
     Attributes:
         dtype: Type of the weights.
@@ -90,26 +89,26 @@ class ExpertKind:
 
     @property
     def measured(self) -> Experts:
-        """The experts of a layer that has their times."""
+        """The experts in a table of times."""
         down = None if self.down == self.pattern else str(self.down)
         return Experts(self.experts, self.everywhere, self.top_k, down, self.bits)
 
     def wrong_form(self, form: str) -> WrongForm:
-        """Return by what a file names a form that was wrong."""
+        """Return the entry of a wrong form in a file."""
         name = times_key(form, str(self.pattern))
         return WrongForm(dtype_name(self.dtype), 2 * self.inner, self.hidden, name, self.measured)
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Whether experts run packed, and why."""
+    """The choice of packed or dense experts, and its reason."""
 
     sparse: bool
     reason: str
 
 
 def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
-    """Choose by the rule at the top of this file; ``tokens`` represent all numbers M that the engine may run."""
+    """Choose by the rule at the top of this file; ``tokens`` represent all numbers M of the engine."""
     if was_wrong(kind):
         return ExpertChoice(False, f"{GROUPED}: {WRONG_HERE}")
     measured = find_expert_times(kind)
@@ -124,9 +123,9 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
 
 
 def pays(layer: LayerSpeed) -> bool:
-    """Return whether packed experts are worth it, by their times and stock's; False where one of them is missing."""
+    """Return whether packed experts are worth it, by their times and stock's; False if one is missing."""
     shares: dict[bool, list[float]] = {}
-    for m, dense, packed in zip(layer.tokens, layer.us[DENSE], layer.us[GROUPED], strict=True):
+    for m, dense, packed in zip(layer.tokens, layer.us[DENSE_FORM], layer.us[GROUPED], strict=True):
         if dense is None or packed is None or packed > SLOWER * dense:
             return False
         shares.setdefault(_is_decoding(m), []).append(packed / dense)
@@ -138,30 +137,30 @@ def _is_decoding(tokens: int) -> bool:
 
 
 def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
-    """Return the times of experts that are nearest to a kind: measured here, else a prior; None without any.
+    """Return the nearest times of a kind of experts: measured here, else a prior; None without any.
 
     Times of eight bits are a prior for six, which take fewer bytes.
     """
     if not can_be_timed(kind.device):
         return None
     here = installation(kind.device)
-    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE, GROUPED)})
+    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE_FORM, GROUPED)})
     layer = dtype_name(kind.dtype), str(kind.pattern), 2 * kind.inner, kind.hidden, kind.measured
-    found = find_nearest(tables_for(here), compared, *layer)
-    if found is not None or kind.bits == 8:
-        return found
+    nearest = find_nearest(tables_for(here), compared, *layer)
+    if nearest is not None or kind.bits == 8:
+        return nearest
     wider = find_expert_times(replace(kind, bits=8))
     return None if wider is None else replace(wider, here=(), others=(*wider.others, ("8 bits", f"{kind.bits} bits")))
 
 
 def measured_here(kind: ExpertKind) -> tuple[int, ...]:
-    """Return the M's at which these experts were measured on this very installation."""
+    """Return the M's at which these experts were measured on this installation."""
     measured = find_expert_times(kind)
     return () if measured is None else measured.here
 
 
 def was_wrong(kind: ExpertKind) -> bool:
-    """Return whether packed experts of a kind gave a wrong result when they were measured on this very installation."""
+    """Return whether packed experts of a kind had a wrong result on this installation."""
     if not can_be_timed(kind.device):
         return False
     here = installation(kind.device)
@@ -169,7 +168,7 @@ def was_wrong(kind: ExpertKind) -> bool:
 
 
 def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterable[str] = ()) -> Path | None:
-    """Keep times of experts, by ``dense`` and :data:`GROUPED`, and the forms that were wrong: see ``add_layers``."""
+    """Store times of experts, by ``dense`` and :data:`GROUPED`, and wrong forms: see ``add_layers``."""
     layers = []
     if layer is not None:
         us = {times_key(name, str(kind.pattern)): times for name, times in layer.us.items()}

@@ -1,4 +1,4 @@
-"""Grouped GEMM over the experts of a mixture: what backends offer, and its definition in torch."""
+"""Grouped GEMM over the experts of a mixture: the interface of backends, and its definition in torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slidesparse.weights.pattern import DENSE, Pattern
 
 
 def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:
-    """Return the patterns of gate and up and of down, or the reason why such experts run dense.
+    """Return the patterns of gate and up, and of down, or the reason why such experts run dense.
 
     Args:
         gate_up: The distinct patterns of gate and up over all experts of a layer.
@@ -34,11 +34,11 @@ def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) ->
 
 
 class GroupedOperand(NamedTuple):
-    """The weights of all experts, as a product reads them.
+    """The weights of all experts in a product's layout.
 
     Attributes:
-        weights: The weights of all experts in one tensor, [experts, ...].
-        form: How a weight lies in it, where the product has several ways.
+        weights: One tensor, [experts, ...].
+        form: The form of a weight in it, for products with several.
     """
 
     weights: torch.Tensor
@@ -56,13 +56,13 @@ class TokenTile(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of X."""
+    """A tile of a number of rows of X."""
 
     tokens: int
 
 
 class GroupedProduct:
-    """The definition of a grouped product, tile by tile in torch: exact for INT8, slow, and it waits for the device.
+    """The definition of a grouped product, tile by tile in torch: exact for INT8, slow, and waiting for the device.
 
     Backends of mixtures are subclasses: :class:`slidesparse.gemm.hopper.grouped.HopperExperts`.
 
@@ -82,7 +82,7 @@ class GroupedProduct:
     def tiles(
         self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]
     ) -> tuple[TokenTile, ...]:
-        """Return a tile for each of the linears that the same rows go through, all with the same number of tokens.
+        """Return a tile for each linear of the same rows, all with one number of tokens.
 
         Args:
             pairs: Number of (token, expert) pairs.
@@ -92,7 +92,7 @@ class GroupedProduct:
         return tuple(Rows(4) for _ in operands)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
-        """Compile and load what multiplies by these weights of type ``dtype``; here nothing."""
+        """Compile and load the kernels for these weights of type ``dtype``; here none."""
 
     def multiply(
         self,
@@ -103,7 +103,7 @@ class GroupedProduct:
         out_dtype: torch.dtype,
         tile: Any,
     ) -> torch.Tensor:
-        """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e being the expert of row p.
+        """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N] for expert e of row p.
 
         Rows past the used tiles are zeros here, and undefined in backends.
 
@@ -113,7 +113,7 @@ class GroupedProduct:
             scale: float32 [experts, N], contiguous.
             arrangement: The expert of every tile.
             out_dtype: Type of the result.
-            tile: From :meth:`tiles`; the one that ``arrangement`` was made with.
+            tile: From :meth:`tiles`, as for ``arrangement``.
 
         Raises:
             InputError: Sizes that do not fit each other.

@@ -1,7 +1,7 @@
 """The reference backend: the slid 2:4 matrix times the lifted activations, in plain torch, on any device.
 
-Every other backend is tested against this definition. INT8 products are exact: float32 holds every integer up
-to 2^24, and 1024 products of two int8 numbers stay within 2^10 * 2^14, so blocks of 1024 columns go through a float
+Every other backend is tested against this definition. INT8 products are exact: float32 has every integer up to
+2^24, and 1024 products of two int8 numbers stay within 2^10 * 2^14, so blocks of 1024 columns go through a float
 GEMM (fast on a CPU) without rounding and are summed in int32. On a GPU the sum is taken in float64.
 """
 
@@ -40,8 +40,7 @@ def apply_scales(
     """Return ``scale_x * (scale_w * accumulator) + bias`` [M, out], in float32, rounded once to the output type.
 
     ``scale_x`` and ``bias`` are applied in one fused multiply-add, as in vLLM's CUTLASS epilogue
-    (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``). Torch has none, so both go through float64, whose
-    product is exact.
+    (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``): here in float64, whose product is exact.
     """
     y = accumulator.to(torch.float32)
     if scale_w is not None:
@@ -63,7 +62,7 @@ class Reference(Backend):
     layout = Layout(lifted=True)
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return None: it runs everything."""
+        """Return None: every problem runs."""
         return None
 
     def library(self) -> str:

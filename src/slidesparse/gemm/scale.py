@@ -1,4 +1,4 @@
-"""Apply the scales and the bias to a GEMM's accumulators: one launch, one rounding to the output type.
+"""Scales and bias of a GEMM's accumulators: one launch, one rounding to the output type.
 
     y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
 
@@ -20,7 +20,7 @@ from slidesparse.weights.support import check_vector
 
 ROWS = 4
 COLUMNS = 1024
-"""128 lanes of 8 columns: a lane stores 16 bytes of bf16."""
+"""Columns of a program, 8 for each of 128 lanes: a lane stores 16 bytes of bf16."""
 NUM_WARPS = 4
 
 
@@ -63,7 +63,7 @@ def scale_rows(
     """Apply scales and bias to accumulators: [M, out] in ``out_dtype``, bfloat16, float16 or float32.
 
     Args:
-        acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding, and never read.
+        acc: int32, float32 or bfloat16 [>= M, >= out]; padding past M and out is never read.
         scale_x: float32 [M, 1] or None.
         scale_w: float32 [out] or None.
         bias: [out], float, or None.

@@ -1,23 +1,24 @@
-"""Choose the backends that run a problem, and the numbers of tokens for each.
+"""The choice of the backends of a problem, and of the numbers of tokens for each.
 
-The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight that is packed dense
-by the dense backend. Otherwise it asks which accelerated backends can run the problem, and gave no wrong result when
-such a layer was measured here. Then it looks for the times of a layer of the same type (gemm/speed.py): of the same
-size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of this
-compute capability. The reason, which ``slidesparse inspect`` prints, names what differs:
+An explicit choice is taken, or refused with its reason. ``auto`` runs a weight that is packed dense by the dense
+backend. Otherwise the candidates are the accelerated backends that can run the problem, and had no wrong result when
+such a layer was measured here. The times of a layer of the same type (gemm/speed.py) decide: of the same size and
+measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of this compute
+capability. The reason, which ``slidesparse inspect`` prints, names the differences:
 
-* ``fallback="fastest"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
-  or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
-  layer the dense weight runs alone.
-* ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which would double the layer's
-  memory, is kept only where they take much longer than dense.
-* ``fallback="none"``: the packed form alone runs that is the fastest over all numbers of tokens, else that of the first
-  backend that can run, else of the reference.
+* ``fallback="fastest"``: the packed form that is the fastest over all numbers of tokens runs, except where another one,
+  or the dense weight, is faster by a margin (gemm/time_model.py); all forms that run are kept. Without a measured layer
+  the dense weight runs alone.
+* ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which doubles the layer's memory, is
+  kept only where they take much longer than dense.
+* ``fallback="none"``: one packed form runs alone, the fastest over all numbers of tokens, else that of the first
+  backend that can run, else the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
@@ -48,7 +49,7 @@ from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes
 from slidesparse.weights.quant import dtype_name
 
 Fallback = Literal["dense", "fastest", "none"]
-"""What ``auto`` does where sparsity does not pay; see the top of this file."""
+"""The rule of ``auto`` where sparsity does not pay; see the top of this file."""
 
 FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 
@@ -60,27 +61,26 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }
-"""Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
+"""Name -> constructor, in ``auto``'s order of the accelerated ones."""
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
 NOTHING_SLID = "this weight is packed dense"
 NO_COPY = "; no dense copy is kept"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
-"""The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,
-failed, or took too long."""
+"""Reason for a GPU without a prior where measuring is off, failed, or took too long."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backends that run a problem, and why.
+    """The backends of a problem, and the reason.
 
     Attributes:
         routes: The backend from each number of tokens on; the first from 0.
         reason: The reason, in one sentence.
-        measured: The times that decided, of the layer nearest in size; None where something else did.
-        able: The first accelerated backend that can run it, and gave no wrong result here; None where there is none, or
-            none was asked.
+        measured: The times that decided, of the layer nearest in size; None without any.
+        able: The first accelerated backend that can run it, and had no wrong result here; None without one, or where
+            none was considered.
         here: The M's of these times that were measured here; the others are a prior's.
     """
 
@@ -92,11 +92,11 @@ class Choice:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The backends whose forms of the weight are kept, each once."""
+        """The backends of all routes, each once."""
         return tuple(dict.fromkeys(route.backend for route in self.routes))
 
     def at(self, tokens: int) -> str:
-        """Return the backend that runs M tokens."""
+        """Return the backend for M tokens."""
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
@@ -104,7 +104,7 @@ class Choice:
         return describe_routes(self.routes)
 
     def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
-        """Return M -> microseconds of a layer of some size, and of dense, where both are known; if measured here."""
+        """Return M -> microseconds of a layer of a size, and of dense, and whether they were measured here."""
         layer = None if self.measured is None else self.measured.of_size(out, columns)
         pairs = {m: (layer.at(self.at(m), m), layer.at("dense", m)) for m in layer.tokens} if layer else {}
         return {m: (ours, dense, m in self.here) for m, (ours, dense) in pairs.items() if ours and dense}
@@ -114,7 +114,7 @@ def get_backend(name: str) -> Backend:
     """Return the backend of that name.
 
     Raises:
-        InputError: Listing the known names.
+        InputError: The name is unknown.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise InputError("unknown backend", got=shown(name), needed=f"auto or one of {', '.join(BACKENDS)}")
@@ -123,7 +123,7 @@ def get_backend(name: str) -> Backend:
 
 @lru_cache(maxsize=64)
 def _made(constructor: Callable[[], Backend]) -> Backend:
-    """Return the one instance of a backend: it has no state, and operators ask for it on every call."""
+    """Return the only instance of a backend, which has no state and is looked up in every call."""
     return constructor()
 
 
@@ -132,7 +132,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 
     Raises:
         InputError: Unknown backend or fallback.
-        UnsupportedError: The backend asked for cannot run the problem; the message says why.
+        UnsupportedError: The named backend cannot run the problem, with the reason.
     """
     check_fallback(fallback)
     if not isinstance(backend, str) or backend != "auto":
@@ -162,7 +162,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
-    """Return the backends between which only times can decide, dense first; none where :func:`choose` asks for none."""
+    """Return the backends whose times decide, dense first; none where :func:`choose` needs no times."""
     check_fallback(fallback)
     if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
         return []
@@ -177,7 +177,7 @@ def check_fallback(value: object) -> None:
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
-    """Return why each accelerated backend is not to run a problem; None for one that may."""
+    """Return accelerated backend -> the reason why it may not run a problem; None if it may."""
     known = [
         backend
         for backend in map(get_backend, BACKENDS)
@@ -196,7 +196,7 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
 
 
 def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
-    """Return those of some backends whose result was wrong when such a problem was measured here."""
+    """Return the backends with a wrong result when such a problem was measured here."""
     if not names or not can_be_timed(problem.device):
         return []
     here = installation(problem.device)
@@ -205,7 +205,7 @@ def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
 
 
 def wrong_form(problem: Problem, backend: str) -> WrongForm:
-    """Return by what a file names a backend that was wrong for a problem."""
+    """Return the entry of a wrong backend for a problem in a file."""
     name = times_key(backend, str(problem.pattern))
     return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name)
 
@@ -215,7 +215,7 @@ def _only(backend: str, reason: str, able: str | None = None) -> Choice:
 
 
 def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
-    """Return the measured layer by which some backends are chosen for a problem on a GPU; None without one."""
+    """Return the measured layer that decides between backends for a problem on a GPU; None without one."""
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
@@ -225,38 +225,36 @@ def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | Non
 def find_among(
     tables: Sequence[SpeedTable], here: Installation, problem: Problem, names: Sequence[str]
 ) -> MeasuredLayer | None:
-    """Return the layer of some tables by which backends are chosen on an installation; None without one.
+    """Return the layer of tables that decides between backends on an installation; None without one.
 
-    Where a backend was never measured, times of another one may stand in (:attr:`Backend.stand_in`).
+    For a backend without times, another one may stand in (:attr:`Backend.stand_in`).
     """
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
-    found = find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    nearest = find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
     others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
-    if found is not None or not others:
-        return found
+    if nearest is not None or not others:
+        return nearest
     prior = find_among(tables, here, problem, [others.get(name, name) for name in names])
     return None if prior is None else prior.stands_in(others)
 
 
 def can_be_timed(device: torch.device) -> bool:
-    """Return whether layers on a device are measured, and chosen by times."""
+    """Return whether layers on a device are measured and chosen by times."""
     return device.type == "cuda"
 
 
 def installation(device: torch.device | None = None) -> Installation:
-    """Return what times of a CUDA device, None for the current one, belong to."""
+    """Return the installation of a CUDA device; None: of the current one."""
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return Installation(torch.cuda.get_device_name(device), capability, driver_version(), libraries())
 
 
 def libraries() -> dict[str, str]:
-    """Return the backends that ``auto`` may take, with their libraries, those that are installed."""
-    found = {}
+    """Return backend of ``auto`` -> its library, of those that are installed."""
+    installed = {}
     for backend in map(get_backend, BACKENDS):
         if backend.name == "dense" or backend.accelerated:
-            try:
-                found[backend.name] = backend.library()
-            except UnsupportedError:
-                continue
-    return found
+            with suppress(UnsupportedError):
+                installed[backend.name] = backend.library()
+    return installed

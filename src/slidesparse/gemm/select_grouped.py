@@ -1,4 +1,4 @@
-"""Choose the grouped GEMM for the experts of a mixture."""
+"""The choice of the grouped GEMM for the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 
 
 def grouped_product(problem: Problem) -> GroupedProduct | str:
-    """Return the grouped product for some experts, the definition on a CPU; or the reason why none runs on this GPU.
+    """Return the grouped product for experts, on a CPU the definition; or the reason why none runs on this GPU.
 
     Args:
         problem: The weight of one expert.

@@ -1,14 +1,13 @@
 """Specs: the description of a linear, or of several in a row, that an operator takes as one string.
 
-A layer keeps its weight in the form of every backend that some number of tokens needs. Backends want different layouts
-of activations, so the backend must be chosen before anything is quantised; and since the number of tokens is known only
-when the operator runs, under torch.compile and CUDA graphs too, the operator chooses. One string holds everything that
-does not change from call to call: every argument of an operator costs host time on every call, and a long string costs
-no more than a short one.
+A layer keeps its weight in the form of every backend of its routes. Backends have different layouts of activations, so
+the backend is chosen before anything is quantised; and since the number of tokens is known only when the operator runs,
+under torch.compile and CUDA graphs, too, the operator chooses. One string has everything that does not change from call
+to call: every argument of an operator costs host time, and a long string no more than a short one.
 
 Between two attentions a decoder layer has four linears in a row: the output projection; gate and up, after a norm;
-down, after SiLU; and the next layer's query, key and value, after a norm. As one operator, ``chain``, they cost
-the host one dispatch.
+down, after SiLU; and the next layer's query, key and value, after a norm. As one operator, ``chain``, they cost the
+host one dispatch.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
-from slidesparse.weights.quant import Quantiser, parse_dtype
+from slidesparse.weights.quant import ActivationRounding, parse_dtype
 
 
 @dataclass(frozen=True)
 class Route:
-    """A backend that runs from ``from_tokens`` tokens on, up to where the next route begins."""
+    """A backend for ``from_tokens`` tokens and more, up to the next route."""
 
     from_tokens: int
     backend: str
@@ -43,10 +42,9 @@ class FormSpec:
     """One form of a weight.
 
     Attributes:
-        backend: The backend that reads it.
-        order: :attr:`lifting.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
-            must write them.
-        tensors: How many of the operator's tensors belong to it: column map, operand.
+        backend: Its backend.
+        order: :attr:`lifting.layout.ColumnOrder.numbers` of its activations; empty for the torch definition.
+        tensors: Number of its tensors, of the operator's: column map, operand.
     """
 
     backend: str
@@ -62,18 +60,18 @@ class WeightSpec:
         out_features: Its rows.
         dtype: Its type, a name of :data:`slidesparse.weights.quant.DTYPES`.
         forms: Its forms, in the order of their tensors.
-        routes: The backends that multiply it, each through one of the forms; the first route is from 0 tokens on.
-        quantiser: Whose expressions quantise its activations.
+        routes: The backends that multiply it, each with one of the forms; the first is from 0 tokens on.
+        activation_rounding: The server whose rounding of activations is reproduced.
 
     Raises:
-        InputError: Routes that do not begin at 0 tokens, or lead to a backend without a form.
+        InputError: Routes that do not begin at 0 tokens, or to a backend without a form.
     """
 
     out_features: int
     dtype: str
     forms: tuple[FormSpec, ...]
     routes: tuple[Route, ...]
-    quantiser: Quantiser = "vllm"
+    activation_rounding: ActivationRounding = "vllm"
 
     def __post_init__(self) -> None:
         backends = {form.backend for form in self.forms}
@@ -83,15 +81,15 @@ class WeightSpec:
 
     @cached_property
     def tensors(self) -> int:
-        """How many of the operator's tensors belong to it."""
+        """Number of its tensors, of the operator's."""
         return sum(form.tensors for form in self.forms)
 
     def pick(self, tokens: int) -> tuple[FormSpec, int]:
-        """Return the form that multiplies M tokens, and the index of its first tensor."""
+        """Return the form for M tokens, and the index of its first tensor."""
         return self._chosen[bisect_right(self._starts, tokens) - 1]
 
     def through(self, backend: str, first: int, last: int) -> WeightSpec:
-        """Return the same spec, but with ``backend`` for ``first`` to ``last`` tokens; the weight has its form."""
+        """Return the spec with ``backend``, of which it has a form, for ``first`` to ``last`` tokens."""
         after = Route(last + 1, self.pick(last + 1)[0].backend)
         before = (route for route in self.routes if route.from_tokens < first)
         rest = (route for route in self.routes if route.from_tokens > after.from_tokens)
@@ -101,12 +99,12 @@ class WeightSpec:
 
     @cached_property
     def text(self) -> str:
-        """The spec as a string, for :func:`parse_weight`; kept, since making it takes longer than two launches."""
+        """The spec as a string, for :func:`parse_weight`; cached, since it takes longer than two launches."""
         return _to_text(self)
 
     @cached_property
     def weight_dtype(self) -> torch.dtype:
-        """Type of the weight, as torch has it."""
+        """The weight's torch.dtype."""
         return parse_dtype(self.dtype)
 
     @cached_property
@@ -122,7 +120,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of a chain. Its tensors are those of its weight, then scale, bias and gain if it has them.
+    """One linear of a chain. Its tensors are its weight's, then scale, bias and the norm's weight, if it has them.
 
     ``prologue`` is applied to its activations before they are quantised; ``eps`` is the norm's epsilon.
     """
@@ -135,56 +133,56 @@ class LinearSpec:
 
     @cached_property
     def tensors(self) -> int:
-        """How many of the operator's tensors belong to it."""
+        """Number of its tensors, of the operator's."""
         return self.weight.tensors + self.scaled + self.biased + (self.prologue in NORMS)
 
 
 class Slots(NamedTuple):
-    """The indices of one linear's tensors among those of its chain.
+    """The indices of one linear's tensors in its chain.
 
     Attributes:
-        form: Indices of the form of its weight that runs: column map, operand.
+        form: Indices of its weight's form: column map, operand.
         scale: Index of its scale; None without one, as below.
         bias: Index of its bias.
-        gain: Index of its norm's gain.
-        adds: Whether it takes the residual and returns a new one.
+        norm_weight: Index of its norm's weight.
+        adds: Whether it takes and returns a residual.
         eps: The epsilon of its norm.
     """
 
     form: range
     scale: int | None
     bias: int | None
-    gain: int | None
+    norm_weight: int | None
     adds: bool
     eps: float
 
     @property
     def read(self) -> list[int]:
-        """Slots of the tensors that kernels read: all except the column map."""
-        slots = *self.form[1:], self.scale, self.bias, self.gain
+        """Slots of the kernels' tensors: all except the column map."""
+        slots = *self.form[1:], self.scale, self.bias, self.norm_weight
         return [slot for slot in slots if slot is not None]
 
     def pick(self, tensors: Sequence[torch.Tensor]) -> LinearTensors:
         """Return the linear's tensors among the chain's."""
-        form, scale, bias, gain, _, _ = self
+        form, scale, bias, norm_weight, _, _ = self
         column_map, *operand = tensors[form.start : form.stop]
         return LinearTensors(
             column_map,
             operand,
             None if scale is None else tensors[scale],
             None if bias is None else tensors[bias],
-            None if gain is None else tensors[gain],
+            None if norm_weight is None else tensors[norm_weight],
         )
 
 
 def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
-    """Return the slots of a linear for M ``tokens``, whose first tensor is number ``start`` among the chain's."""
+    """Return the slots of a linear for M ``tokens``; its first tensor is number ``start`` of the chain's."""
     form, offset = linear.weight.pick(tokens)
     rest = iter(range(start + linear.weight.tensors, start + linear.tensors))
     there = linear.scaled, linear.biased, linear.prologue in NORMS
-    scale, bias, gain = (next(rest) if has else None for has in there)
+    scale, bias, norm_weight = (next(rest) if has else None for has in there)
     own = range(start + offset, start + offset + form.tensors)
-    return Slots(own, scale, bias, gain, linear.prologue in ADDING, linear.eps)
+    return Slots(own, scale, bias, norm_weight, linear.prologue in ADDING, linear.eps)
 
 
 # -- the codec -----------------------------------------------------------------------------------------------------
@@ -205,10 +203,10 @@ def chain_text(linears: Sequence[LinearSpec]) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_weight(text: str) -> WeightSpec:
-    """Return the spec that a :attr:`WeightSpec.text` describes.
+    """Return the spec of a :attr:`WeightSpec.text`.
 
     Raises:
-        InputError: For any other text.
+        InputError: Any other text.
     """
     spec: WeightSpec = _from_text(WeightSpec, text, "spec of a weight")
     return spec
@@ -216,10 +214,10 @@ def parse_weight(text: str) -> WeightSpec:
 
 @lru_cache(maxsize=4096)
 def parse_chain(text: str) -> tuple[LinearSpec, ...]:
-    """Return the linears that a :func:`chain_text` describes.
+    """Return the linears of a :func:`chain_text`.
 
     Raises:
-        InputError: For any other text, or a chain that adds no residual: the operator must return a new one.
+        InputError: Any other text, or a chain that adds no residual: the operator must return a new one.
     """
     linears: tuple[LinearSpec, ...] = _from_text(tuple[LinearSpec, ...], text, "spec of a chain")
     if not any(linear.prologue in ADDING for linear in linears):

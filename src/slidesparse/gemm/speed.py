@@ -1,13 +1,13 @@
-"""Measured times of whole layers, and which of them say something about a layer here.
+"""Measured times of whole layers, and the search for those that apply to a layer here.
 
-A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this very installation
-and of a layer's own size are *measured here*: the plugin and ``slidesparse.load`` take them when they load a model
-(:mod:`slidesparse.tuning`), ``slidesparse tune`` when it is asked to. All others, those that ship among them, are a
-*prior*: used where nothing was measured here, and named as such. A packed form is compared with the dense time of the
-same comparison, quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
+A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this installation and
+of a layer's own size are *measured here*: by the plugin and ``slidesparse.load`` when they load a model
+(:mod:`slidesparse.tuning`), or by ``slidesparse tune``. All others, with those that ship, are a *prior*: used, and
+named as such, where nothing was measured here. A packed form is compared with the dense time of the same comparison,
+quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
 
-A form whose result was wrong while it was measured is wrong for its whole kind of layer, however many tokens there are:
-a table names it (:class:`WrongForm`), and no time of any table brings it back on that installation.
+A form with a wrong result is wrong for its whole kind of layer, at all numbers of tokens: a table names it
+(:class:`WrongForm`), and no time of any table brings it back on that installation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from slidesparse.errors import InputError
 from slidesparse.weights.pattern import Pattern
 
 SIZE_REACH = 2.0
-"""A measured layer stands in for others whose sizes are within this factor of its own; the nearest one is taken."""
+"""Largest factor between the sizes of a measured layer and of one that it stands in for; the nearest is taken."""
 
 TOKENS_REACH = 2.0
-"""A number of tokens needs no measuring where one within this factor of it was measured."""
+"""Largest factor to a measured number of tokens at which another one needs no measurement."""
 
-DENSE = "dense"
+DENSE_FORM = "dense"
+"""Name of the dense form, and of its times."""
 
 MEASURED_HERE = "measured here"
 
@@ -93,15 +94,15 @@ class LayerSpeed:
                 raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
 
     def __hash__(self) -> int:
-        """Return a hash of all but the times, so that what follows from a layer can be kept."""
+        """Return a hash of all but the times, for caches."""
         return hash((self.dtype, self.out, self.columns, self.tokens, self.experts))
 
     def at(self, name: str, tokens: int) -> float | None:
-        """Return the microseconds at one of the measured M; None where it has no time of that name there."""
+        """Return the microseconds of a form at a measured M; None without a time."""
         return self.us[name][self.tokens.index(tokens)] if name in self.us else None
 
     def of_size(self, out: int, columns: int) -> LayerSpeed:
-        """Return the times of a layer of another size, if time grew with the number of weights."""
+        """Return the times of a layer of another size, scaled by the number of weights."""
         factor = out * columns / (self.out * self.columns)
         us = {name: tuple(None if t is None else t * factor for t in times) for name, times in self.us.items()}
         return replace(self, out=out, columns=columns, us=us)
@@ -111,10 +112,10 @@ class LayerSpeed:
         return {name: times[index] for name, times in self.us.items()}
 
     def updated(self, newer: LayerSpeed) -> LayerSpeed:
-        """Return these times with those of a newer comparison; at an M that both have, the newer one alone counts."""
+        """Return these times with those of a newer comparison, which replaces common M's."""
         columns = {
             m: layer.column(i)
-            for layer in (self, newer)  # the last one counts
+            for layer in (self, newer)  # the last one wins
             for i, m in enumerate(layer.tokens)
         }
         tokens, names = sorted(columns), dict.fromkeys((*self.us, *newer.us))
@@ -122,23 +123,23 @@ class LayerSpeed:
         return replace(self, tokens=tuple(tokens), us=us)
 
     def without(self, names: Iterable[str]) -> LayerSpeed:
-        """Return these times, None at every M for some names that it has."""
+        """Return these times with None at every M for some names."""
         gone = dict.fromkeys(self.us.keys() & set(names), (None,) * len(self.tokens))
         return replace(self, us={**self.us, **gone})
 
     def distance(self, out: int, columns: int) -> float:
-        """Return how far another layer's size is: the larger difference of rows or of columns, in octaves."""
+        """Return the distance of another size: the larger difference of rows or of columns, in octaves."""
         return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The GPU, driver and libraries to which times belong.
+    """The GPU, driver and libraries of measured times.
 
     Attributes:
         gpu: Name of the device.
         capability: Its compute capability: ``9.0``.
-        driver: Version of its driver; None where it cannot be found out.
+        driver: Version of its driver; None if unknown.
         libraries: Backend -> :meth:`slidesparse.gemm.backend.Backend.library`: the revision of our own kernels, the
             version of a library.
     """
@@ -149,7 +150,7 @@ class Installation:
     libraries: dict[str, str]
 
     def differences(self, here: Installation, backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Return what differs from the installation here, for these backends: pairs (there, here), each once."""
+        """Return the differences from the installation here, for these backends: pairs (there, here), each once."""
         pairs = [(self.gpu, here.gpu)]
         if self.driver is not None and here.driver is not None:
             pairs.append((f"driver {self.driver}", f"driver {here.driver}"))
@@ -159,7 +160,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class WrongForm:
-    """A packed form of a kind of layer, as :class:`LayerSpeed` has it, that gave a wrong result when it was measured.
+    """A packed form of a kind of layer, as of :class:`LayerSpeed`, with a wrong result when measured.
 
     ``name`` is that of the form's times: ``cusparselt 6:8``.
     """
@@ -171,7 +172,7 @@ class WrongForm:
     experts: Experts | None = None
 
     def is_of(self, layer: LayerSpeed) -> bool:
-        """Return whether it is a form of this kind of layer."""
+        """Return whether the form is of this kind of layer."""
         sizes = layer.dtype, layer.out, layer.columns, layer.experts
         return (self.dtype, self.out, self.columns, self.experts) == sizes
 
@@ -183,8 +184,8 @@ class SpeedTable:
     Attributes:
         installation: The installation.
         layers: The times, of older comparisons first.
-        packaged: The table ships with the package, so another machine was measured, whatever its installation.
-        wrong: The forms that were wrong; they have no time in any of the layers.
+        packaged: Whether the table ships with the package, and so is of another machine.
+        wrong: The wrong forms; they have no time in any of the layers.
     """
 
     installation: Installation
@@ -193,24 +194,24 @@ class SpeedTable:
     wrong: tuple[WrongForm, ...] = ()
 
     def is_of(self, here: Installation, backends: Iterable[str]) -> bool:
-        """Return whether it was measured on the installation here, as far as these backends are concerned."""
+        """Return whether the table is of the installation here, as far as these backends go."""
         there = self.installation
         alike = all(there.libraries.get(name) == here.libraries.get(name) for name in backends)
         return not self.packaged and (there.gpu, there.driver) == (here.gpu, here.driver) and alike
 
     def wrong_names(self, layer: LayerSpeed) -> set[str]:
-        """Return the names of the forms of a layer that were wrong."""
+        """Return the names of a layer's wrong forms."""
         return {form.name for form in self.wrong if form.is_of(layer)}
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A measured layer, and the GPU on which it was measured.
+    """A measured layer, and its GPU.
 
     Attributes:
         layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
-        here: The M's of its times that are of this installation and of the size asked for.
-        others: What differs between here and the installations of its other times: pairs (there, here), each once.
+        here: The M's whose times are of this installation and of the wanted size.
+        others: Differences of the installations of its other times: pairs (there, here), each once.
     """
 
     layer: LayerSpeed
@@ -219,16 +220,16 @@ class MeasuredLayer:
     gpu: str = ""
 
     def rank(self, gpu: str, out: int, columns: int) -> tuple[bool, bool, int, float]:
-        """Return how little it says of a layer of some size on a GPU: of several, the lowest is to be believed.
+        """Return a sort key for a layer of some size on a GPU: the lower, the better the match.
 
-        Another size counts as one more thing that differs. On another GPU what else differs does not count: two cards
-        differ by more than two revisions of a kernel.
+        Another size counts as one more difference. On another GPU no other difference counts: two cards differ by more
+        than two revisions of a kernel.
         """
         foreign, distance = self.gpu != gpu, self.layer.distance(out, columns)
         return not self.here, foreign, 0 if foreign else len(self.others) + (distance > 0), distance
 
     def stands_in(self, others: Mapping[str, str]) -> MeasuredLayer:
-        """Return it as a prior for other backends: of each the backend whose times these are."""
+        """Return this layer as a prior for other backends: backend -> the one with the times."""
         names = {other: name for name, other in others.items()}
         us = {names.get(name, name): times for name, times in self.layer.us.items()}
         pairs = [(other, name) for name, other in others.items() if other in self.layer.us]
@@ -248,7 +249,7 @@ class MeasuredLayer:
 
 
 def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
-    """Return those of the M's wanted without a measured one within :data:`TOKENS_REACH`.
+    """Return the M's without a measured one within :data:`TOKENS_REACH`.
 
     >>> lacking([16, 4096, 16384], [64, 8192])
     [16]
@@ -257,13 +258,13 @@ def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
 
 
 def times_key(backend: str, pattern: str) -> str:
-    """Return the name of a layer's times in the file."""
-    return DENSE if backend == DENSE else f"{backend} {pattern}"
+    """Return the name of a backend's times in the file."""
+    return DENSE_FORM if backend == DENSE_FORM else f"{backend} {pattern}"
 
 
 def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, form: WrongForm) -> bool:
-    """Return whether a backend's form was wrong here, with the same library of dense: the form was compared with it."""
-    return any(form in table.wrong and table.is_of(here, (DENSE, backend)) for table in tables)
+    """Return whether a form was wrong here, with the same libraries of its backend and of dense."""
+    return any(form in table.wrong and table.is_of(here, (DENSE_FORM, backend)) for table in tables)
 
 
 def find_nearest(
@@ -275,29 +276,29 @@ def find_nearest(
     columns: int,
     experts: Experts | None = None,
 ) -> MeasuredLayer | None:
-    """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
+    """Return the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
-    A layer measured here goes before all others; then those of which less differs from the installation here, and in
-    size (:meth:`MeasuredLayer.rank`); then those of the first table. Where another table has times of these backends at
-    the same size, they are added below the fewest tokens of the layer found and above the most: a user who measured a
-    few numbers of tokens keeps the packaged times of the others. None when no layer has a packed time.
+    A layer measured here comes first; then those with fewer differences in installation and size
+    (:meth:`MeasuredLayer.rank`); then those of the first table. Times of these backends at the same size in another
+    table are added below its fewest tokens and above its most: a user who measured few numbers of tokens keeps the
+    packaged times of the others. None if no layer has a packed time.
 
     Args:
         tables: Tables.
-        here: The installation here, with the libraries of the backends to compare. If dense is one of them, a layer
-            without a dense time is left out.
+        here: The installation here, with the libraries of the backends to compare. With dense among them, layers
+            without a dense time are left out.
         dtype: Type of the weight.
         pattern: Its pattern.
         out: Its rows.
         columns: Its columns.
         experts: Its experts; None of a linear.
     """
-    found = (
+    known = (
         _seen_from(here, table, layer, (out, columns))
         for table in tables
         for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns), experts)
     )
-    ranked = sorted(found, key=lambda one: one.rank(here.gpu, out, columns))
+    ranked = sorted(known, key=lambda one: one.rank(here.gpu, out, columns))
     if not ranked:
         return None
     best = ranked[0]
@@ -316,7 +317,7 @@ def _known_layers(
 ) -> list[LayerSpeed]:
     """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined.
 
-    Forms that were wrong are left out: with another driver or kernel they may be right, and then "no time" is no prior.
+    Wrong forms are left out: with another driver or kernel they may be right, and "no time" is no prior.
     """
     by_size: dict[tuple[int, int], LayerSpeed] = {}
     for layer in table.layers:
@@ -338,18 +339,18 @@ def _seen_from(here: Installation, table: SpeedTable, layer: LayerSpeed, size: t
 
 
 def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
-    """Return a layer's times at one pattern by backend, those that it has."""
+    """Return backend -> a layer's times at one pattern, of backends with times."""
     keys = {name: times_key(name, pattern) for name in backends}
     return {name: layer.us[filed] for name, filed in keys.items() if filed in layer.us}
 
 
 def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
-    """Whether there is a packed time, and a dense one where dense is to be compared."""
-    return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
+    """Return whether there is a packed time, and a dense one if dense is compared."""
+    return bool(times.keys() - {DENSE_FORM}) and (DENSE_FORM in times or DENSE_FORM not in libraries)
 
 
 def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
-    """Return a layer with the times of another one of its size, past its own numbers of tokens."""
+    """Return a layer with the times of another one of its size past its own numbers of tokens."""
     layer, other = measured.layer, more.layer
     past = [i for i, m in enumerate(other.tokens) if not layer.tokens[0] <= m <= layer.tokens[-1]]
     alike = (layer.out, layer.columns) == (other.out, other.columns) and other.us.keys() <= layer.us.keys()

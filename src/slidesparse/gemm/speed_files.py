@@ -1,4 +1,4 @@
-"""The files of measured layer times: where they are, how they are read, and the one place that writes them.
+"""Files of measured layer times: their paths, reading and writing.
 
     {"version": 3, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
      "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-4"},
@@ -9,11 +9,11 @@
 
     {"count": 64, "everywhere": 128, "top_k": 8, "down": null, "bits": 8}
 
-A file holds the times of one installation: a GPU, its driver and the libraries. So a new driver, a new revision of a
-kernel or another vLLM gets a file of its own, and the old one's times remain as a prior. The package has some files in
+A file has the times of one installation: a GPU, its driver and the libraries. A new driver, a new revision of a kernel
+or another vLLM gets a file of its own, and the old one remains as a prior. The package has some files in
 ``speed_tables``; the user's are in the cache folder. A file that cannot be read is not used, and the log says so once.
 
-Where forms were wrong, the file names them after ``"libraries"``, and their times are null:
+Wrong forms are named after ``"libraries"``, and their times are null:
 
     "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]
 """
@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ PACKAGED = Path(__file__).parent / "speed_tables"
 REMEDY = "delete it; a model that is loaded, or slidesparse tune, measures again"
 
 WRITING_S = 10.0
-"""Seconds to wait for a process that writes, for milliseconds. One that hangs costs others' times, not the file."""
+"""Seconds to wait for a process that writes, which takes milliseconds. A hanging one costs times, not the file."""
 
 _UNWRITTEN: dict[Path, SpeedTable] = {}
-"""Tables of this process that the disk refused: it goes by them all the same."""
+"""Tables that could not be written, for use in this process."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _StoredTable:
 
 
 def file_name(gpu: str, *more: str) -> str:
-    """Return the name of a file of a GPU's times.
+    """Return the name of a file with a GPU's times.
 
     >>> file_name("NVIDIA H200"), file_name("NVIDIA H200", "1a2b3c4d")
     ('speed-nvidia-h200.json', 'speed-nvidia-h200-1a2b3c4d.json')
@@ -76,44 +76,38 @@ def file_name(gpu: str, *more: str) -> str:
 
 
 def tuned_path(here: Installation) -> Path:
-    """Return the path of the times that are measured here."""
+    """Return the path of the times measured here."""
     return cache_folder() / file_name(here.gpu, digest(here))
 
 
 def digest(installation: Installation) -> str:
-    """Return eight letters and figures that tell the installations of one GPU apart."""
+    """Return eight hex digits that identify an installation."""
     there = [installation.capability, installation.driver, sorted(installation.libraries.items())]
     return hashlib.sha256(json.dumps(there).encode()).hexdigest()[:8]
 
 
 def lock_path(here: Installation, gpu: str = "") -> Path:
-    """Return the path of the lock of those that measure on an installation, or on one ``gpu`` of it."""
+    """Return the path of the lock for measurements on an installation, or on one ``gpu`` of it."""
     return tuned_path(here).with_suffix(f".{gpu}.lock" if gpu else ".lock")
 
 
 def tables_for(here: Installation) -> list[SpeedTable]:
-    """Return the tables that say something about a GPU: the user's, then the package's.
+    """Return the tables for a GPU: the user's, then the package's.
 
-    The package's are also those of other GPUs of its compute capability, which run the same kernels: that of the most
-    similar name first, so that an H200 NVL goes by an H200 and not by an H100.
+    The package's include other GPUs of its compute capability, which run the same kernels: the most similar name first,
+    so that an H200 NVL goes by an H200 and not by an H100.
     """
     own = tuned_path(here)
     of_users = {own, *cache_folder().glob(f"{Path(file_name(here.gpu)).stem}*.json"), *_UNWRITTEN}
     users = [_usable(path) for path in sorted(of_users, key=lambda path: (path != own, path.name))]
     packaged = [table for path in sorted(PACKAGED.glob("speed-*.json")) if (table := _usable(path))]
     foreign = [table for table in packaged if table.installation.gpu != here.gpu]
-    akin = [table for table in foreign if table.installation.capability == here.capability]
+    related = [table for table in foreign if table.installation.capability == here.capability]
     return [
         *(table for table in users if table and table.installation.gpu == here.gpu),
         *(table for table in packaged if table.installation.gpu == here.gpu),
-        *sorted(akin, key=lambda table: -_alike(table, here)),
+        *sorted(related, key=lambda table: -len(commonprefix([table.installation.gpu, here.gpu]))),  # noqa: RUF071
     ]
-
-
-def _alike(table: SpeedTable, here: Installation) -> int:
-    """Return how many letters the names of two GPUs begin with alike."""
-    letters = zip(table.installation.gpu, here.gpu, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
 
 
 def _usable(path: Path) -> SpeedTable | None:
@@ -125,10 +119,10 @@ def _usable(path: Path) -> SpeedTable | None:
 
 
 def load_speeds(path: Path) -> SpeedTable | None:
-    """Return a file's table, None when there is no file; read once while the file is the same.
+    """Return a file's table, None without a file; read once while the file is the same.
 
     Raises:
-        InputError: For anything but the form at the top of this file.
+        InputError: It has not the form at the top of this file.
     """
     if path in _UNWRITTEN:
         return _UNWRITTEN[path]
@@ -149,10 +143,10 @@ def _read(path: Path, state: tuple[int, int, int]) -> SpeedTable:
 
 
 def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
-    """Return the table that a file's JSON describes.
+    """Return the table of a file's JSON.
 
     Raises:
-        InputError: It is not of the form at the top of this file.
+        InputError: It has not the form at the top of this file.
     """
     if isinstance(value, dict):
         if value.get("version") != VERSION:  # which has other fields, so this comes first
@@ -164,14 +158,12 @@ def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
 
 
 def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
-    """Add layers to the times that are measured here; a newer time of the same M counts.
+    """Add layers to the times measured here; newer times of the same M win.
 
-    One process does this at a time. A damaged file is written anew. Forms that were wrong, now or before, lose their
-    times, older and newer ones.
+    One process writes at a time. A damaged file is written anew. Wrong forms, new and old, lose all their times.
 
     Returns:
-        The path; None where it cannot be written: this process keeps the times, and the log says why they will be
-        measured again.
+        The path; None where it cannot be written: this process keeps the times, and the log gives the reason.
     """
     path = tuned_path(here)
     with file_lock(path.with_suffix(".writing"), WRITING_S):
@@ -195,7 +187,7 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable
 
 
 def join_layers(older: Iterable[LayerSpeed], newer: Iterable[LayerSpeed]) -> tuple[LayerSpeed, ...]:
-    """Return the layers of two tables, those of the newer one last; comparisons of the same forms become one."""
+    """Join the layers of two tables, newer ones last; comparisons of the same forms become one."""
     kept = {_comparison(layer): layer for layer in older}
     for layer in newer:
         known = kept.pop(_comparison(layer), None)

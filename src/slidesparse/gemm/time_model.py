@@ -1,14 +1,13 @@
-"""A model of a layer's time for any number of tokens, and the backend that it shows to be the fastest for each.
+"""A model of a layer's time for any number of tokens, and the fastest backend for each.
 
-Times are interpolated between the measured M's, straight lines where both time and M are logarithmic. Below the fewest
-tokens measured a time is constant, as that of reading the weight is; above the most it grows with M. So nothing jumps
-at an M that happens to have been measured.
+Times are interpolated between the measured M's, linearly in the logarithms of time and M. Below the fewest measured
+tokens a time is constant, like that of reading the weight; above the most it grows with M.
 
-One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. The margin keeps
-what noise could turn around: a model's layers stay on one backend, and the same batch always takes the same way.
+One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. Noise then
+changes no backend: a model's layers stay on one, and the same batch always takes the same path.
 
-A dense copy of a packed weight doubles the memory of a layer, and layers that change their backend fall out of their
-chains, which costs the host. So :func:`lean_routes_of` keeps one only where the packed form needs it. As served, 6:8 of
+A dense copy of a packed weight doubles the memory of a layer, and layers that change their backend leave their chains,
+which costs the host. So :func:`lean_routes_of` keeps one only where the packed form needs it. As served, 6:8 of
 a 7B model in INT8 took 12.7 s for a mixed load without copies and 13.1 s with them
 (results/h200/serve/qwen2.5-7b-int8-6of8-one-form.jsonl and -two-forms.jsonl).
 """
@@ -22,25 +21,25 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import DENSE, LayerSpeed
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed
 
 MARGIN = 1.03
-"""Another backend than the main packed form runs only where that one takes at least this much longer. A second form
-costs memory, and differences of a few percent are noise."""
+"""Least time of the main packed form over another backend's for the other to run. A second form costs memory, and
+differences of a few percent are noise."""
 
 NEEDS_A_COPY = 1.5
-"""A dense copy is kept where the packed form takes this much of its time at some M. Short measurements of one layer at
-one M differ by a fifth from start to start, so a rule nearer to what is usual would differ from start to start too."""
+"""Time of the packed form over dense at some M from which a dense copy is kept. Short measurements of one M differ by a
+fifth from start to start, and so would a stricter rule."""
 
 NEEDS_A_COPY_ON_AVERAGE = 1.1
-"""It is kept, too, where the packed form takes this much on average over the measured M's."""
+"""The same on average over the measured M's."""
 
 NARROW = 1.5
-"""A range of M's whose ends are nearer than this factor is not worth a second form of the weight."""
+"""Least factor between the ends of a range of M's that is worth a second form of the weight."""
 
 
 def time_at(layer: LayerSpeed, name: str, tokens: float) -> float | None:
-    """Return the microseconds of a backend at M ``tokens``; None next to an M at which it has no time."""
+    """Return the microseconds of a backend at M ``tokens``; None next to an M without a time."""
     points = list(zip(layer.tokens, layer.us[name], strict=True))
     if tokens <= layer.tokens[0]:
         return points[0][1]
@@ -52,31 +51,31 @@ def time_at(layer: LayerSpeed, name: str, tokens: float) -> float | None:
 
 
 def fastest(layer: LayerSpeed) -> str | None:
-    """Return the packed form with the smallest product of times over all M's.
+    """Return the packed form with the smallest product of times over all M's; None without packed times.
 
-    Of forms that miss a time somewhere, the one with the most times; None when there is no packed time.
+    A form with more times goes before one with fewer.
     """
-    known = {name: [us for us in times if us] for name, times in layer.us.items() if name != DENSE}
+    known = {name: [us for us in times if us] for name, times in layer.us.items() if name != DENSE_FORM}
     rank = {name: (-len(times), sum(map(math.log, times))) for name, times in known.items() if times}
     return min(rank, key=lambda name: rank[name], default=None)
 
 
 def decide(layer: LayerSpeed, tokens: float) -> str:
-    """Return the backend for M ``tokens``: the main packed form, or another form that is faster by the margin."""
+    """Return the backend for M ``tokens``: the main packed form, or one that is faster by the margin."""
     main = fastest(layer)
     times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
-    best = min(times, key=lambda name: times[name], default=DENSE)
-    if not times.keys() - {DENSE}:
-        return DENSE
-    packed = min(times.keys() - {DENSE}, key=lambda name: times[name] * (1 if name == main else MARGIN))
+    best = min(times, key=lambda name: times[name], default=DENSE_FORM)
+    if not times.keys() - {DENSE_FORM}:
+        return DENSE_FORM
+    packed = min(times.keys() - {DENSE_FORM}, key=lambda name: times[name] * (1 if name == main else MARGIN))
     return best if MARGIN * times[best] <= times[packed] else packed
 
 
 @lru_cache(maxsize=1024)
 def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Return the routes by which numbers of tokens run on the backends that :func:`decide` names.
+    """Return the routes of :func:`decide` over all numbers of tokens.
 
-    A range that is narrower than :data:`NARROW` stays on the main packed form, if that can run in all of it.
+    A range below :data:`NARROW` stays on the main packed form, if that can run in all of it.
     """
     starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1))}
     routes = _joined(Route(start, decide(layer, max(start, 1))) for start in sorted(starts))
@@ -94,32 +93,32 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
 
 @lru_cache(maxsize=1024)
 def lean_routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Return :func:`routes_of` a layer, without its dense routes where the packed forms do not need them."""
-    routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE}
+    """Return :func:`routes_of` a layer, without dense routes that packed forms do not need."""
+    routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE_FORM}
     if len(routes) == 1:
         return routes
     lean = routes_of(replace(layer, us=packed))
-    if DENSE in {route.backend for route in lean}:  # the packed forms lack a time somewhere
+    if DENSE_FORM in {route.backend for route in lean}:  # the packed forms lack a time somewhere
         return routes
     best = (min((us for us in at if us), default=None) for at in zip(*packed.values(), strict=True))
-    shares = [us / dense for us, dense in zip(best, layer.us[DENSE], strict=True) if us and dense]
+    shares = [us / dense for us, dense in zip(best, layer.us[DENSE_FORM], strict=True) if us and dense]
     return routes if _much_longer(shares) else lean
 
 
 def _much_longer(shares: Sequence[float]) -> bool:
-    """Return whether shares of dense's time need a dense copy: one of them, or their geometric mean."""
+    """Return whether times over dense's call for a dense copy: one of them, or their geometric mean."""
     average = math.exp(sum(map(math.log, shares)) / max(1, len(shares)))
     return max(shares, default=0.0) >= NEEDS_A_COPY or average >= NEEDS_A_COPY_ON_AVERAGE
 
 
 def _can_run(layer: LayerSpeed, name: str, first: int, last: int) -> bool:
-    """Return whether a backend has a time at all numbers of tokens from the first to the last one."""
+    """Return whether a backend has times from the first to the last number of tokens."""
     measured = (m for m in layer.tokens if first < m < last)
     return all(time_at(layer, name, m) is not None for m in (first, *measured, last))
 
 
 def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:
-    """Return routes without those that lead on to the same backend."""
+    """Return routes with neighbours on the same backend joined."""
     kept: list[Route] = []
     for route in routes:
         if not kept or kept[-1].backend != route.backend:
@@ -128,7 +127,7 @@ def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:
 
 
 def _changes(layer: LayerSpeed) -> Iterator[int]:
-    """Yield numbers of tokens, give or take one, between which the decision stays the same."""
+    """Yield the numbers of tokens, give or take one, at which the decision may change."""
     yield from layer.tokens
     for one, other in combinations(layer.us.values(), 2):
         shares = [math.log(us / than) if us and than else None for us, than in zip(one, other, strict=True)]
@@ -142,12 +141,12 @@ def _changes(layer: LayerSpeed) -> Iterator[int]:
 
 
 def explain(layer: LayerSpeed) -> str:
-    """Return the times in words: ``hopper takes 0.77 to 1.08 of dense's time``; of a layer with dense times."""
-    told = []
+    """Return a layer's times over dense in words: ``hopper takes 0.77 to 1.08 of dense's time``."""
+    forms = []
     for name in layer.us:
-        shares = [us / dense for us, dense in zip(layer.us[name], layer.us[DENSE], strict=True) if us and dense]
-        if name != DENSE:
+        shares = [us / dense for us, dense in zip(layer.us[name], layer.us[DENSE_FORM], strict=True) if us and dense]
+        if name != DENSE_FORM:
             low, high = (f"{bound(shares):.2f}" if shares else "" for bound in (min, max))
             span = low if low == high else f"{low} to {high}"
-            told.append(f"{name} takes {span} of dense's time" if shares else f"{name} has no time")
-    return ", ".join(told)
+            forms.append(f"{name} takes {span} of dense's time" if shares else f"{name} has no time")
+    return ", ".join(forms)

@@ -19,13 +19,13 @@ from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.select_grouped import grouped_product
-from slidesparse.gemm.speed import DENSE
+from slidesparse.gemm.speed import DENSE_FORM
 from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.weights.packing import check, pack_checked
-from slidesparse.weights.quant import Quantiser
+from slidesparse.weights.quant import ActivationRounding
 from slidesparse.weights.support import find_pattern, satisfies, value_bits
 
 NAMES = ("w13", "w2")
@@ -127,7 +127,7 @@ def find_loaded(
 
 
 def pack_experts(
-    layer: Any, experts: LoadedExperts, warmup: WarmUp | None, quantiser: Quantiser = "vllm"
+    layer: Any, experts: LoadedExperts, warmup: WarmUp | None, quantiser: ActivationRounding = "vllm"
 ) -> SlideExperts:
     """Pack experts, and warm up the first ones of a kind; their dense weights stay in the layer."""
     packed, patterns = [], (experts.kind.pattern, experts.kind.down)
@@ -161,7 +161,7 @@ class PackingExperts:
     slide_named: NamedExperts
     slide_model: Any
     slide_log: logging.Logger
-    slide_quantiser: Quantiser = "vllm"
+    slide_quantiser: ActivationRounding = "vllm"
     slide: SlideExperts | None = None
     slide_stays_dense = False
 
@@ -222,7 +222,7 @@ class PackingExperts:
             process()
             dense, sparse, context = forms
             with context:
-                tuner.measure_experts(kind, {DENSE: dense, GROUPED: sparse(packed)})
+                tuner.measure_experts(kind, {DENSE_FORM: dense, GROUPED: sparse(packed)})
         settled: ExpertChoice = choice or self._choose(kind, unmeasurable)
         if settled.sparse:
             self.slide = packed

@@ -103,7 +103,7 @@ class WarmUp:
             return
         for form in weight.forms:
             if form.order:  # else the torch definition lifts
-                rest = form.order, get_backend(form.backend).layout, weight.quantiser
+                rest = form.order, get_backend(form.backend).layout, weight.activation_rounding
                 spec = LiftSpec(cast("Prologue", prologue), self.dtype, weight.weight_dtype, *rest)
                 self._lift_batches(spec, weight, form.backend, device)
         self._done.add(kind)

@@ -1,1 +1,1 @@
-"""A linear or the experts of a mixture, as layers: what a loaded weight becomes, and running it."""
+"""Layers of linears and of a mixture's experts, and the choice of a loaded weight's form."""

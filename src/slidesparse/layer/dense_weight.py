@@ -1,4 +1,4 @@
-"""A lazy dense weight: it is computed when a torch function needs its values, and takes no memory until then.
+"""A lazy dense weight: computed when a torch function needs its values, without memory until then.
 
 Some models read ``linear.weight`` instead of calling the layer: T5 compares its type with that of the activations,
 Mamba multiplies by it. A packed layer returns a :class:`DenseWeight`.
@@ -21,18 +21,18 @@ SAME = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr-def
 """Functions whose result shares the weight's memory. They return the lazy weight itself, which refuses writes."""
 
 ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr(torch.Tensor, n) for n in _METHODS}
-"""Functions that need no values of a tensor."""
+"""Functions that need no values."""
 
 ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
-"""Functions whose result is used after the call, by readers of memory such as safetensors."""
+"""Functions for readers of memory, such as safetensors, who use the result after the call."""
 
 
 class DenseWeight(torch.Tensor):
     """A weight [out, in] that a function computes, once for every torch function that needs its values.
 
-    Shape, type and device are known without computing it; strides are not. Once its address was asked for, it stays in
-    memory as long as this object. A view is a view of a computed weight, and what is written into it is lost: a view
-    that refuses writes would have to be lazy too, and ``x @ weight.t()`` would compute the weight twice.
+    Shape, type and device are known before; strides are not. Once its address was read, it stays in memory as long as
+    this object. A view is one of a computed weight, and writes into it are lost: a view that refuses them would have to
+    be lazy too, and ``x @ weight.t()`` would compute the weight twice.
     """
 
     make: Callable[[], torch.Tensor]
@@ -42,7 +42,7 @@ class DenseWeight(torch.Tensor):
     def of(
         cls, make: Callable[[], torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> DenseWeight:
-        """Return a lazy weight [out, in] that ``make`` computes, in this shape, type and device."""
+        """Return a lazy weight [out, in] of this shape, type and device, which ``make`` computes."""
         # One element of memory, NaN: code that bypasses __torch_function__ must not compute with it unnoticed.
         lazy = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(cls)
         lazy.make = make
@@ -52,7 +52,7 @@ class DenseWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer without values where that is possible, or compute the weight and call the function with it.
+        """Answer without values if possible, else compute the weight and call the function.
 
         Raises:
             UnsupportedError: The function would write into the weight.
@@ -72,30 +72,26 @@ class DenseWeight(torch.Tensor):
         return func(*computed(args, cls), **computed(dict(kwargs or {}), cls))
 
     def _addressable(self) -> torch.Tensor:
-        """Return the computed weight, kept as long as this object, so that its address stays valid."""
+        """Return the computed weight, which lives as long as this object, so that its address stays valid."""
         if self.addressed is None:
             self.addressed = self.make()
         return self.addressed
 
     @classmethod
     def refuse(cls, name: str) -> None:
-        """Refuse a function that writes into the weight.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise an UnsupportedError for a function that writes into the weight."""
         raise UnsupportedError(
             "a packed weight cannot be written to", got=name, remedy="leave the layer dense with ignore (--ignore NAME)"
         )
 
 
 def _is_lazy(written: Any) -> bool:
-    """Return whether a lazy weight is written into, alone or in a list, as ``torch._foreach_mul_`` takes."""
+    """Return whether the target of a write is a lazy weight, or a list with one, as of ``torch._foreach_mul_``."""
     return any(isinstance(one, DenseWeight) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
 def computed(value: Any, lazy: Any) -> Any:
-    """Return arguments with every tensor of a lazy type as its ``make()`` computes it."""
+    """Return arguments with every lazy tensor computed."""
     if isinstance(value, lazy):
         return value.make()
     if isinstance(value, dict):

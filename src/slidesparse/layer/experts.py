@@ -1,7 +1,7 @@
 """The experts of a layer: gate and up, SiLU * up, down, and the sum over the experts of each token.
 
-Two grouped products run them, with the kernels of a linear around them: rows are quantised and lifted in the order of
-their experts, SiLU * up is part of the second lift, and one kernel sums the products of a token in a fixed order.
+Two grouped products run them: rows are quantised and lifted in the order of their experts, SiLU * up is part of the
+second lift, and one kernel sums the products of a token in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.inference_only import no_backward
 from slidesparse.weights.packed import PackedWeight
-from slidesparse.weights.quant import FLOATS, Quantiser
+from slidesparse.weights.quant import FLOATS, ActivationRounding
 
 
 class ExpertLinear(nn.Module):
     """One linear of all experts, as a product reads it.
 
     Args:
-        experts: Their packed weights, of one size, type and pattern.
-        product: What multiplies.
+        experts: Packed weights of one size, type and pattern.
+        product: The grouped product.
         activation_rounding: As of :class:`SlideExperts`.
     """
 
@@ -39,7 +39,7 @@ class ExpertLinear(nn.Module):
     column_map: torch.Tensor
 
     def __init__(
-        self, experts: Sequence[PackedWeight], product: GroupedProduct, activation_rounding: Quantiser = "vllm"
+        self, experts: Sequence[PackedWeight], product: GroupedProduct, activation_rounding: ActivationRounding = "vllm"
     ) -> None:
         super().__init__()
         first = experts[0]
@@ -55,7 +55,7 @@ class ExpertLinear(nn.Module):
 
     @property
     def weights(self) -> GroupedOperand:
-        """The weights as the product takes them."""
+        """The weights in the product's layout."""
         return GroupedOperand(self.operand, self._form)
 
     def lift(self, x: torch.Tensor, arrangement: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
@@ -72,10 +72,10 @@ class SlideExperts(nn.Module):
     """The experts of a layer of a mixture, packed; routers, shared experts and norms are not part of it.
 
     Args:
-        gate_up: Of every expert the packed weight [2I, H], gate first.
-        down: Of every expert the packed weight [H, I].
-        product: What multiplies; None: the definition in torch.
-        everywhere: The number of experts on all GPUs, where some are elsewhere.
+        gate_up: The packed weight [2I, H] of every expert, gate first.
+        down: The packed weight [H, I] of every expert.
+        product: The grouped product; None: the definition in torch.
+        everywhere: Number of experts on all GPUs; None: all are here.
         activation_rounding: The server whose rounding of activations is reproduced, as of
             :class:`slidesparse.layer.linear.SlideLinear`.
 
@@ -90,7 +90,7 @@ class SlideExperts(nn.Module):
         down: Sequence[PackedWeight],
         product: GroupedProduct | None = None,
         everywhere: int | None = None,
-        activation_rounding: Quantiser = "vllm",
+        activation_rounding: ActivationRounding = "vllm",
     ) -> None:
         super().__init__()
         self.product = GroupedProduct() if product is None else product
@@ -147,10 +147,10 @@ class SlideExperts(nn.Module):
         return weighted_sum(outer, arrangement.rows, weights.to(torch.float32).contiguous())
 
     def warm_up(self, dtype: torch.dtype, top_k: int) -> None:
-        """Run tokens of this type through the layer, so that every Triton kernel that any number needs is compiled.
+        """Compile the layer's Triton kernels for all numbers of tokens, by running tokens of this type.
 
-        There are two variants of lifts, up to :data:`~slidesparse.lifting.launch.FEW_TOKENS` rows and beyond, and
-        two ways to order pairs. The activations of the larger batch take some tens of MB.
+        There are two variants of lifts, up to :data:`~slidesparse.lifting.launch.FEW_TOKENS` rows and beyond, and two
+        ways to order pairs. The activations of the larger batch take some tens of MB.
         """
         device = self.gate_up.operand.device
         if not runs_triton(device):
@@ -168,9 +168,9 @@ class SlideExperts(nn.Module):
                 self(x, torch.ones(tokens, top_k, device=device), chosen)
 
     def tiles(self, pairs: int) -> Sequence[TokenTile]:
-        """Return the tiles of the two products for a number of pairs, of one number of tokens.
+        """Return the tiles of both products for a number of pairs, with one number of tokens.
 
-        Where some experts are elsewhere, tiles suit the pairs that are to be expected here.
+        Where some experts are elsewhere, tiles suit the expected pairs here.
         """
         linears = (self.gate_up, self.down)
         operands, outs = [linear.weights for linear in linears], [linear.out_features for linear in linears]
@@ -178,7 +178,7 @@ class SlideExperts(nn.Module):
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
-    """:func:`slidesparse.lifting.expert_order.arrange`, by kernels where they can count all experts."""
+    """Return :func:`slidesparse.lifting.expert_order.arrange`, by kernels if they can count all experts."""
     if runs_triton(chosen.device) and not chosen.dtype.is_floating_point:
         from slidesparse.lifting import expert_order_kernel
 

@@ -22,7 +22,15 @@ from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.packed import PackedWeight, check_scale
 from slidesparse.weights.packing import pack, pack_weight
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.quant import FLOATS, QUANTISED, Quantiser, Rounding, dequantize, dtype_name, parse_dtype
+from slidesparse.weights.quant import (
+    FLOATS,
+    QUANTISED,
+    ActivationRounding,
+    Rounding,
+    dequantize,
+    dtype_name,
+    parse_dtype,
+)
 from slidesparse.weights.support import checked_bias, require_dense
 
 BIAS = "bias of SlideLinear"
@@ -43,18 +51,17 @@ class SlideLinear(nn.Module):
         packed: The weight; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
-        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-        choice: Backends that :func:`layer.settle.settle` has chosen for this weight already; None: ``backend`` and
-            ``fallback`` choose them now.
-        dense_dtype: Type of the dense weight that :attr:`weight` computes, where the packed one is in 8 bits; None: the
-            bias's type, or torch's default. Products do not depend on it.
-        activation_rounding: The server whose rounding of activations to 8 bits is reproduced, ``vllm`` or ``sglang``:
-            they round ties and the smallest rows differently (:func:`weights.quant.quantize_rows`).
+        fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+        choice: Backends of this weight from :func:`layer.settle.settle`; None: by ``backend`` and ``fallback``.
+        dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's type, or torch's
+            default. Products do not depend on it.
+        activation_rounding: The server whose rounding of activations to 8 bits is reproduced, ``vllm`` or ``sglang``;
+            they differ in ties and the smallest rows (:func:`weights.quant.quantize_rows`).
 
     Attributes:
-        choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
-        forms: The weight in the form of each of these backends.
-        spec: The description of it that operators take: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
+        choice: The backends, their numbers of tokens, and the reason; logged once for each kind of layer.
+        forms: The weight in the form of each backend.
+        spec: The weight's description for operators: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
     """
 
     weight_scale: torch.Tensor | None
@@ -69,11 +76,11 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         choice: Choice | None = None,
         dense_dtype: torch.dtype | None = None,
-        activation_rounding: Quantiser = "vllm",
+        activation_rounding: ActivationRounding = "vllm",
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
-        require_kind(choice, (Choice, type(None)), "choice of SlideLinear", "what slidesparse.gemm.choose gives")
+        require_kind(choice, (Choice, type(None)), "choice of SlideLinear", "a Choice, from slidesparse.gemm.choose")
         require_kind(dense_dtype, (torch.dtype, type(None)), "dense_dtype of SlideLinear", "a type of torch")
         check_scale(packed)
         self.out_features, self.in_features = packed.shape
@@ -117,15 +124,15 @@ class SlideLinear(nn.Module):
             linear: The layer, whose weight [out, in] and bias are taken.
             pattern: The pattern of the packed weight.
             dtype: ``int8`` or ``fp8`` to quantise; ``bf16``, ``fp16`` or ``fp32`` to store as that.
-            method: A pruning method to apply first; None when the weight satisfies the pattern already.
+            method: A pruning method to apply first; None if the weight satisfies the pattern.
             backend: ``auto`` or a backend's name.
-            fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
-            rounding: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless
+            fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+            rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless
                 the pattern is dense.
             name: The weight's name in error messages.
 
         Raises:
-            PatternViolation: When the weight does not satisfy the pattern and no method was given.
+            PatternViolation: The weight does not satisfy the pattern and no method was given.
         """
         pattern, storage = Pattern.parse(pattern), parse_dtype(dtype)
         require_kind(linear, nn.Linear, "layer", "a torch.nn.Linear")
@@ -139,12 +146,12 @@ class SlideLinear(nn.Module):
 
     @property
     def operand_bytes(self) -> dict[str, int]:
-        """Backend -> bytes of its operand, which the layer keeps."""
+        """Backend -> bytes of its operand."""
         return {form.backend: form.operand_bytes for form in self.forms}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
-        # Asked here, since a call of a function in every step costs more.
+        # Inline, since a call of a function in every step costs more.
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
             require_dense(x, "activations of SlideLinear")
         if x.shape[-1:] != (self.in_features,):
@@ -163,7 +170,7 @@ class SlideLinear(nn.Module):
             x = x.to(self.weight_dtype)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         operands = self.operands(bias)
-        # Asked here too, for the same reason.
+        # Inline, too, for the same reason.
         y = no_backward(ops.linear, tokens, *operands) if torch.is_grad_enabled() else ops.linear(tokens, *operands)
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
             # Graphs do not have what the operator does under autocast.
@@ -172,8 +179,8 @@ class SlideLinear(nn.Module):
         return out
 
     def operands(self, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Return what ``ops.linear`` and its fused forms take after activations and norm; ``bias`` as in forward."""
-        # Not by attribute, which a Module looks for in several places: half a microsecond each.
+        """Return the arguments of ``ops.linear`` after the activations; ``bias`` as in :meth:`forward`."""
+        # Not by attribute, which a Module looks up in several places: half a microsecond each.
         own = self._buffers["bias"] if bias is None else checked_bias(bias, self.out_features, BIAS)
         return self._tensors(), self._buffers["weight_scale"], own, self.spec
 
@@ -197,7 +204,7 @@ class SlideLinear(nn.Module):
     def unpack(self) -> torch.Tensor:
         """Return the weight [out, in] in its own type, zeros in place, on the layer's device: the inverse of packing.
 
-        It is the weight bit for bit, except for the sign of zeros.
+        It is exact except for the sign of zeros.
 
         Raises:
             UnsupportedError: A layer on cuSPARSELt has left its GPU; other layouts are read on any device.
@@ -206,10 +213,10 @@ class SlideLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [out, in] that the layer multiplies by, for code that reads it instead of calling the layer.
+        """The weight [out, in], for code that reads it instead of calling the layer.
 
-        It is dense, in ``dense_dtype``, with the scales of its channels applied, and made anew whenever something
-        computes with it: see :class:`layer.dense_weight.DenseWeight`. Its shape, type and device cost nothing.
+        It is dense, in ``dense_dtype``, with channel scales applied, and computed anew for every use: see
+        :class:`layer.dense_weight.DenseWeight`. Its shape, type and device cost nothing.
         """
         shape = self.out_features, self.in_features
         return DenseWeight.of(self._dense, shape, self.dense_dtype, self.device)
@@ -220,7 +227,7 @@ class SlideLinear(nn.Module):
         return dense.to(self.dense_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
+        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` in a checkpoint's form, without operands."""
         weight = self.unpack()
         destination[f"{prefix}weight"] = weight if weight.is_meta else weight.cpu()
         if self.weight_scale is not None:
@@ -255,7 +262,7 @@ class SlideLinear(nn.Module):
                 self.weight_scale.copy_(packed.scale)
 
     def pack(self, weight: torch.Tensor, scale: torch.Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-        """Pack another weight [out, in] for :meth:`refill`, by the pattern and the ``k_offset`` of this layer.
+        """Pack another weight [out, in] for :meth:`refill`, with this layer's pattern and ``k_offset``.
 
         Raises:
             PatternViolation: It does not satisfy the pattern.
@@ -264,16 +271,16 @@ class SlideLinear(nn.Module):
         return pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, name=name)
 
     def holds_bits(self, packed: PackedWeight) -> bool:
-        """Return whether the backends of this layer can hold the values of another weight."""
+        """Return whether the backends of this layer can store the values of another weight."""
         bits = (get_backend(name).bits for name in self.choice.backends)
         return all(known is None or known == packed.bits for known in bits)  # reading the values takes time
 
     @torch.no_grad()
     def refill(self, packed: PackedWeight) -> bool:
-        """Copy another packed weight into this layer's tensors, whose addresses captured CUDA graphs hold.
+        """Copy another packed weight into this layer's tensors, whose addresses are in captured CUDA graphs.
 
         Returns:
-            False, with nothing changed, for a weight of other sizes or with more bits: its tensors do not fit.
+            False, with nothing changed, for a weight of other sizes or with more bits.
         """
         if not self.holds_bits(packed):
             return False

@@ -1,7 +1,7 @@
-"""Settle what becomes of a loaded weight: it runs sparse on some backends, or dense for a reason.
+"""The outcome of a loaded weight: sparse on some backends, or dense for a reason.
 
-A server loads and shards a weight by its own code, and hands it to :func:`settle`. The weight is checked once, the
-backends are chosen once, and only what runs sparse is packed.
+A server loads and shards a weight by its own code, and passes it to :func:`settle`, which checks it once, chooses
+backends once, and packs only what runs sparse.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class RunsSparse:
 
 @dataclass(frozen=True)
 class RunsDense:
-    """A weight that runs dense, and is not packed, for a reason of one line.
+    """A weight that runs dense and is not packed, with a reason of one line.
 
-    ``pattern`` is the one that it has, None where it satisfies none; ``choice`` that of backends by which it is dense,
-    None where it has no group that could run sparse.
+    ``pattern`` is its pattern, None without one; ``choice`` the choice of the dense backend, None if it was not made.
     """
 
     reason: str
@@ -54,7 +53,7 @@ class RunsDense:
 
 
 class Tuner(Protocol):
-    """Measures a kind of layer before its backends are chosen: :class:`slidesparse.tuning.at_load.LoadTuner`."""
+    """Interface of :class:`slidesparse.tuning.at_load.LoadTuner`: measures a kind of layer before the choice."""
 
     def wants(self, problem: Problem, backend: str, fallback: Fallback) -> bool: ...  # noqa: D102
 
@@ -67,8 +66,8 @@ class Chooser:
 
     Attributes:
         backend: ``auto`` or a backend's name, for weights that are slid; others get what ``auto`` gives.
-        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-        tuner: Measures a layer first where this machine has no times of its kind; None: a prior decides.
+        fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+        tuner: Measures kinds of layers without times of this machine first; None: a prior decides.
     """
 
     backend: str = "auto"
@@ -77,18 +76,18 @@ class Chooser:
 
     def __post_init__(self) -> None:
         if self.backend != "auto":
-            get_backend(self.backend)  # raises where there is none of the name
+            get_backend(self.backend)  # raises for an unknown name
 
     def choose(self, packed: PackedWeight) -> Choice:
-        """Choose the backends of a weight that is packed already.
+        """Choose the backends of a packed weight.
 
         Raises:
-            UnsupportedError: The backend that was named cannot run it.
+            UnsupportedError: The named backend cannot run it.
         """
         return self.choose_first(Problem.of(packed), lambda: packed)[0]
 
     def choose_first(self, problem: Problem, pack_it: Callable[[], PackedWeight]) -> tuple[Choice, PackedWeight | None]:
-        """Choose the backends of a weight that is not packed yet; return it, too, if it was packed to be measured."""
+        """Choose the backends of an unpacked weight; also return it packed, if it was measured."""
         packed = None
         if self.tuner is not None and self.tuner.wants(problem, self.backend, self.fallback):
             packed = pack_it()
@@ -96,7 +95,7 @@ class Chooser:
         return self.choose_unmeasured(problem), packed
 
     def choose_unmeasured(self, problem: Problem) -> Choice:
-        """Choose the backends of a weight without measuring it first."""
+        """Choose the backends of a weight without a measurement."""
         return choose(problem, self.backend if problem.slid else "auto", self.fallback)
 
 
@@ -109,20 +108,20 @@ def settle(
     start: int = 0,
     name: str = "weight",
 ) -> RunsSparse | RunsDense:
-    """Check a loaded weight, choose its backends, and pack it where it is to run sparse.
+    """Check a loaded weight, choose its backends, and pack it if it runs sparse.
 
     Args:
         weight: [out, columns of this rank], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
         scale: Weight scale [out] or [out, 1] of an 8-bit weight, or None.
-        pattern: The pattern that the checkpoint claims; None: the tightest one that the weight satisfies.
+        pattern: The pattern in the checkpoint; None: the tightest one that the weight satisfies.
         chooser: Chooses the backends.
-        start: Column of the whole weight at which this rank's columns begin.
+        start: First column of this rank in the whole weight.
         name: The weight's name in error messages.
 
     Raises:
-        PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
+        PatternViolation: The weight does not satisfy the checkpoint's pattern.
         InputError: It is malformed, or holds NaN or Inf.
-        UnsupportedError: The backend that was named cannot run it.
+        UnsupportedError: The named backend cannot run it.
     """
     pattern = find_pattern(weight, start) if pattern is None else pattern
     if pattern is None:
@@ -143,6 +142,6 @@ def settle(
 def pack_dense(
     weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern = DENSE, *, name: str = "weight"
 ) -> PackedWeight:
-    """Return a weight that runs dense as SlideLinear takes it: nothing is slid, and the layer keeps the pattern."""
+    """Pack a dense weight for SlideLinear: nothing is slid, and the layer keeps the pattern."""
     packed_by = pack if pattern == DENSE else pack_checked  # of any other pattern settle has read the weight
     return replace(packed_by(weight, DENSE, scale=scale, name=name), pattern=pattern)

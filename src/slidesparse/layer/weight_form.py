@@ -1,4 +1,4 @@
-"""A packed weight in the form that one backend reads."""
+"""A packed weight in the form of one backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slidesparse.weights.support import INT_VIEW, as_bits
 
 
 class WeightForm(nn.Module):
-    """A packed weight as one backend, by its name, keeps it: column map and operand, as buffers."""
+    """A packed weight in the form of one backend: column map and operand, as buffers."""
 
     column_map: torch.Tensor
 
@@ -32,7 +32,7 @@ class WeightForm(nn.Module):
 
     @property
     def operand(self) -> list[torch.Tensor]:
-        """The tensors that the backend's kernel reads of the weight."""
+        """The weight's tensors for the backend's kernel."""
         return [getattr(self, name) for name in self._names]
 
     @property
@@ -42,7 +42,7 @@ class WeightForm(nn.Module):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All buffers in the order in which they were registered, as the operator ``linear`` takes them."""
+        """All buffers in order, for the operator ``linear``."""
         return cast("list[torch.Tensor]", list(self._buffers.values()))
 
     def unpack(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -58,14 +58,14 @@ class WeightForm(nn.Module):
         return unlifted(matrix, self.column_map, shape[1])
 
     def spec(self) -> FormSpec:
-        """Return the description of these tensors that the operator takes."""
+        """Return the operator's description of these tensors."""
         return FormSpec(self.backend, self._order, len(self.tensors))
 
 
 def unlifted(matrix: torch.Tensor, column_map: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the weight [out, in] of a matrix [out, K'] that multiplies lifted activations, bit for bit.
+    """Return the weight [out, in] of a matrix [out, K'] for lifted activations, bit for bit.
 
-    Of the columns that one input column feeds, one holds its value and the others hold 0, so their bits are summed.
+    Of the copies of an input column one has the value and the others have 0, so their bits are summed.
     """
     weight = torch.zeros(len(matrix), columns + 1, dtype=INT_VIEW[matrix.dtype], device=matrix.device)
     weight.index_add_(1, column_map % (columns + 1), as_bits(matrix))  # padding, -1, goes to the column at the end

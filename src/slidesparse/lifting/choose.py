@@ -1,4 +1,4 @@
-"""Everything that happens to M tokens before a product: prologue, quantisation and lifting, into a backend's layout.
+"""Prologue, quantisation and lifting of M tokens before a product, into a backend's layout.
 
 On a GPU one Triton kernel does all of it (:mod:`slidesparse.lifting.kernel`). Elsewhere, and where Triton cannot, the
 torch definition in this file computes the same numbers.
@@ -27,7 +27,7 @@ Lift: TypeAlias = "TorchLift | KernelLift"
 
 
 def find_lift(spec: LiftSpec, tokens: int, device: torch.device) -> Lift:
-    """Return the kernel for a lift of M ``tokens`` on a device, or the torch definition where there is none."""
+    """Return the kernel that lifts M ``tokens`` on a device, or the torch definition."""
     if (reason := why_no_kernel(spec, device)) is not None:
         if device.type == "cuda":
             log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
@@ -38,7 +38,7 @@ def find_lift(spec: LiftSpec, tokens: int, device: torch.device) -> Lift:
 
 
 def why_no_kernel(spec: LiftSpec, device: torch.device) -> str | None:
-    """Return the reason why no kernel lifts here; None where one does."""
+    """Return the reason why no kernel can lift here; None if one can."""
     if device.type != "cuda":
         return "they are not on a GPU"
     if not spec.order:
@@ -65,36 +65,36 @@ class TorchLift:
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] in x's type, of any strides, for a norm that adds it.
-            tensors: Of the linear's tensors a lift reads the column map and the norm's gain.
+            tensors: The linear's tensors, of which column map and the norm's weight are read.
             eps: The norm's epsilon.
 
         Raises:
-            InputError: When shapes, types or devices do not fit.
+            InputError: Shapes, types or devices do not fit.
         """
         self._check_rows(x)
-        x, residual_out = self._apply_prologue(x, residual, tensors.gain, eps)
+        x, residual_out = self._apply_prologue(x, residual, tensors.norm_weight, eps)
         _check_finite(x)
         if self.spec.target == x.dtype:
             return Lifted(self._arranged(gather(x, tensors.column_map)), None, residual_out)
-        values, scale = quantize_rows(x, self.spec.target, self.spec.quantiser)
+        values, scale = quantize_rows(x, self.spec.target, self.spec.activation_rounding)
         return Lifted(self._arranged(gather(values, tensors.column_map)), scale, residual_out)
 
     def _apply_prologue(
-        self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         prologue = self.spec.prologue
         if prologue == "none":
             return x, None
         if prologue == "silu_mul":
             return silu_mul(x), None
-        if gain is None or gain.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
-            raise InputError("gain of RMSNorm", got=_form(gain), needed=f"[{x.shape[-1]}]")
+        if weight is None or weight.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
+            raise InputError("weight of RMSNorm", got=_form(weight), needed=f"[{x.shape[-1]}]")
         offset = 1.0 if prologue in GEMMA else 0.0
         if prologue not in ADDING:
-            return rms_norm(x, gain, eps, offset=offset), None
+            return rms_norm(x, weight, eps, offset=offset), None
         if residual is None or residual.shape != x.shape:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
-        return add_rms_norm(x, residual, gain, eps, offset=offset)
+        return add_rms_norm(x, residual, weight, eps, offset=offset)
 
     def _check_rows(self, x: torch.Tensor) -> None:
         if x.dim() != 2 or not x.is_floating_point():

@@ -1,4 +1,4 @@
-"""Quantise and lift the rows of a grouped product: tokens, sorted by expert."""
+"""Quantisation and lifting of the rows of a grouped product: tokens, sorted by expert."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 def lift_routed(
     x: torch.Tensor, arrangement: Arrangement, column_map: torch.Tensor, spec: LiftSpec, *, gather: bool
 ) -> Lifted:
-    """Lift the token of every row, or the row itself: values and scales of P rows; those of padding rows are undefined.
+    """Lift the token of every row, or the row itself; values and scales of padding rows are undefined.
 
     Args:
         x: The tokens [M, K] with ``gather``, else the rows [P, K]. Twice as many columns for ``silu_mul``.
         arrangement: The rows of the tokens; its tensors are contiguous.
         column_map: See :attr:`slidesparse.lifting.layout.LinearTensors.column_map`.
-        spec: What to do: to 8 bits, with no prologue or ``silu_mul``.
+        spec: The lift: to 8 bits, with no prologue or ``silu_mul``.
         gather: Whether ``x`` holds tokens, which are gathered into rows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Quantise and lift the rows of a grouped product in one launch, straight from their tokens, without a gather first.
+"""Quantisation and lifting of the rows of a grouped product in one launch, straight from their tokens.
 
 One program a token quantises it once and writes it to the rows of all its experts: on an H200 3.3 us for 64 tokens with
 eight experts each and 153 us for 16384, against 3.8 and 222 us with one program a row. One program a row is used where
@@ -15,20 +15,20 @@ import triton.language as tl
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.base.triton_launcher import Launcher, early_start
-from slidesparse.lifting.held import quantised, write
 from slidesparse.lifting.kernel import find_kernel_lift
 from slidesparse.lifting.launch import Launch
 from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.lift_math import begin, offset_of_row
+from slidesparse.lifting.resident import quantised, write
 from slidesparse.lifting.variant import LiftVariant
 
 MOST_COPIES = 16
-"""The most experts of a token for which stores to its rows are unrolled; with more, each row has its own program."""
+"""Most experts of a token for which its stores are unrolled; with more, each row has its own program."""
 
 
 @triton.jit(do_not_specialize=["rows"])
 def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER: tl.constexpr, P: tl.constexpr):
-    """Quantise and lift one row a program, from its token or from the row itself; padding rows are not written.
+    """Quantise and lift one row a program, from its token or itself; padding rows are not written.
 
     ``tokens_ptr`` is int64 [rows], negative for padding rows. The prologue is none, or ``silu_mul``.
     """
@@ -45,7 +45,7 @@ def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER
 
 @triton.jit(do_not_specialize=["rows"])
 def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl.constexpr, P: tl.constexpr):
-    """Quantise and lift one token a program, and write it to its rows, one for each of its experts.
+    """Quantise and lift one token a program, and write it to the rows of its experts.
 
     ``to_ptr`` is int64 [tokens, COPIES], negative for an expert on another GPU; a slab has ``rows`` rows.
     """
@@ -63,9 +63,9 @@ def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl
 def lift_routed(
     x: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, spec: LiftSpec, *, gather: bool
 ) -> Lifted | None:
-    """Lift by a kernel; None where none can: rows too long to be held in registers, or an odd ``k_offset``.
+    """Lift by a kernel; None for rows too long for registers, or an odd ``k_offset``.
 
-    Arguments are checked; see :func:`lifting.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
+    Nothing is checked; see :func:`lifting.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
     :class:`slidesparse.lifting.expert_order.Arrangement`.
     """
     index, count = x.get_device(), len(tokens)
@@ -73,7 +73,7 @@ def lift_routed(
         with torch.cuda.device(index):
             return lift_routed(x, rows, tokens, spec, gather=gather)
     like = find_kernel_lift(spec, count, x.device)
-    if not like.variant.held:
+    if not like.variant.resident:
         return None
     kind = like.variant, like.config, like.source, like.device
     values, scale = empty(like.padded, like.k_packed, spec.target, index), empty(count, 1, torch.float32, index)

@@ -1,4 +1,4 @@
-"""Put the tokens of a mixture into the order of its experts, for a grouped product.
+"""The order of a mixture's tokens by expert, for a grouped product.
 
 A token goes to several experts, and each such *pair* of a token and an expert is one row of the products. Rows are
 sorted by expert, and each expert starts at a multiple of the product's token tile, so every tile has one expert::

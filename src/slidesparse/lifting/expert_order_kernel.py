@@ -1,4 +1,4 @@
-"""Sort the pairs of a mixture by expert, in one launch or two in place of fifteen small ones.
+"""Sorting of a mixture's pairs by expert, in one launch or two in place of fifteen.
 
 Few pairs: one program an expert. It counts the pairs of all experts, which gives its first row, and then numbers its
 own pairs in order. So every program reads all pairs twice, which suits decoding and short prompts.
@@ -21,11 +21,11 @@ from slidesparse.base.triton_launcher import Launcher
 CHUNK = 1024
 NUM_WARPS = 4
 FEW_PAIRS = 4096
-"""The most pairs of a single launch, whose loops are unrolled; iterations past the last pair are skipped."""
+"""Most pairs of a single launch, whose loops are unrolled; iterations past the last pair are skipped."""
 COUNTS_AT_ONCE = 8
-"""Chunks whose counts a program adds at once."""
+"""Chunks whose counts a program adds in a step."""
 MOST_EXPERTS = 1023
-"""The most experts for which a program can hold all counts."""
+"""Most experts whose counts fit in a program."""
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def place_kernel(
 
 
 def takes(experts: int) -> bool:
-    """Return whether the kernels can hold a count for every expert."""
+    """Return whether the kernels can count so many experts."""
     return experts <= MOST_EXPERTS
 
 

@@ -1,4 +1,4 @@
-"""Sum the outputs of each token's experts, weighted by its router."""
+"""The sum of the outputs of each token's experts, weighted by its router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slidesparse.errors import InputError
 def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return ``sum over k of weights[t, k] * x[rows[t, k]]`` in float32, in the order of k, rounded once to x's type.
 
-    By a Triton kernel on a GPU, elsewhere by torch, bit for bit the same: [M, N].
+    A Triton kernel on a GPU, elsewhere torch, with the same bits: [M, N].
 
     Args:
         x: [P, N], contiguous, bfloat16, float16 or float32.

@@ -1,4 +1,4 @@
-"""Sum the outputs of each token's experts, weighted by its router: the last step of a mixture.
+"""The sum of the outputs of each token's experts, weighted by its router: the last step of a mixture.
 
     y[t] = sum over k of weight[t, k] * x[row[t, k]]
 
@@ -37,7 +37,7 @@ def weighted_sum_kernel(x, row_ptr, weight_ptr, y, tokens, columns, K: tl.conste
 
 
 def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum by the kernel; the arguments are those of :func:`lifting.expert_sum.weighted_sum`, and checked."""
+    """Sum by the kernel; arguments as of :func:`lifting.expert_sum.weighted_sum`, checked by it."""
     tokens, k = rows.shape
     index = x.get_device()
     if index >= 0 and not is_current(index):

@@ -1,9 +1,9 @@
-"""Quantise and lift activations in one launch.
+"""Quantisation and lifting of activations in one launch.
 
-For every token (row) of ``x`` [M, K]: first the prologue, if there is one (RMSNorm, with or without adding a residual,
-or SiLU(gate) * up); then the scale of the row, its 8-bit values, and those values copied into the packed column order
+For every token (row) of ``x`` [M, K]: the prologue, if any (RMSNorm, with or without adding a residual, or
+SiLU(gate) * up); then the scale of the row, its 8-bit values, and these values copied into the packed column order
 [M, K']. The numbers are those of :func:`weights.quant.quantize_rows` and :func:`weights.slide.gather`, bit for
-bit. :mod:`slidesparse.lifting.held` and :mod:`slidesparse.lifting.walking` are the kernels.
+bit. :mod:`slidesparse.lifting.resident` and :mod:`slidesparse.lifting.walking` are the kernels.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
-from slidesparse.lifting.held import held_kernel
 from slidesparse.lifting.launch import EARLY_ARCH, FEW_TOKENS, FP8_ARCH, Launch, configure, device_arch, make_variant
 from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS
+from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.variant import LiftVariant
 from slidesparse.lifting.walking import walking_kernel
 from slidesparse.weights.quant import FLOATS, QUANTISED
@@ -29,16 +29,16 @@ KEPT = (
     *("_read", "config", "device", "index", "k_packed", "launcher", "layout", "order", "prologue"),
     *("quantised", "source", "spec", "target", "variant"),
 )
-"""The attributes that a lift shares with lifts of other numbers of tokens."""
+"""Attributes that lifts of all numbers of tokens share."""
 
 
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
-    A row that holds NaN or Inf gets a NaN or Inf scale, and undefined values.
+    A row with NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
-        spec: What it does, to bfloat16, float16 or float32.
+        spec: The lift, of bfloat16, float16 or float32.
         tokens: M.
         device: The device of the activations.
 
@@ -85,7 +85,7 @@ class KernelLift:
         self.tokens, self.shape = tokens, (tokens, self._read)
 
     def for_tokens(self, tokens: int) -> KernelLift:
-        """Return the same lift for another number of tokens; faster than constructing it anew."""
+        """Return the same lift for another number of tokens, faster than by the constructor."""
         like = self
         if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
             like = find_kernel_lift(self.spec, FEW_TOKENS + (tokens > FEW_TOKENS), self.device)
@@ -98,39 +98,40 @@ class KernelLift:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`slidesparse.lifting.choose.TorchLift`."""
         rows = None if residual is None else with_contiguous_columns(residual)
-        return self.run(with_contiguous_columns(x), rows, tensors.gain, eps)
+        return self.run(with_contiguous_columns(x), rows, tensors.norm_weight, eps)
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float) -> Lifted:
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float) -> Lifted:
         """Lift tokens.
 
         Args:
             x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
             residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-            gain: [K] in x's type, the gain of the norm.
+            weight: [K] in x's type, the norm's weight.
             eps: The norm's epsilon.
 
         Raises:
-            InputError: Sizes, types, strides or a device for which this lift was not made.
+            InputError: Other sizes, types, strides or device than this lift was made for.
         """
-        refusal = self.refusal(x, residual) or self.refusal_of_gain(gain)
+        refusal = self.refusal(x, residual) or self.refusal_of_norm_weight(weight)
         if refusal is not None:
             raise refusal
         index = x.get_device()
         if index >= 0 and not is_current(index):
             with torch.cuda.device(index):
-                return self.run(x, residual, gain, eps)
+                return self.run(x, residual, weight, eps)
         values = empty(self.padded, self.k_packed, self.target, index)
         scale = empty(self.tokens, 1, torch.float32, index) if self.quantised else None
         residual_out = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
         if self.tokens and self.k_packed:
-            inputs = inputs_of(x, residual, gain)
+            inputs = inputs_of(x, residual, weight)
             if self.can_launch(inputs):
                 residual_out_at = None if residual_out is None else residual_out.data_ptr()
                 scale_at = None if scale is None else scale.data_ptr()
                 self.launch(inputs, eps, residual_out=residual_out_at, values=values.data_ptr(), scale=scale_at)
             else:
-                written = values.view(torch.int16 if self.variant.held else torch.int8) if self.quantised else values
-                tensors = x, residual, residual_out, gain, written, scale
+                kind = torch.int16 if self.variant.resident else torch.int8
+                written = values.view(kind) if self.quantised else values
+                tensors = x, residual, residual_out, weight, written, scale
                 arguments = *tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps)
                 self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
         if self.padded != self.tokens:
@@ -140,76 +141,75 @@ class KernelLift:
     # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
     def refusal(self, x: torch.Tensor, residual: torch.Tensor | None) -> InputError | None:
-        """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
+        """Return an error for activations or a residual of wrong size, stride, type or device; None if right."""
         if not self.is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
         if self.prologue in ADDING and not self.is_rows(residual):
             return InputError("residual", got=_described(residual), needed=self._rows())
         return None
 
-    def refusal_of_gain(self, gain: torch.Tensor | None) -> InputError | None:
-        """Return what is wrong with the norm's gain, which stays from call to call; None when nothing is."""
-        if self.prologue in NORMS and not self._is_gain(gain):
+    def refusal_of_norm_weight(self, weight: torch.Tensor | None) -> InputError | None:
+        """Return an error for a wrong weight of the norm, the same in every call; None if right."""
+        if self.prologue in NORMS and not self._is_norm_weight(weight):
             needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
-            return InputError("gain of RMSNorm", got=_described(gain), needed=needed)
+            return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
         return None
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
-        """Whether this lift can read these activations, or this residual."""
+        """Return whether this lift can read these activations, or this residual."""
         if x is None or x.shape != self.shape or x.dtype != self.source:
             return False
         return x.stride()[1] == 1 and x.device == self.device
 
     def is_here(self) -> bool:
-        """Whether its device is the current one."""
+        """Return whether the lift's device is the current one."""
         return is_current(self.index)
 
-    def _is_gain(self, gain: torch.Tensor | None) -> bool:
-        return gain is not None and is_vector(gain, self.order.in_features, self.device, (self.source,))
+    def _is_norm_weight(self, weight: torch.Tensor | None) -> bool:
+        return weight is not None and is_vector(weight, self.order.in_features, self.device, (self.source,))
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
 
-    def inputs(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> LiftInputs | None:
+    def inputs(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> LiftInputs | None:
         """Return the addresses that :meth:`launch` reads; None where it cannot read them (:meth:`why_not`)."""
-        if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_gain(gain):
+        if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_norm_weight(weight):
             return None
-        inputs = inputs_of(x, residual, gain)
+        inputs = inputs_of(x, residual, weight)
         return inputs if self.can_launch(inputs) else None
 
-    def why_not(self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None) -> str | None:
-        """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
-        refusal = self.refusal(x, residual) or self.refusal_of_gain(gain)
+    def why_not(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None) -> str | None:
+        """Return the reason why :meth:`inputs` returns None; None where only the compilation is missing."""
+        refusal = self.refusal(x, residual) or self.refusal_of_norm_weight(weight)
         if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
         if not is_current(self.index):
             return f"{self.device} is not the current device"
-        if not is_aligned(inputs_of(x, residual, gain)):
-            return f"rows or gain do not start at multiples of {ALIGNMENT} bytes or numbers"
+        if not is_aligned(inputs_of(x, residual, weight)):
+            return f"rows or the norm's weight do not start at multiples of {ALIGNMENT} bytes or numbers"
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
-        """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
+        """Return whether :meth:`launch` can read these: the kernel is compiled, and they are aligned."""
         return self.launcher.ready and is_aligned(inputs)
 
     def launch(
         self, inputs: LiftInputs, eps: float, *, residual_out: int | None, values: int, scale: int | None
     ) -> None:
-        """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
+        """Launch by addresses, unchecked, on the current stream of the device, which must be the current one.
 
         Args:
             inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
             eps: The norm's epsilon.
-            residual_out: Address of memory for the new residual [M, K]; None where there is none. Like those below, it
-                must be a multiple of 16.
-            values: Address of memory for the values, ``padded`` rows of ``k_packed``.
-            scale: Address of memory for M scales, float32; None where nothing is quantised.
+            residual_out: Address of the new residual [M, K]; None without one. Like those below, a multiple of 16.
+            values: Address of the values, ``padded`` rows of ``k_packed``.
+            scale: Address of M scales, float32; None where nothing is quantised.
         """
-        x, residual, gain, x_stride, residual_stride = inputs
+        x, residual, weight, x_stride, residual_stride = inputs
         self.launcher.launch(
             self.programs,
             current_stream(self.index),
-            *(x, residual, residual_out, gain, values, scale, self.tokens, x_stride, residual_stride, eps),
+            *(x, residual, residual_out, weight, values, scale, self.tokens, x_stride, residual_stride, eps),
         )
 
 
@@ -220,13 +220,13 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 find_kernel_lift = lru_cache(maxsize=1 << 13)(KernelLift)
-"""Return the :class:`KernelLift` of these arguments by one look-up. A model has few linears, a server many numbers of
-tokens, and an entry takes about 1 KB."""
+"""Return the :class:`KernelLift` of these arguments by one look-up. A server has few linears, many numbers of tokens;
+an entry takes about 1 KB."""
 
 
 @lru_cache(maxsize=4096)
 def _launcher(variant: LiftVariant, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
     """Return the launcher for all numbers of tokens; a compiled kernel belongs to ``source`` and ``device``."""
-    kernel, most = held_kernel if variant.held else walking_kernel, launch.registers or None
+    kernel, most = resident_kernel if variant.resident else walking_kernel, launch.registers or None
     early = early_start() if variant.early else {}
     return Launcher(kernel, (variant,), num_warps=launch.num_warps, maxnreg=most, **early)

@@ -1,9 +1,8 @@
 """The launch of a quantise-and-lift kernel: a pure function of the problem.
 
-A row that is held (see :mod:`slidesparse.lifting.held`) gets as few lanes as can hold it: every lane then has
-many loads in flight, and the work that is done once a row is spread over many columns. A walked row is read several
-times, and all passes but the first should find it in L1, so the rows that a multiprocessor processes at once must fit
-there.
+A row that stays in registers (:mod:`slidesparse.lifting.resident`) gets as few lanes as it fits in: every lane then has
+many loads in flight, and the work of a row is spread over many columns. A walked row is read several times, and all
+passes but the first should find it in L1, so the rows that a multiprocessor processes at once must fit there.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ EARLY_ARCH = 90
 
 WARPS = (1, 2, 4, 8, 16)
 """Warps that a program may have."""
-RESIDENT_WARPS = 64
-"""Most warps of a multiprocessor, which limit how many programs run on it at once."""
+MOST_WARPS = 64
+"""Most warps of a multiprocessor, which limit its concurrent programs."""
 L1_BYTES = 192 * 1024
-"""Bytes that a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of
-the speed of 8."""
+"""Usable bytes of a multiprocessor's L1, of 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of the speed of
+8."""
 FEW_TOKENS = 512
-"""Up to this many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
+"""Most rows for which latency decides and L1 is empty: a row gets all lanes that it can use."""
 LOAD_BYTES = 16
-"""Bytes that a lane loads at once while it reads a row."""
+"""Bytes of a lane's load of a row."""
 WRITE_COLUMNS = 16
-"""Packed columns that a lane writes in a step: one store of 16 bytes, of 8-bit values."""
+"""Packed columns of a lane's store: 16 bytes of 8-bit values."""
 THREE_PROGRAMS = 40
 """Registers of a lane with which a multiprocessor's 65536 suffice for three programs of 16 warps. The compiler would
 take a few more for FP8, and only two rows would be in flight: 7 % slower on an H200 at K = 18944."""
-HELD_COLUMNS = 256
-"""Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
-FEWEST_HOLDING = 2
-"""Fewest warps of a program that holds its row. From a row in one warp the compiler gathers with shuffles instead of
-through shared memory, and needs a shuffle, a compare and a select for each register that the source may be: at 6:8 and
-K = 2048 that takes 56 instructions a column of the input, in place of 15."""
+RESIDENT_COLUMNS = 256
+"""Input columns of a warp in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
+FEWEST_WARPS = 2
+"""Fewest warps of a program with its row in registers. In one warp the compiler gathers by shuffles instead of through
+shared memory, with a shuffle, a compare and a select for each possible source register: 56 instructions a column of the
+input at 6:8 and K = 2048, in place of 15."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class Launch:
     """The sizes of one launch.
 
     Attributes:
-        read: Input columns of a step while a row is read, a power of two.
-        write: Packed columns of a step while it is written, a power of two.
+        read: Input columns of a step of reading, a power of two.
+        write: Packed columns of a step of writing, a power of two.
         num_warps: Warps of a program, a power of two.
-        registers: Registers that a lane may have, a multiple of 8; 0 leaves it to the compiler.
+        registers: Most registers of a lane, a multiple of 8; 0 leaves them to the compiler.
     """
 
     read: int
@@ -80,38 +79,38 @@ def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, qua
     >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
     """
-    able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
-    holding = [warps for warps in able if order.in_features <= CHUNKS * HELD_COLUMNS * warps]
-    if not quantised or order.k_offset % 2 or not holding:
+    able = [warps for warps in WARPS if warps >= FEWEST_WARPS]
+    fitting = [warps for warps in able if order.in_features <= CHUNKS * RESIDENT_COLUMNS * warps]
+    if not quantised or order.k_offset % 2 or not fitting:
         return _walk(tokens, order, itemsize, prologue)
-    return _hold(tokens, order, itemsize, prologue, holding)
+    return _resident(tokens, order, itemsize, prologue, fitting)
 
 
-def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding: list[int]) -> Launch:
+def _resident(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, fitting: list[int]) -> Launch:
     most = max(WARPS)
     if tokens > FEW_TOKENS:
         # A kernel that also writes the sum has more to wait for: four times the lanes were 10 % faster on an H200.
-        warps = min(holding[0] * (4 if prologue in ADDING else 1), most)
+        warps = min(fitting[0] * (4 if prologue in ADDING else 1), most)
     else:
-        warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
+        warps = max([w for w in fitting if RESIDENT_COLUMNS * w <= order.in_features], default=fitting[0])
     # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.
-    light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
+    light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * RESIDENT_COLUMNS * warps
     stores = 1 if warps == most else 2
     registers = THREE_PROGRAMS if warps == most and light else 0
-    return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
+    return Launch(RESIDENT_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
 
 
 def _walk(tokens: int, order: ColumnOrder, itemsize: int, prologue: str) -> Launch:
     row_bytes = order.in_features * itemsize * (2 if prologue == "silu_mul" else 1)
     useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
-    cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]
+    cached = [warps for warps in useful if warps >= 4 and MOST_WARPS // warps * row_bytes <= L1_BYTES]
     warps = min(cached) if cached and tokens > FEW_TOKENS else max(useful)
     return Launch(32 * warps * LOAD_BYTES // itemsize, 32 * warps * WRITE_COLUMNS, warps)
 
 
 @lru_cache
 def device_arch(device: torch.device) -> int:
-    """Return the compute capability of a device: 90 for an H200, and the newest in Triton's interpreter (no GPU)."""
+    """Return a device's compute capability, 90 for an H200; the newest in Triton's interpreter."""
     if device.type != "cuda":
         return 120
     major, minor = torch.cuda.get_device_capability(device)
@@ -119,8 +118,8 @@ def device_arch(device: torch.device) -> int:
 
 
 def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVariant:
-    """Return the constants that a launch compiles in; ``early``: see :class:`LiftVariant`."""
-    prologue, source, target, order, layout, quantiser = spec
+    """Return the constants of a launch; ``early``: see :class:`LiftVariant`."""
+    prologue, source, target, order, layout, activation_rounding = spec
     slabs = layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
@@ -128,7 +127,7 @@ def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVar
         *order,  # type: ignore[arg-type] # mypy does not count them
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
-        quantiser=quantiser,
+        activation_rounding=activation_rounding,
         itemsize=target.itemsize,
         slab_rows=0 if slabs is None else slabs.rows,
         swizzle=slabs is not None and slabs.swizzle,

@@ -2,9 +2,8 @@
 
 A GEMM backend declares a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
 
-:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
-would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` are
-equivalent.
+:meth:`weights.packed.PackedWeight.column_map` defines the column order as an index vector, of which a kernel would
+load eight bytes for every byte that it writes. The few numbers of a :class:`ColumnOrder` are equivalent.
 
 A layout may ask for *bundles* of 32 groups, whose windows are interleaved: one slab has window 0 of all of them, the
 next slab their window 1 (:func:`in_bundles`).
@@ -23,20 +22,20 @@ from slidesparse.errors import InputError
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import WINDOW
-from slidesparse.weights.quant import Quantiser
+from slidesparse.weights.quant import ActivationRounding
 from slidesparse.weights.support import as_bits
 
 SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory."""
 
 CHUNK_BYTES = 16
-"""Bytes that a swizzle moves as one."""
+"""Bytes of a chunk, the unit of the swizzle."""
 
 BUNDLE = 32
 """Groups of a bundle: one window of each fills a slab of 8-bit types."""
 
 BUNDLE_STRIDE = 8
-"""In a slab of a bundle, neighbouring windows are of groups this far apart; see :func:`in_bundles`."""
+"""Distance of the groups of neighbouring windows in a slab of a bundle; see :func:`in_bundles`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order that moves no column, for a dense GEMM; the number of columns must be even."""
+        """Return the identical order, for a dense GEMM; the number of columns must be even."""
         _check_multiple(multiple)
         k_packed = _padded(columns, multiple)
         if k_packed % 2:
@@ -87,7 +86,7 @@ class ColumnOrder:
 
     @property
     def numbers(self) -> list[int]:
-        """All fields in order: an operator can take them as one argument."""
+        """All fields in order, as one argument of an operator."""
         return list(map(int, astuple(self)))
 
 
@@ -122,7 +121,7 @@ class Slabs:
         return k_packed // slab, self.padded(tokens), slab
 
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
-        """Return row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
+        """Arrange row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
         tokens, k_packed = values.shape
         slabs, rows, slab = self.shape(tokens, k_packed, values.element_size())
         chunk = CHUNK_BYTES // values.element_size()
@@ -134,12 +133,12 @@ class Slabs:
 
 
 def exact_rows(tokens: int) -> int:
-    """Return as many rows as tokens."""
+    """Return the number of tokens, for a GEMM without padding."""
     return tokens
 
 
 def one_group(packed: PackedWeight) -> int:
-    """Return bundles of one group: windows stay in the order of their groups."""
+    """Return 1: windows stay in the order of their groups."""
     return 1
 
 
@@ -147,15 +146,15 @@ def one_group(packed: PackedWeight) -> int:
 class Layout:
     """The layout in which a backend reads activations.
 
-    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it, so
-    that code which reasons about shapes needs to know no layout.
+    Their tensor is always a contiguous [M, K'], whatever the order of its bytes and the memory after it, so that code
+    for shapes needs no layout.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
-            rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
-        slabs: The bytes are stored slab after slab, padded to whole slabs. None: they are row-major.
+        rows: Tokens M -> rows that its GEMM reads. The lift allocates so many, with any contents past M, which spares
+            :func:`with_rows` a copy. Ignored with ``slabs``.
+        slabs: The slabs in which the bytes are stored; None: row-major.
         bundle: Weight -> groups of a bundle, 1 or :data:`BUNDLE`.
     """
 
@@ -170,7 +169,7 @@ class Layout:
         return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
 
     def order(self, packed: PackedWeight) -> ColumnOrder | None:
-        """Return the column order as the few numbers that the Triton kernels take; None where they cannot write it."""
+        """Return the column order for the Triton kernels; None where they cannot write it."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return ColumnOrder.of(packed, multiple, self.bundle(packed))
@@ -178,7 +177,7 @@ class Layout:
         return ColumnOrder.identity(packed.shape[1], multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
-        """Return the input column that feeds every column that the kernel reads, -1 for padding: int64 [K']."""
+        """Return the input column of every column that the kernel reads, -1 for padding: int64 [K']."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return column_map(packed, multiple, self.bundle(packed))
@@ -191,11 +190,11 @@ def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torc
 
     Args:
         packed: The weight that will multiply.
-        multiple: They are padded to a multiple of this many columns.
+        multiple: Columns are padded to a multiple of this.
         bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
 
     Returns:
-        int64 [K'], the input column that feeds every packed column, -1 where none does.
+        int64 [K'], the input column of every packed column, -1 for padding.
     """
     if bundle == 1:
         return packed.column_map(multiple)
@@ -207,14 +206,14 @@ def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torc
 def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
     """Interleave the windows of each bundle of 32 groups: window j of all of them, then their window j + 1.
 
-    The four windows that a lane stores at once are of groups 8 apart, so that neighbouring lanes read neighbouring
-    groups: that spares the quantise-and-lift kernels bank conflicts, and costs the product nothing::
+    The four windows of a lane's store are of groups 8 apart, so that neighbouring lanes read neighbouring groups: the
+    quantise-and-lift kernels have no bank conflicts, and the product loses nothing::
 
         one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
 
     Args:
         windows: [..., groups, windows of a group, items].
-        value: Fills the groups that the last bundle lacks.
+        value: Padding of the last bundle.
 
     Returns:
         [..., bundles, windows of a group, 32, items].
@@ -225,15 +224,15 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
 
 
 class LiftSpec(NamedTuple):
-    """What a lift does to every token.
+    """The steps of a lift, for every token.
 
     Attributes:
-        prologue: Applied first.
+        prologue: The prologue.
         source: Type of the activations.
         target: torch.int8 or torch.float8_e4m3fn; ``source`` to lift only, bit for bit.
         order: :attr:`ColumnOrder.numbers`; empty where the kernel cannot write the order.
         layout: The layout of the backend that will read the values.
-        quantiser: Whose expressions quantise.
+        activation_rounding: The server whose rounding is reproduced.
     """
 
     prologue: Prologue
@@ -241,7 +240,7 @@ class LiftSpec(NamedTuple):
     target: torch.dtype
     order: tuple[int, ...]
     layout: Layout
-    quantiser: Quantiser = "vllm"
+    activation_rounding: ActivationRounding = "vllm"
 
     @property
     def columns(self) -> ColumnOrder:
@@ -250,7 +249,7 @@ class LiftSpec(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Columns of a row that is read: K, or 2K for ``silu_mul``; the order must not be empty."""
+        """Columns of an input row: K, or 2K for ``silu_mul``; the order must not be empty."""
         return self.order[0] * (2 if self.prologue == "silu_mul" else 1)
 
 
@@ -258,18 +257,18 @@ class LinearTensors(NamedTuple):
     """The tensors that a linear reads besides activations, the same in every call.
 
     Attributes:
-        column_map: int64 [K'], the input column that feeds every packed column.
+        column_map: int64 [K'], the input column of every packed column.
         operand: The tensors that a backend's kernel reads of the weight.
         scale: float32 [out], the weight's scale; None for types that are not quantised.
         bias: [out], or None.
-        gain: [K], the gain of the norm in its prologue; None without one.
+        norm_weight: [K], the weight of the norm in its prologue; None without one.
     """
 
     column_map: torch.Tensor
     operand: Sequence[torch.Tensor]
     scale: torch.Tensor | None
     bias: torch.Tensor | None
-    gain: torch.Tensor | None
+    norm_weight: torch.Tensor | None
 
 
 class Lifted(NamedTuple):
@@ -287,17 +286,17 @@ class Lifted(NamedTuple):
 
 
 def check_slabs(x: torch.Tensor, needed: int) -> None:
-    """Make sure that the memory of activations [M, K'], made for a layout in slabs, holds this many bytes.
+    """Check that the memory of activations [M, K'] in slabs has as many bytes as needed.
 
     Raises:
-        InputError: When their memory ends too early: they were made for another layout, or copied since. Where there is
-            enough memory, bytes of another layout cannot be recognised.
+        InputError: It ends too early: they were made for another layout, or copied since. Where there is enough memory,
+            bytes of another layout are not recognised.
     """
-    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if not x.is_contiguous() or held < needed:
+    n_bytes = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if not x.is_contiguous() or n_bytes < needed:
         raise InputError(
             "activations in slabs",
-            got=f"{held} bytes, strides {x.stride()}",
+            got=f"{n_bytes} bytes, strides {x.stride()}",
             needed=f"{needed} bytes, contiguous",
             remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
@@ -306,9 +305,8 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return activations [M, K'] as [rows, K'], rows >= M; rows past M have any contents.
 
-    The row count of a library's plan is fixed, while batches vary. Reading on in the memory after ``x`` costs
-    nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
-    alone, so the contents of the extra rows never reach a user.
+    A library's plan has a fixed number of rows, while batches vary. Reading on in the memory after ``x`` costs nothing;
+    where that is too short, the activations are copied. The contents of extra rows never reach a result.
     """
     tokens, columns = x.shape
     if rows == tokens and x.is_contiguous():

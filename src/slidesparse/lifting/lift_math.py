@@ -1,4 +1,4 @@
-"""Functions that both quantise-and-lift kernels share: the arithmetic of a row, and the offsets of its output."""
+"""The arithmetic of a row, and the offsets of its output, for both quantise-and-lift kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STRIDE = tl.constexpr(BUNDLE_STRIDE)
 
 
 def ties_away(to_int8: str) -> str:
-    """Return PTX that rounds to nearest, ties away from zero, where ``to_int8`` rounds ties to even.
+    """Return the PTX ``to_int8``, which rounds ties to even, with ties away from zero.
 
     Half is added with the sign of the number, and both roundings are towards zero, as in libdevice's ``round``: a sum
     to nearest would bring the number below 0.5 to 1.
@@ -34,8 +34,8 @@ def ties_away(to_int8: str) -> str:
 def begin(P: tl.constexpr):
     """Begin a program under programmatic dependent launch (PTX ISA, "griddepcontrol").
 
-    It waits until the kernel before this one has ended, and then allows the kernel after it to start, which has weights
-    to fetch first. In this order everything that was written before this kernel is visible to the kernel after it.
+    It waits for the end of the kernel before, and then allows the kernel after it to start, which has weights to fetch.
+    In this order everything written before this kernel is visible to the kernel after it.
     """
     if P.early:
         tl.inline_asm_elementwise(
@@ -79,12 +79,12 @@ def add(x, residual):
 
 
 @triton.jit
-def normed(x, gain, rstd, P: tl.constexpr):
-    """Return ``x * rstd * gain``, or with ``gain + 1``, rounded to the gain's type at the end."""
-    wide = gain.to(tl.float32)
+def normed(x, weight, rstd, P: tl.constexpr):
+    """Return ``x * rstd * weight``, or with ``weight + 1``, rounded to the weight's type at the end."""
+    wide = weight.to(tl.float32)
     if P.offsets:
         wide += 1.0
-    return (x.to(tl.float32) * rstd * wide).to(gain.dtype)
+    return (x.to(tl.float32) * rstd * wide).to(weight.dtype)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def rstd_of(squares, eps, P: tl.constexpr):
 @triton.jit
 def row_scale(absmax, P: tl.constexpr):
     """Return the scale of a row and its inverse, as :func:`weights.quant.quantize_rows` defines them."""
-    if P.quantiser == "sglang":  # whose divisions are Triton's own, too, which are approximate
+    if P.activation_rounding == "sglang":  # whose divisions are Triton's own, too, which are approximate
         if P.quant == "int8":
             absmax = tl.maximum(absmax, _SGLANG_MIN_ABSMAX, propagate_nan=tl.PropagateNan.ALL)
             scale = absmax / _INT8_MAX
@@ -119,7 +119,7 @@ def quotient(value, scale, inverse, P: tl.constexpr):
     """Return the float32 number to round to 8 bits: ``value * inverse``, or ``value / scale`` for vLLM's FP8."""
     wide = value.to(tl.float32)
     result = wide * inverse
-    if P.quant == "fp8" and P.quantiser == "vllm":
+    if P.quant == "fp8" and P.activation_rounding == "vllm":
         # With the inverse, one correction gives the IEEE quotient. Checked for all 2^23 significands of the
         # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
         # minus is 0 - x, which would lose it).
@@ -129,16 +129,16 @@ def quotient(value, scale, inverse, P: tl.constexpr):
 
 @triton.jit
 def largest_of(magnitudes):
-    """Return the largest of some magnitudes, NaN if one is: a float32 scalar.
+    """Return the largest magnitude, NaN if one is: a float32 scalar.
 
-    As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    As integers, non-negative floats keep their order and NaN is the largest, so an integer reduction suffices.
     """
     return tl.max(magnitudes.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def first_pair(window, P: tl.constexpr):
-    """Return the pair of columns with which windows begin, counted from the start of the first group."""
+    """Return the first pair of columns of windows, counted from the start of the first group."""
     if P.bundle == 1:
         pair = window // (P.half - 1) * P.half + window % (P.half - 1)
     else:
@@ -151,7 +151,7 @@ def first_pair(window, P: tl.constexpr):
 
 @triton.jit
 def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
-    """Return where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
+    """Return the offset of a row in the output, in items of ITEM bytes, 64 bits wide."""
     ROW_BYTES: tl.constexpr = P.k_packed * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
     return row * (ROW_BYTES // ITEM)
 
@@ -160,7 +160,7 @@ def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
 def offset_in_row(start, step, row, rows, ITEM: tl.constexpr, P: tl.constexpr):
     """Return the offsets of the items ``start + step`` of a row, of ITEM bytes each, from the row's own start.
 
-    A slab, of ``rows`` rows, begins at ``start``; terms that depend on ``step`` alone are computed once for all starts.
+    A slab of ``rows`` rows begins at ``start``; terms of ``step`` alone are computed once for all starts.
     """
     if P.slab_rows == 0:
         at = start + step

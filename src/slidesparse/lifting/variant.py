@@ -1,4 +1,4 @@
-"""The constants that a quantise-and-lift kernel is compiled for."""
+"""The compile-time constants of a quantise-and-lift kernel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.lifting.prologue import ADDING, GEMMA, NORMS, Prologue
-from slidesparse.weights.quant import Quantiser
+from slidesparse.weights.quant import ActivationRounding
 
 CHUNKS = 8
-"""Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
+"""Most chunks of a row in registers: 64 columns a lane, which has 128 registers in a program of 16 warps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +17,20 @@ class LiftVariant(ColumnOrder):
     """One compiled variant of a kernel, besides the types and alignments of its arguments.
 
     Attributes:
-        prologue: Applied to a row before it is quantised.
+        prologue: The prologue.
         quant: ``none``, ``int8`` or ``fp8``.
-        quantiser: Whose expressions quantise.
+        activation_rounding: The server whose rounding is reproduced.
         itemsize: Bytes of an output column.
-        slab_rows: The tokens of a slab are a multiple of this; 0 for row-major output.
+        slab_rows: Multiple to which the tokens of a slab are padded; 0 for row-major output.
         swizzle: See :class:`slidesparse.lifting.layout.Slabs`.
-        read: Input columns of a step of the passes that read; of a chunk of a row that is held.
-        write: Output columns of a step of the pass that writes.
-        early: The kernel may start before the kernel before it has ended, and lets the kernel after it start early;
-            see :func:`slidesparse.lifting.lift_math.begin`.
+        read: Input columns of a step of reading; of a chunk of a row in registers.
+        write: Output columns of a step of writing.
+        early: Whether the launch is a programmatic dependent one; see :func:`slidesparse.lifting.lift_math.begin`.
     """
 
     prologue: Prologue
     quant: str
-    quantiser: Quantiser
+    activation_rounding: ActivationRounding
     itemsize: int
     slab_rows: int
     swizzle: bool
@@ -56,22 +55,22 @@ class LiftVariant(ColumnOrder):
 
     @property
     def offsets(self) -> bool:
-        """Whether the prologue adds 1 to the gain."""
+        """Whether the prologue adds 1 to the norm's weight."""
         return self.prologue in GEMMA
 
     @property
-    def held(self) -> bool:
-        """Whether the row is held in registers: it is quantised, short enough, and its pairs of columns stay pairs."""
+    def resident(self) -> bool:
+        """Whether rows stay in registers: quantised, short enough, and with pairs of columns that stay pairs."""
         return self.quant != "none" and self.k_offset % 2 == 0 and self.in_features <= CHUNKS * self.read
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of a row that is held."""
+        """Chunks of a row in registers."""
         return -(-self.in_features // self.read)
 
     @property
     def in_place(self) -> bool:
-        """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
+        """Whether packed column c is input column c: of a dense weight, and at 2:4."""
         return self.k_offset == 0 and self.half == 2
 
     @property

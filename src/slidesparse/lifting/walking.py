@@ -1,15 +1,14 @@
-"""The kernel that walks along its row, of any length: lifts without quantisation, and rows that no program can hold.
+"""The kernel that walks along rows of any length: lifts without quantisation, and rows too long for registers.
 
-There is one pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The
-first reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.lifting.launch` sees to it).
-The last pass walks along the *output*: a packed column is computed from the input column that it copies, so a column
-that two windows share is read and quantised twice, and nothing has to be moved between lanes::
+One pass sums squares for a norm, one finds the largest magnitude, and one writes. The first reads from memory, the
+others find the row in L1 or L2 (:mod:`slidesparse.lifting.launch` sees to it). The last pass walks along the *output*:
+a column that two windows share is read and quantised twice, and nothing moves between lanes::
 
     6:8     in    |0 1 2 3 4 5 6 7|                 loads of 4 bytes (16-bit types): a window starts at an even column
             out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes at neighbouring places
 
-The width of an access follows from the facts that the compiler proves about these indices, so odd sizes and unaligned
-rows need no code of their own: they are only slower. Every byte of the output, padding included, is written once.
+The compiler derives the width of an access from these indices, so odd sizes and unaligned rows need no code of their
+own: they are only slower. Every byte of the output, padding included, is written once.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _TO_E4M3 = tl.constexpr(
 
 @triton.jit
 def _source(start, P: tl.constexpr):
-    """Return the input columns that feed a step [WRITE]; outside 0 .. K-1 where none does."""
+    """Return the input columns of a step [WRITE]; outside 0 .. K-1 for padding."""
     window = start // 4 + tl.arange(0, P.write // 4)
     leading = first_pair(window, P) * 2 - P.k_offset
     column = tl.reshape(leading[:, None] + tl.arange(0, 4)[None, :], (P.write,))
@@ -62,7 +61,7 @@ def _source(start, P: tl.constexpr):
 
 @triton.jit
 def _inside(column, P: tl.constexpr):
-    """Return which of these columns exist."""
+    """Return a mask of the columns that exist."""
     inside = column < P.in_features
     if P.k_offset > 0:
         inside = inside & (column >= 0)
@@ -70,21 +69,21 @@ def _inside(column, P: tl.constexpr):
 
 
 @triton.jit
-def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr):
-    """Load columns and apply the prologue: the values to quantise, in the row's type; 0 where there is no column."""
+def _value(x_ptr, residual_ptr, norm_weight_ptr, column, inside, rstd, P: tl.constexpr):
+    """Load columns and apply the prologue: values in the row's type, 0 past its ends."""
     value = tl.load(x_ptr + column, mask=inside, other=0.0)
     if P.adds:
         value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
     if P.prologue == "silu_mul":
         value = silu_times(value, tl.load(x_ptr + P.in_features + column, mask=inside, other=0.0))
     if P.norms:
-        value = normed(value, tl.load(gain_ptr + column, mask=inside, other=0.0), rstd, P)
+        value = normed(value, tl.load(norm_weight_ptr + column, mask=inside, other=0.0), rstd, P)
     return value
 
 
 @triton.jit
 def _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of their sum, which is written."""
+    """Return 1 / sqrt(mean(x^2) + eps) of a row, or of its sum with the residual, which is written."""
     squares = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
@@ -98,32 +97,32 @@ def _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P: tl.constexpr):
 
 
 @triton.jit
-def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
+def _absmax(x_ptr, residual_ptr, norm_weight_ptr, rstd, P: tl.constexpr):
     """Return the largest magnitude of a row, NaN if it has one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x_ptr, residual_ptr, gain_ptr, column, column < P.in_features, rstd, P)
+        value = _value(x_ptr, residual_ptr, norm_weight_ptr, column, column < P.in_features, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     return largest_of(largest)
 
 
 @triton.jit
 def _quantise(value, scale, inverse, P: tl.constexpr):
-    """Round to 8 bits, four columns into a 32-bit register at a time."""
+    """Round to 8 bits, four columns to a 32-bit register."""
     wide = quotient(value, scale, inverse, P)
-    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.activation_rounding == "sglang" else _TO_INT8
     TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [wide], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P: tl.constexpr):
+def _write(x_ptr, residual_ptr, norm_weight_ptr, out_ptr, row, rstd, scale, inverse, P: tl.constexpr):
     """Quantise, lift and write a row."""
     for start in range(0, P.k_packed, P.write):
         step = tl.arange(0, P.write)
         column = _source(start, P)
-        value = _value(x_ptr, residual_ptr, gain_ptr, column, _inside(column, P), rstd, P)
+        value = _value(x_ptr, residual_ptr, norm_weight_ptr, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
         at = offset_in_row(start, step, row, tl.num_programs(0), P.itemsize, P)
@@ -135,7 +134,7 @@ def walking_kernel(
     x_ptr,
     residual_ptr,
     residual_out_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -162,6 +161,6 @@ def walking_kernel(
     if P.norms:
         rstd = _rstd(x_ptr, residual_ptr, residual_out_ptr, eps, P)
     if P.quant != "none":
-        scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
+        scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, norm_weight_ptr, rstd, P), P)
         tl.store(scales_ptr + token, scale)
-    _write(x_ptr, residual_ptr, gain_ptr, out_ptr, row, rstd, scale, inverse, P)
+    _write(x_ptr, residual_ptr, norm_weight_ptr, out_ptr, row, rstd, scale, inverse, P)

@@ -25,7 +25,7 @@ from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, wrong_form
-from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import add_layers, load_speeds, table_text, tuned_path
 from slidesparse.gemm.time_model import explain
 from slidesparse.offline.tune_job import Kind, TuneJob
@@ -87,7 +87,7 @@ def _measure(
     if not able:
         return [], []
     source = DTYPES["bf16"] if dtype in QUANTISED else dtype
-    measurement = LayerMeasurement(_packed(kind, source, device), [DENSE, *able], source, stopwatch, THOROUGH)
+    measurement = LayerMeasurement(_packed(kind, source, device), [DENSE_FORM, *able], source, stopwatch, THOROUGH)
     times = measurement.measure(tokens, (), lambda: False)
     layer = usable_times(times, str(kind), LOG)
     return [] if layer is None else [layer], [wrong_form(problem, name) for name in sorted(times.wrong)]
@@ -183,12 +183,12 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
             name,
             "  ".join(
                 f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
-                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
+                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE_FORM, times), strict=True)
             ),
         )
         for layer in layers
         for name, times in layer.us.items()
-        if name != DENSE
+        if name != DENSE_FORM
     ]
 
 

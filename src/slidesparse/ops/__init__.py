@@ -1,9 +1,9 @@
-"""The operators that torch.compile and CUDA graphs see, in the namespace ``torch.ops.slidesparse``.
+"""The operators for torch.compile and CUDA graphs, in the namespace ``torch.ops.slidesparse``.
 
 Each is functional, has a fake implementation (shapes only, the number of tokens symbolic) and never waits for a device.
 They are for inference; :mod:`slidesparse.ops.inference_only` calls them where gradients are recorded.
 :mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds the
-runner for a number of tokens. :mod:`slidesparse.ops.matmul` has a product by two of them, for use without a layer.
+runner for a number of tokens. :mod:`slidesparse.ops.matmul` uses two of them, without a layer.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _run(
     bias: torch.Tensor | None,
     weight: str,
     *,
-    gain: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the product and the new residual."""
     runner, form, _ = resolve_linear(weight, prologue, x.shape[0], x.dtype, x.device)
     column_map, *operand = tensors[form]
-    return runner(x, residual, LinearTensors(column_map, operand, scale_w, bias, gain), eps)
+    return runner(x, residual, LinearTensors(column_map, operand, scale_w, bias, norm_weight), eps)
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
@@ -101,27 +101,27 @@ def _linear_fake(x: torch.Tensor, *weight: Any) -> torch.Tensor:
 
 
 def _norm_linear(norm: Prologue) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
-        return _run(norm, x, *weight, gain=gain, eps=eps)[0]
+    def run(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+        return _run(norm, x, *weight, norm_weight=norm_weight, eps=eps)[0]
 
     return run
 
 
-def _norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+def _norm_linear_fake(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
     return _linear_fake(x, *weight)
 
 
 def _add_norm_linear(norm: Prologue) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     def run(
-        x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+        x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _run(norm, x, *weight, gain=gain, residual=residual, eps=eps)
+        return _run(norm, x, *weight, norm_weight=norm_weight, residual=residual, eps=eps)
 
     return run
 
 
 def _add_norm_linear_fake(
-    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _linear_fake(x, *weight), x.new_empty(x.shape)
 
@@ -168,7 +168,7 @@ define(
 _WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, str weight"
 
 define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
-_NORM = f"Tensor gain, float eps, {_WEIGHT}"
+_NORM = f"Tensor norm_weight, float eps, {_WEIGHT}"
 
 for _name in NORMS:
     if _name in ADDING:
@@ -182,9 +182,8 @@ define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`lifting.layout.Layout`).
-``order`` is ``numbers`` of a :class:`lifting.layout.ColumnOrder`; with them a GPU runs one kernel, without them the
-torch definition runs."""
+The bytes of the values are in the layout of ``backend`` (:class:`lifting.layout.Layout`). ``order`` is ``numbers`` of
+a :class:`lifting.layout.ColumnOrder`, for one kernel on a GPU; without it the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, order) -> lifted activations [M, K'], as ``quantize_lift``."""
@@ -196,22 +195,22 @@ linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], weight) -> [M, out] in the type of x.
 
 It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text of a
-:class:`slidesparse.gemm.spec.WeightSpec`: size and type of the weight, and the form that M tokens use. ``tensors`` are
-the tensors of all forms, in order."""
+:class:`slidesparse.gemm.spec.WeightSpec`: size and type of the weight, and the form for M tokens. ``tensors`` are those
+of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
-"""(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`lifting.prologue.rms_norm`;
-for quantised weights only."""
+"""(x [M, K], norm_weight [K], eps, then as ``linear`` after x) -> ``linear`` of :func:`lifting.prologue.rms_norm`; for
+quantised weights only."""
 
 add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
-"""(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
+"""(x [M, K], residual [M, K], norm_weight [K], eps, then as ``linear``) -> its product and the new residual, by
 :func:`slidesparse.lifting.prologue.add_rms_norm`."""
 
 gemma_norm_linear = torch.ops.slidesparse.gemma_norm_linear
-"""As ``rms_norm_linear``, with 1 added to the gain in float32."""
+"""As ``rms_norm_linear``, with 1 added to the norm's weight in float32."""
 
 add_gemma_norm_linear = torch.ops.slidesparse.add_gemma_norm_linear
-"""As ``add_rms_norm_linear``, with 1 added to the gain in float32."""
+"""As ``add_rms_norm_linear``, with 1 added to the norm's weight in float32."""
 
 silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 """(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.lifting.prologue.silu_mul`."""
@@ -219,6 +218,5 @@ silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 chain = torch.ops.slidesparse.chain
 """(x, residual [M, K], tensors, linears) -> the product of the last of several linears, and the last new residual.
 
-Each linear reads the product of the one before it, and each whose norm adds a residual passes the new one on.
-``linears`` is a :func:`slidesparse.gemm.spec.chain_text`, which describes every linear and says which of ``tensors``
-belong to it."""
+Each linear reads the product of the one before it, and norms pass a new residual on. ``linears`` is a
+:func:`slidesparse.gemm.spec.chain_text`, which assigns ``tensors`` to linears."""

@@ -1,11 +1,10 @@
-"""Computations for inference inside of autograd: the forward pass runs, and a backward pass through it is an error.
+"""Inference inside of autograd: the forward pass runs, and a backward pass through it is an error.
 
-Rounding has no gradient, so what autograd would find is wrong or nothing at all. A forward pass alone is no mistake:
-a model that is evaluated outside of ``torch.no_grad`` has parameters that require gradients.
+Rounding has no gradient, so autograd's would be wrong. A forward pass alone is no mistake: the parameters of a model
+that is evaluated outside of ``torch.no_grad`` require gradients.
 
-Where gradients are recorded, an operator of its own joins the result to the graph, by
-``torch.library.register_autograd``. All other operators of the package have no kernel for autograd, so that inference
-pays for none: a kernel of ``register_autograd`` costs 5 us a call under ``torch.no_grad``.
+Where gradients are recorded, a separate operator joins the result to the graph, by ``torch.library.register_autograd``.
+No other operator has a kernel for autograd, which would cost 5 us a call under ``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def _refusal() -> UnsupportedError:
 def no_backward(compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """Return ``compute(*arguments)``, through which no gradient passes.
 
-    The result joins the graph where a tensor among the arguments requires a gradient: its backward pass raises an
-    UnsupportedError. Tensors in lists count as weights, which nobody trains.
+    If an argument requires a gradient, the result joins the graph, and its backward pass raises an UnsupportedError.
+    Tensors in lists are weights, which nobody trains.
 
     Raises:
         UnsupportedError: A tensor has a tangent (``torch.autograd.forward_ad``).

@@ -28,7 +28,7 @@ class _Prepared(NamedTuple):
 
 
 _PREPARED: WeakKeyDictionary[PackedWeight, dict[str, _Prepared]] = WeakKeyDictionary()
-"""Packed weight -> ``backend`` as it was asked for -> the weight in its layout."""
+"""Packed weight -> ``backend`` as requested -> the weight in its layout."""
 
 
 def matmul(
@@ -44,8 +44,8 @@ def matmul(
     For an INT8 or FP8 weight the first kernel quantises each token; the second sums in int32 or float32, applies both
     scales and the bias in float32, and rounds once (:mod:`slidesparse.gemm.backend`).
 
-    The first call with a weight brings it into the backend's layout, which stays in memory as long as ``packed`` does.
-    Change no tensor of ``packed`` after it. In a model, and under ``torch.compile``, use
+    The first call brings a weight into the backend's layout, which stays in memory as long as ``packed`` does: change
+    no tensor of ``packed`` after it. In a model, and under ``torch.compile``, use
     :class:`~slidesparse.SlideLinear`: it keeps one copy of the weight and takes less host time a call.
 
     Args:
@@ -53,7 +53,7 @@ def matmul(
         packed: The weight [out, in], from :func:`slidesparse.pack`; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         out_dtype: bfloat16, float16 or float32; None: the type of ``x``.
-        backend: The name of a backend, or ``auto``: the sparse kernel that was the fastest for such a weight, else the
+        backend: The name of a backend, or ``auto``: the fastest measured sparse kernel for such a weight, else the
             first that runs on this device, else the reference.
 
     Returns:
@@ -91,7 +91,7 @@ def matmul(
 
 
 def _checked(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type of the product, after checks of activations and type."""
+    """Return the type of the product, after checks of activations and types."""
     require_dense(x, "activations of matmul")
     types = FLOATS if packed.dtype in QUANTISED else (packed.dtype,)
     if x.shape[-1:] != packed.shape[1:] or x.dtype not in types or x.device != packed.device:

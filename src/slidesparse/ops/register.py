@@ -1,7 +1,7 @@
-"""Make operators of the namespace ``torch.ops.slidesparse``, with little host time a call.
+"""Registration of operators in ``torch.ops.slidesparse``, with little host time a call.
 
-An operator here has one kernel for all devices and a fake implementation for torch.compile, and switches autocast off
-inside. It knows no gradients: layers call it through :func:`slidesparse.ops.inference_only.no_backward` where some are
+An operator has one kernel for all devices and a fake implementation for torch.compile, and switches autocast off
+inside. It has no gradients: layers call it through :func:`slidesparse.ops.inference_only.no_backward` where they are
 recorded.
 """
 
@@ -17,20 +17,20 @@ from slidesparse.errors import UnsupportedError
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 LAYER = "linear"
-"""The operator of a whole layer, which answers in autocast's type as ``nn.Linear`` does."""
+"""The operator of a whole layer, with results in autocast's type as of ``nn.Linear``."""
 
 
 def _without_autocast(name: str, device: str) -> Callable[..., Any]:
     """Return the operator for ``torch.autocast``, switched off inside: it would round products to 16 bits.
 
-    The answer of a whole layer is rounded once, at its end.
+    The result of a whole layer is rounded once, at its end.
     """
 
     def run(*arguments: Any, **options: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            answer = getattr(torch.ops.slidesparse, name)(*arguments, **options)
-        return answer.to(dtype) if name == LAYER else answer
+            result = getattr(torch.ops.slidesparse, name)(*arguments, **options)
+        return result.to(dtype) if name == LAYER else result
 
     return run
 
@@ -42,7 +42,7 @@ def _refuse_vmap(*_: Any, **options: Any) -> Any:
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Make an operator ``torch.ops.slidesparse.NAME`` by its schema, as torch.library writes them.
+    """Register an operator ``torch.ops.slidesparse.NAME`` by its schema in torch.library's syntax.
 
     ``kernel`` computes it on every device; ``fake`` returns tensors of the results' shapes and types.
     """

@@ -1,11 +1,11 @@
-"""Find the runner of a linear, or of a chain, for a number of tokens: made once, then looked up by every call.
+"""Runners of linears and chains for a number of tokens: made once, then looked up by every call.
 
-A model has few linears, and a server has many numbers of tokens: the first call with a new number takes some twenty
-microseconds a linear here, later calls one look-up. What does not depend on the number is made once. With the logger
-``slidesparse`` at DEBUG every runner is named when it is made: ``1024 tokens, 4608 outputs, int8: hopper 176x256``.
+A server has few linears and many numbers of tokens: the first call with a new number takes some twenty microseconds a
+linear here, later calls one look-up. With the logger ``slidesparse`` at DEBUG every new runner is logged: ``1024
+tokens, 4608 outputs, int8: hopper 176x256``.
 
-A chain of four linears keeps 13 KB of the host's memory for each number of tokens, so the chains of a server that has
-met all numbers keep 52 MB; the least recently used ones are made again.
+A chain of four linears takes 13 KB of the host's memory for each number of tokens, so chains for all numbers take
+52 MB; the least recently used ones are made again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slidesparse.lifting.layout import LiftSpec
 from slidesparse.lifting.prologue import Prologue
 
 resolve_lift = lru_cache(maxsize=1 << 13)(find_lift)
-"""Return the lift of a spec, for a number of tokens on a device, kept from call to call."""
+"""Return the cached lift of a spec for a number of tokens on a device."""
 
 
 class ResolvedLinear(NamedTuple):
@@ -33,7 +33,7 @@ class ResolvedLinear(NamedTuple):
 
     Attributes:
         runner: The runner.
-        form: The operator's tensors that are the form of the weight that runs.
+        form: Slice of the operator's tensors: the weight's form.
         backend: The backend's name.
     """
 
@@ -48,7 +48,7 @@ def resolve_linear(
 ) -> ResolvedLinear:
     """Return the runner of a linear for M ``tokens`` of type ``source`` on a device.
 
-    ``weight`` is :attr:`slidesparse.gemm.spec.WeightSpec.text`; the prologue is applied first.
+    ``weight`` is a :attr:`slidesparse.gemm.spec.WeightSpec.text`.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
@@ -59,7 +59,7 @@ def resolve_linear(
     backend = get_backend(form.backend)
     runner = backend.runner_for_tokens(made[0], tokens) if made else None
     if runner is None:
-        lifting = LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout, spec.quantiser)
+        lifting = LiftSpec(prologue, source, spec.weight_dtype, form.order, backend.layout, spec.activation_rounding)
         runner = backend.runner(resolve_lift(lifting, tokens, device), spec.out_features)
         made[:] = [runner]
     LOG.debug("%d tokens, %d outputs, %s: %r", tokens, spec.out_features, spec.dtype, runner)
@@ -70,13 +70,13 @@ def resolve_linear(
 def _made_before(
     weight: str, prologue: Prologue, backend: str, source: torch.dtype, device: torch.device
 ) -> list[Runner]:
-    """Return the list that keeps the runner of a linear that was made last, for any number of tokens, or nothing."""
+    """Return the list of a linear's last runner, for any number of tokens; empty at first."""
     return []
 
 
 @lru_cache(maxsize=1 << 12)
 def resolve_chain(linears: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[ChainRunner, ...]:
-    """Return the runners of a ``chain_text`` for M ``tokens``: neighbouring linears on one backend share a runner.
+    """Return the runners of a ``chain_text`` for M ``tokens``, one for neighbouring linears on one backend.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
@@ -92,9 +92,9 @@ def resolve_chain(linears: str, tokens: int, source: torch.dtype, device: torch.
 def _resolve_each(
     linears: tuple[LinearSpec, ...], tokens: int, source: torch.dtype, device: torch.device
 ) -> list[tuple[ResolvedLinear, Slots]]:
-    found, start = [], 0
+    resolved, start = [], 0
     for spec in linears:
         linear = resolve_linear(spec.weight.text, spec.prologue, tokens, source, device)
-        found.append((linear, slots_of(spec, start, tokens)))
+        resolved.append((linear, slots_of(spec, start, tokens)))
         start += spec.tensors
-    return found
+    return resolved

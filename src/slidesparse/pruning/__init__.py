@@ -1,4 +1,4 @@
-"""Pruning to a pattern: the cost of every removal, and the mask that costs least."""
+"""Pruning to a pattern: costs of removal, and the mask of least cost."""
 
 from slidesparse.pruning.base import METHODS, Linears, Pruner, get_pruner, register_pruner
 from slidesparse.pruning.gram import output_error, rounding_error

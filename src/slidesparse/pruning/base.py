@@ -1,8 +1,8 @@
 """The interface of pruning methods.
 
-A method is called once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It
-takes their weights and, if it needs calibration, statistics of that common input, and returns the pruned weights. It
-may change the values that it keeps, as SparseGPT does.
+A method is called once for every set of linears that read one input (q, k and v; gate and up; or one alone). It takes
+their weights and, if it needs calibration, statistics of that input, and returns the pruned weights. It may change kept
+values, as SparseGPT does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Linears:
 
     Attributes:
         weights: Name -> weight [out_i, in], float, unpruned.
-        pattern: The pattern that all of them get.
-        input_gram: ``sum over tokens of x x^T``, float32 [in, in], for methods that need calibration; its diagonal
-            holds the squared column norms that Wanda reads, and the whole matrix is SparseGPT's Hessian.
+        pattern: Their common pattern.
+        input_gram: ``sum over tokens of x x^T``, float32 [in, in], for methods that need calibration: SparseGPT's
+            Hessian, with Wanda's squared column norms on its diagonal.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -50,7 +50,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {}
 
 
 def register_pruner(name: str, make: Callable[[], Pruner]) -> None:
-    """Make a method known under ``name``."""
+    """Register a method as ``name``."""
     METHODS[name] = make
 
 
@@ -58,7 +58,7 @@ def get_pruner(name: str) -> Pruner:
     """Return the method of that name.
 
     Raises:
-        InputError: Listing the known names.
+        InputError: The name is unknown.
     """
     if not isinstance(name, str) or name not in METHODS:
         raise InputError("unknown pruning method", got=shown(name), needed=f"one of {', '.join(METHODS)}")

@@ -1,4 +1,4 @@
-"""Statistics of the input for calibrated methods, checked, and the loss that these methods keep small."""
+"""Checked input statistics of calibrated methods, and their loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def checked_gram(linears: Linears) -> torch.Tensor:
     """Return the gram matrix of the common input, float32 [in, in], after checking it and the weights.
 
     Raises:
-        InputError: When it is missing, has the wrong shape, holds NaN or Inf, or every input was zero.
+        InputError: It is missing, has the wrong shape, holds NaN or Inf, or every input was zero.
     """
     names = ", ".join(linears.weights)
     for name, weight in linears.weights.items():
@@ -44,8 +44,8 @@ def checked_gram(linears: Linears) -> torch.Tensor:
 def output_error(original: Mapping[str, torch.Tensor], pruned: Mapping[str, torch.Tensor], gram: torch.Tensor) -> float:
     """Return the squared error of the outputs over their energy, for all linears of a set together.
 
-    With ``G = sum x x^T`` and ``D = W - W'`` it is ``tr(D G D^T) / tr(W G W^T)``: 0 when nothing changed, 1 when all
-    weights are zero. This is the calibration loss that Wanda bounds and SparseGPT minimises.
+    With ``G = sum x x^T`` and ``D = W - W'`` it is ``tr(D G D^T) / tr(W G W^T)``: 0 if nothing changed, 1 if all
+    weights are zero. Wanda bounds this loss, and SparseGPT minimises it.
 
     Args:
         original: Name -> weight [out_i, in].
@@ -61,10 +61,10 @@ def output_error(original: Mapping[str, torch.Tensor], pruned: Mapping[str, torc
 
 
 def rounding_error(weights: Mapping[str, torch.Tensor], gram: torch.Tensor, squared_error: float) -> float:
-    """Return the squared error that rounded inputs cause in the outputs, over the outputs' energy, of a set together.
+    """Return the squared error of the outputs from rounded inputs, over their energy, for a set of linears.
 
-    The errors of columns have nothing to do with each other, so those of the outputs are ``e ||W||^2 / in``, where
-    ``e`` is the sum of the inputs' squared errors and ``||W||^2`` that of the weights' squares.
+    Errors of columns are uncorrelated, so it is ``e ||W||^2 / in``, where ``e`` is the sum of the inputs' squared
+    errors and ``||W||^2`` that of the weights' squares.
 
     Args:
         weights: Name -> weight [out_i, in].

@@ -1,9 +1,8 @@
 """Masks that prune at the least cost.
 
-A *cost* is a non-negative number for every weight: the growth of the output's squared error when that weight alone is
-removed. For magnitude pruning it is ``w^2``, for Wanda ``(w * norm of the input column)^2``. The rule below is the same
-for both, and ties are broken by position (the later weight is removed), so a mask depends on its costs alone, on every
-device.
+A *cost* is a non-negative number for every weight: the growth of the output's squared error if that weight alone is
+removed. For magnitude pruning it is ``w^2``, for Wanda ``(w * norm of the input column)^2``. Ties are broken by
+position (the later weight is removed), so a mask depends on its costs alone, on every device.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from slidesparse.weights.support import check_weight, grouped, is_nonzero, requi
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weights to keep: bool [out, in], at most ``keep`` in every group.
+    """Return the mask of kept weights: bool [out, in], at most ``keep`` in every group.
 
     Args:
         weight: [out, in], any supported type.
         pattern: The pattern; groups are aligned to column 0.
-        cost: float32 [out, in], the cost of removing each weight; ``w^2`` (magnitude pruning) when None.
+        cost: float32 [out, in], the cost of removing each weight; None: ``w^2`` (magnitude pruning).
 
     >>> prune_mask(torch.tensor([[4.0, 3, 2, 1, 5, 6, 7, 8]]), "6:8").int().tolist()
     [[1, 1, 0, 0, 1, 1, 1, 1]]
@@ -33,7 +32,7 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
 
 
 def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
-    """Return a cost after checking that it fits a weight, or what magnitude pruning says when it is None.
+    """Return a cost after a check of its shape and type; None: :func:`magnitude_cost`.
 
     Raises:
         InputError: It has another shape, no values, or is no number.
@@ -49,21 +48,21 @@ def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``w^2``, float32 [out, in], zero for zeros only."""
+    """Return the cost ``w^2``, float32 [out, in], zero for zeros only."""
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square())
 
 
 def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
-    """Return a cost that is positive and finite for every weight that is not zero: float32 like ``cost``.
+    """Return a cost that is positive and finite for every non-zero weight: float32 like ``cost``.
 
-    Squares of tiny weights vanish in float32: they would tie with zeros and be removed. Those of huge ones overflow.
+    Squares of tiny weights vanish in float32 and would tie with zeros; those of huge ones overflow.
     """
     limits = torch.finfo(torch.float32)
     return cost.clamp(limits.tiny, limits.max).mul_(nonzero)  # where() takes ten times as long on a CPU
 
 
 def kept_by(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Return the mask by a cost, float32 [out, in], non-negative and finite: bool [out, in]."""
+    """Return the mask of least cost: float32 [out, in], non-negative and finite -> bool [out, in]."""
     check_cost(cost)
     # Without gradients: a mask has none, and torch refuses to write a result that would have one into given memory.
     return ~cheapest(cost.detach().to(torch.float32), pattern)
@@ -78,21 +77,21 @@ def masked(weights: Mapping[str, torch.Tensor], masks: Iterable[torch.Tensor]) -
 
 
 def check_cost(cost: torch.Tensor) -> None:
-    """Refuse costs that are negative, NaN or Inf."""
+    """Raise an InputError for costs that are negative, NaN or Inf."""
     if cost.numel() and not bool((cost.amin() >= 0) & (cost.amax() <= torch.finfo(torch.float32).max)):  # no NaN either
         raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
 
 
 def cheapest(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Return the weights that cost least, two of every group, none for ``DENSE``: float32 [out, in] -> bool."""
+    """Return the two cheapest weights of every group, none for ``DENSE``: float32 [out, in] -> bool."""
     if pattern == DENSE:
         return torch.zeros_like(cost, dtype=torch.bool)
-    # Padding costs less than anything, so it is left out first and never displaces a weight.
+    # Padding costs less than anything, so it never displaces a weight.
     return two_cheapest(grouped(cost, pattern, fill=-1.0)).flatten(1)[:, : cost.shape[1]]
 
 
 def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
-    """Return the two entries of least cost in every group, the later of equals: bool like ``groups`` [out, n, 2N].
+    """Return the two cheapest entries of every group, the later of equals: bool like ``groups`` [out, n, 2N].
 
     Args:
         groups: float32, without NaN and Inf.

@@ -1,9 +1,8 @@
-"""Round weights to six bits or FP8 so that outputs stay near, not each weight.
+"""Rounding of weights to six bits or FP8 that minimises the error of outputs, not of each weight.
 
-Rounding to nearest makes an error in each weight that has nothing to do with the others'. So columns are rounded one
-after the other, and what each loses moves the columns that are still to come, by the factor that SparseGPT uses:
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2023). Columns with
-the largest inputs come first, while all others can still make up for them.
+Columns are rounded one after the other, and the error of each moves the later columns, by SparseGPT's factor: Frantar
+et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2023). Columns with the
+largest inputs come first, while all others can still compensate.
 
 Scales do not change: a row's largest weight stays where it is. So do zeros, whatever pattern they follow.
 """
@@ -22,7 +21,7 @@ from slidesparse.weights.quant import FP8_MAX, SIX_BIT_MAX, Rounding
 
 
 class Grid(NamedTuple):
-    """The values that a row can have, in units of its scale: the largest one, and what rounds to one up to it."""
+    """The values of a row, in units of its scale: the largest one, and the rounding below it."""
 
     most: float
     rounded: Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +36,7 @@ FP8 = Grid(FP8_MAX, lambda units: units.to(torch.float8_e4m3fn).to(torch.float32
 
 
 class RoundForOutputs:
-    """Rounds pruned weights so that quantising them to the values of a grid takes less from the outputs."""
+    """Rounds pruned weights to a grid so that quantisation changes outputs less."""
 
     name = "rounding"
     needs_calibration = True
@@ -55,7 +54,7 @@ class RoundForOutputs:
 
 
 def rounder_after(pruner: Pruner, dtype: torch.dtype, rounding: Rounding) -> RoundForOutputs | None:
-    """Return the step that rounds what a method pruned; None for floats, for plain INT8 and after other methods.
+    """Return the rounding step after a pruning method; None for floats, plain INT8 and methods but SparseGPT.
 
     INT8 gains nothing (docs/log/rounding.md).
     """
@@ -64,14 +63,14 @@ def rounder_after(pruner: Pruner, dtype: torch.dtype, rounding: Rounding) -> Rou
 
 
 def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = SIX_BITS) -> torch.Tensor:
-    """Return a weight of a grid's values times each row's scale, ``absmax / most``, but for the rounding of its type.
+    """Return a weight of a grid's values times each row's scale, ``absmax / most``, rounded to its type.
 
-    Quantising it to nearest gives these values: 8 bits of significand tell 127 steps apart.
+    Quantisation to nearest recovers these values: 8 bits of significand distinguish 127 steps.
 
     Args:
         weight: [out, in], bfloat16, float16 or float32.
         factor: From :func:`slidesparse.pruning.sparsegpt.inverse_factor`, of the same order of columns.
-        grid: That of six bits or FP8. INT8 gains nothing.
+        grid: Six bits or FP8. INT8 gains nothing.
     """
     wide, columns, diagonal = weight.to(torch.float32), weight.shape[1], factor.diagonal()
     absmax = wide.abs().amax(1, keepdim=True)
@@ -83,11 +82,10 @@ def round_for_outputs(weight: torch.Tensor, factor: torch.Tensor, grid: Grid = S
         end = min(start + BLOCK, columns)
         errors = torch.zeros_like(current[:, start:end])
         for column in range(start, end):
-            wanted = grid.nearest(current[:, column])
-            wanted = torch.where(stays[:, column], nearest[:, column], wanted)
-            error = (current[:, column] - wanted) / diagonal[column]
+            rounded = torch.where(stays[:, column], nearest[:, column], grid.nearest(current[:, column]))
+            error = (current[:, column] - rounded) / diagonal[column]
             current[:, column:end] -= torch.outer(error, factor[column, column:end])
-            current[:, column] = wanted
+            current[:, column] = rounded
             errors[:, column - start] = error
         current[:, end:] -= errors @ factor[start:end, end:]
     return (current * scale).to(weight.dtype)

@@ -1,13 +1,13 @@
-"""SparseGPT: remove weights column by column, change the later columns to compensate, then solve for what is kept.
+"""SparseGPT: remove weights column by column, compensate in later columns, then solve for the kept weights.
 
 Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (2023). With
 ``H = sum x x^T + damping`` and ``U`` the upper Cholesky factor of ``H^-1``, removing ``w_j`` while the columns after
-``j`` are free costs ``(w_j / U_jj)^2`` and moves these columns by ``-(w_j / U_jj) U_j,``. The two weights that cost
-least are removed from a group when the sweep reaches it, after the updates by earlier groups.
+``j`` are free costs ``(w_j / U_jj)^2`` and moves these columns by ``-(w_j / U_jj) U_j,``. The two cheapest weights of a
+group are removed when the sweep reaches it, after the updates by earlier groups.
 
-Groups are aligned to column 0 of the whole weight. The sweep goes in blocks only to turn many thin updates into one
-matrix product, and its blocks end where groups end. What the sweep keeps is then solved for anew, which the source does
-not do: :mod:`slidesparse.pruning.solve_kept`.
+Groups are aligned to column 0 of the whole weight. Blocks of the sweep turn many thin updates into one matrix product,
+and end where groups end. Kept weights are then solved for anew, unlike in the source
+(:mod:`slidesparse.pruning.solve_kept`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import is_nonzero
 
 DAMPING = 0.01
-"""Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""
+"""Share of the mean of H's diagonal that is added to it, against dead or nearly dependent inputs."""
 
 DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)
-"""What is tried, in this order, until the damped matrix is positive definite."""
+"""Dampings to try, in order, until the damped matrix is positive definite."""
 
 BLOCK = 128
-"""Approximate number of columns whose updates are applied to the rest of the weight together."""
+"""Approximate number of columns whose updates are applied together."""
 
 
 class SparseGPT:
-    """Keep the weights of each group that are hardest to replace, and change them to replace the others."""
+    """Remove the weights of each group that the others can best replace, and change the others."""
 
     name = "sparsegpt"
     needs_calibration = True
@@ -55,7 +55,7 @@ class SparseGPT:
 
 
 def _as_stored(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight in a type; numbers past its range become its largest, as compensation can make them in FP16."""
+    """Return a weight in a type, clamped to its range, which compensation can leave in FP16."""
     limits = torch.finfo(dtype)
     return weight.clamp(limits.min, limits.max).to(dtype)
 
@@ -63,12 +63,11 @@ def _as_stored(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def inverse_factor(gram: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, float]:
     """Return ``U`` with ``U^T U = (gram + damping)^-1``, upper triangular, float32 [in, in], and the damping.
 
-    It is computed in float64: the condition of a gram matrix is the square of its inputs'. Where float32 sums over
-    inputs of very different sizes left a matrix that is not positive definite, the damping is ten times as large, then
-    a hundred times, and a warning says so.
+    It is computed in float64: the condition of a gram matrix is the square of its inputs'. Where float32 sums of very
+    different inputs are not positive definite, the damping is ten times as large, then a hundred times, with a warning.
 
     Raises:
-        InputError: When the most damping does not help, so that ``gram`` is no gram matrix.
+        InputError: The largest damping does not help, so ``gram`` is no gram matrix.
     """
     mean = float(gram.diagonal().mean(dtype=torch.float64))
     for share in DAMPINGS:
@@ -94,7 +93,7 @@ def inverse_factor(gram: torch.Tensor, name: str = "weight") -> tuple[torch.Tens
 
 
 def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Prune a weight from its first column to its last, updating the columns that are not reached yet.
+    """Prune a weight from its first column to its last, with updates of all later columns.
 
     Args:
         weight: float32 [out, in], the rows of all linears that read one input.

@@ -1,8 +1,8 @@
-"""Wanda: remove the weights whose products with their inputs are smallest.
+"""Wanda: remove the weights with the smallest products with their inputs.
 
 Source of the score: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (2024): ``|w|``
-times the norm of the input column over the calibration tokens. Squared, as here, it is the growth of the output's
-squared error when that weight alone is removed.
+times the norm of the input column over the calibration tokens. Its square is the growth of the output's squared error
+if that weight alone is removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wanda_cost(weight: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tenso
         weight: float [out, in].
         squared_norms: float32 [in].
     """
-    # The weight of an input that calibration never saw is free to remove, yet it costs more than a weight that is zero.
+    # A weight of an input without activations is free to remove, yet costs more than a zero.
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square() * squared_norms)
 
 

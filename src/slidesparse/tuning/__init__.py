@@ -1,4 +1,4 @@
-"""Measuring this GPU: the timing protocol, and the layers of a model that is being loaded.
+"""Measurement of layers on this GPU: the timing protocol, and the layers of a model at load.
 
-``slidesparse tune`` and the benchmarks, the vLLM plugin and ``slidesparse.load`` measure with the same stopwatch.
+``slidesparse tune`` and the benchmarks, the vLLM plugin and ``slidesparse.load`` use the same stopwatch.
 """

@@ -1,11 +1,11 @@
-"""Measure the layers of a model while it is loaded, where this machine has no times of them yet.
+"""Measurement of a model's layers while it is loaded, where this machine has no times of them.
 
-A start-up pays for it once: the times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of a
-server's processes. The others wait for it and read; servers on other GPUs measure at the same time. What takes longer
-than the budget is left to the next start; until then a prior decides, and the log says so.
+The times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of a server's processes. The others
+wait for it and read; servers on other GPUs measure at the same time. What exceeds the budget is left to the next start;
+until then a prior decides, and the log says so.
 
-A form that gives a wrong result is kept as such, even where no time is: a start that chose it by other times would
-serve wrong answers.
+A form with a wrong result is recorded even without a time: a start that chose it by other times would serve wrong
+answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
 from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
@@ -37,20 +37,20 @@ from slidesparse.weights.quant import dtype_name
 Tune = Literal["auto", "off"]
 
 Keep = Callable[[LayerSpeed | None, frozenset[str]], Path | None]
-"""(times, or None where there are none; backends that were wrong) -> the file, or None where it cannot be written."""
+"""(times or None; backends with wrong results) -> the file, or None where it cannot be written."""
 
 Make = Callable[[torch.dtype, Stopwatch], LayerMeasurement | ExpertMeasurement]
-"""(type of activations, what times) -> the measurement of a kind of layer."""
+"""(type of activations, stopwatch) -> the measurement of a kind of layer."""
 
 BUDGET_S = 12.0
-"""Seconds by which measuring, and waiting for another process that measures, may make one start longer."""
+"""Most seconds that measuring, or waiting for another process that measures, adds to a start."""
 
 NOISE = 0.15
-"""Where dense timed twice differs by more, something else runs on the GPU, and the times mean nothing."""
+"""Largest difference of dense timed twice; beyond it something else runs on the GPU, and times mean nothing."""
 
 
 def check_tune(value: object, where: str) -> None:
-    """Raise an InputError, with the place where it was given, for anything but the values of :data:`Tune`."""
+    """Raise an InputError, with the place of the value, for anything but :data:`Tune`."""
     if not isinstance(value, str) or value not in ("auto", "off"):
         raise InputError(where, got=shown(value), needed="auto or off")
 
@@ -59,11 +59,11 @@ class LoadTuner:
     """Measures each kind of layer of one model once, before the first layer of that kind chooses its backends.
 
     Args:
-        most: Tokens of the largest batch that the model will run.
+        most: Tokens of the model's largest batch.
         source: Type of its activations.
-        log: Where its lines go.
+        log: The logger.
         budget_s: See :data:`BUDGET_S`.
-        stopwatch: Makes what times passes.
+        stopwatch: Makes a stopwatch.
         clock: Returns seconds.
         sleep: Waits for some seconds.
     """
@@ -83,10 +83,10 @@ class LoadTuner:
         self.budget_s, self.spent_s = budget_s, 0.0
         self._stopwatch, self._clock, self._sleep = stopwatch, clock, sleep
         self._seen: set[object] = set()
-        self._told = False
+        self._logged_end = False
 
     def wants(self, problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> bool:
-        """Return whether a layer is the first one of a kind that is to be measured now."""
+        """Return whether a layer is the first of its kind and is to be measured now."""
         kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern), problem.bits
         if kind in self._seen:
             return False
@@ -104,26 +104,26 @@ class LoadTuner:
 
     @property
     def expert_sizes(self) -> list[int]:
-        """The numbers of tokens at which experts are measured: one token reads few of them, and launches decide."""
+        """Numbers of tokens for experts, with one token, which reads few of them: launches decide."""
         return [1, *self.sizes]
 
     def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
-        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line."""
+        """Measure a layer that :meth:`wants` accepted, or wait for the process that does; a failure is logged."""
         self._alone(problem.device, layer_name(problem), lambda end: self._measure(problem, packed, fallback, end))
 
     def wants_experts(self, kind: ExpertKind) -> bool:
-        """Return whether a layer's experts are the first ones of a kind that is to be measured now."""
+        """Return whether a layer's experts are the first of their kind and are to be measured now."""
         if kind in self._seen or not can_be_timed(kind.device) or torch.cuda.is_current_stream_capturing():
             return False
         self._seen.add(kind)
         return bool(self._lacking_experts(kind)) and self._has_time()
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
-        """Measure experts that :meth:`wants_experts` named, in their forms, as :meth:`measure` does a layer."""
+        """Measure all forms of experts that :meth:`wants_experts` accepted; see :meth:`measure`."""
         self._alone(kind.device, str(kind), lambda end: self._measure_experts(kind, forms, end))
 
     def _alone(self, device: torch.device, name: str, measure: Callable[[float], None]) -> None:
-        """Measure by the end of the budget, while no other process does; a failure is one line."""
+        """Measure within the budget, while no other process does; a failure is logged."""
         start = self._clock()
         end = start + self.budget_s - self.spent_s
         try:
@@ -137,7 +137,7 @@ class LoadTuner:
         self.spent_s += self._clock() - start
 
     def _is_alone(self, stack: ExitStack, device: torch.device, end: float) -> bool:
-        """Return whether this process may measure now, because no other one of this server, or on this GPU, does."""
+        """Return whether no other process of this server, or on this GPU, measures now."""
         path = lock_path(installation(device), _own_gpu(device))
         if stack.enter_context(file_lock(path, 0)):
             return True
@@ -151,29 +151,29 @@ class LoadTuner:
     def _measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback, end: float) -> None:
         backends = backends_to_compare(problem, "auto", fallback)
         tokens = self._lacking(problem, backends)
-        if backends and tokens:  # else the process that was waited for has measured it
+        if backends and tokens:  # else another process has measured it meanwhile
             make, known = partial(LayerMeasurement, packed, backends), self._known(problem, backends)
             keep = partial(_keep_layer, problem)
             self._take(layer_name(problem), ", ".join(backends), make, tokens, known, keep, end)
 
     def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
-        if tokens := self._lacking_experts(kind):  # else the process that was waited for has measured it
+        if tokens := self._lacking_experts(kind):  # else another process has measured it meanwhile
             make, keep = partial(ExpertMeasurement, kind, forms), partial(keep_expert_times, kind)
             self._take(str(kind), "packed and as they are,", make, tokens, measured_here(kind), keep, end)
 
     def _take(
         self, name: str, forms: str, make: Make, tokens: list[int], known: Sequence[int], keep: Keep, end: float
     ) -> None:
-        """Measure a kind of layer at some numbers of tokens, and keep what can be used; say where the budget ended."""
+        """Measure a kind of layer at some numbers of tokens, and keep usable times; log the end of the budget."""
         start, line = self._clock(), "slidesparse: measuring %s on this GPU: %s at %d to %d tokens"
         self.log.info(line, name, forms, tokens[0], tokens[-1])
-        found = make(self.source, self._stopwatch()).measure(tokens, known, lambda: self._clock() >= end)
-        seconds, layer = self._clock() - start, usable_times(found, name, self.log)
-        path = keep(layer, found.wrong) if layer is not None or found.wrong else None
+        taken = make(self.source, self._stopwatch()).measure(tokens, known, lambda: self._clock() >= end)
+        seconds, layer = self._clock() - start, usable_times(taken, name, self.log)
+        path = keep(layer, taken.wrong) if layer is not None or taken.wrong else None
         if layer is not None:
             line = "slidesparse: measured %s in %.1f s (%s): %s"
             self.log.info(line, name, seconds, path or "not kept", describe(layer))
-        if self._clock() >= end and (found.layer is None or lacking(tokens, found.layer.tokens)):
+        if self._clock() >= end and (taken.layer is None or lacking(tokens, taken.layer.tokens)):
             self._tell_spent()
 
     def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
@@ -187,8 +187,8 @@ class LoadTuner:
         return [] if was_wrong(kind) else lacking(self.expert_sizes, measured_here(kind))
 
     def _tell_spent(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._logged_end:
+            self._logged_end = True
             self.log.warning(
                 "slidesparse: measuring ends after %g s of this start; the kinds of layers that are left go by a prior,"
                 " and the next start, or slidesparse tune, measures them",
@@ -197,24 +197,21 @@ class LoadTuner:
 
 
 def _own_gpu(device: torch.device) -> str:
-    """Return the name of a process's GPU; nothing for one of several of a server, of which one measures for all."""
+    """Return the name of the process's GPU; an empty one if the server has several, and one measures for all."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return ""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
-def usable_times(found: TakenTimes, name: str, log: logging.Logger) -> LayerSpeed | None:
-    """Return the times that were taken of a kind of layer; None where there are none, or the GPU was busy.
-
-    What could not be measured, and a busy GPU, is a line of the log.
-    """
-    for backend, fault in found.faults.items():
+def usable_times(taken: TakenTimes, name: str, log: logging.Logger) -> LayerSpeed | None:
+    """Return the times of a kind of layer; None without any, or from a busy GPU. Faults are logged."""
+    for backend, fault in taken.faults.items():
         log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
-    if found.layer is not None and found.noise > NOISE:
+    if taken.layer is not None and taken.noise > NOISE:
         line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
-        log.warning(line, name, 100 * found.noise)
+        log.warning(line, name, 100 * taken.noise)
         return None
-    return found.layer
+    return taken.layer
 
 
 def _keep_layer(problem: Problem, layer: LayerSpeed | None, wrong: Iterable[str]) -> Path | None:
@@ -226,8 +223,8 @@ def describe(layer: LayerSpeed) -> str:
     """Return a layer's times over dense in words: ``hopper 6:8 over dense 0.77 at 16, 1.03 at 64 tokens``."""
     lines = []
     for name, times in layer.us.items():
-        if name != DENSE:
-            dense = layer.us[DENSE]
+        if name != DENSE_FORM:
+            dense = layer.us[DENSE_FORM]
             shares = [
                 f"{us / base:.2f} at {m}" for m, us, base in zip(layer.tokens, times, dense, strict=True) if us and base
             ]

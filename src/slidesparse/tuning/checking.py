@@ -1,4 +1,4 @@
-"""Check a result before it is timed: the time of a wrong one means nothing."""
+"""Checks of results before they are timed: the time of a wrong result means nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLERANCE = 1e-2
 intermediate and FP8 tensor cores' short accumulators as much again; a wrong scale, index or tile costs 0.1 and more."""
 
 CHECKED_ROWS = 128
-"""Rows checked at either end of the output; the last ones lie past 2^31 elements when a problem is that large."""
+"""Rows checked at either end of the output; those of large problems lie past 2^31 elements."""
 
 WRONG = "WRONG RESULT"
 
@@ -27,7 +27,7 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def require_right(error: float, tolerance: float = TOLERANCE) -> None:
-    """Raise a WrongResult where a relative error is larger than a right one's, or NaN."""
+    """Raise a WrongResult for a relative error above the tolerance, or NaN."""
     if not error <= tolerance:
         raise WrongResult(WRONG, got=f"relative error {error:.2g}", needed=f"at most {tolerance:g}")
 

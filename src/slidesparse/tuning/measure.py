@@ -1,11 +1,10 @@
-"""Measure one kind of layer: dense and each packed form of a weight, quantisation and scales included.
+"""Measurement of one kind of layer: dense and each packed form of a weight, quantisation and scales included.
 
-A start measures the weight that it just loaded, ``slidesparse tune`` one of random numbers. Activations are Gaussian:
-zeros would draw less power. Every form has a stretch of its own at each number of tokens
-(:func:`slidesparse.tuning.timing.time_stretches`). At a start it is short where the GPU stays below its power limit
-anyway, and long enough for the clock to settle where it does not; ``tune`` takes more time (:class:`Effort`). CUDA
-graphs hold the calls, as they do in vLLM up to some 512 tokens; beyond, the GPU takes longer than a launch, and where
-memory is short the calls are launched one by one.
+A start measures the loaded weight, ``slidesparse tune`` one of random numbers. Activations are Gaussian: zeros would
+draw less power. Every form has a stretch of its own at each number of tokens
+(:func:`slidesparse.tuning.timing.time_stretches`): at a start a short one where the GPU stays below its power limit,
+else one long enough for the clock to settle; ``tune`` takes more time (:class:`Effort`). Calls are captured in CUDA
+graphs, as in vLLM up to some 512 tokens; where memory is short they are launched one by one.
 """
 
 from __future__ import annotations
@@ -22,49 +21,48 @@ from slidesparse import ops
 from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, lacking, times_key
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.tuning.checking import TOLERANCE, WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_stretches
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.quant import dtype_name
 
-Once = Callable[[], torch.Tensor]
-"""Runs a form once."""
+RunOnce = Callable[[], torch.Tensor]
+"""A single run of a form."""
 
-Calls = Callable[[], Sequence[Callable[[], Any]]]
-"""Makes the calls of a form's pass, which may need memory."""
+TimedCalls = Callable[[], Sequence[Callable[[], Any]]]
+"""Makes the calls of a form's timed pass, which may need memory."""
 
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
-"""The numbers of tokens to measure, as far as an engine makes such batches."""
+"""Numbers of tokens to measure, up to an engine's largest batch."""
 
 SHORT_S, LONG_S = 0.02, 0.15
-"""Seconds that a form runs at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly. The
-clock settles within 70 ms, and the later half counts (docs/log/layers.md)."""
+"""Seconds of a form at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly. The clock
+settles within 70 ms, and the later half counts (docs/log/layers.md)."""
 
 LONG_FROM = 512
-"""The fewest tokens that are timed for :data:`LONG_S` at a start."""
+"""Fewest tokens timed for :data:`LONG_S` at a start."""
 
 TRANSIENT_BYTES = 2 << 30
-"""Most memory that measuring takes at a start: forms of the weight, copies of them, activations, products. It ends
-where they would need more, or more than half of what is free. It is what gate and up of a 7B model need at 16384
-tokens; vLLM itself takes as much when it profiles such a batch, later and not at the same time."""
+"""Most memory of a measurement at a start: forms of the weight, copies, activations, products. It ends where they need
+more, or more than half of the free memory. Gate and up of a 7B model need so much at 16384 tokens; vLLM takes as much
+later, when it profiles such a batch."""
 
 RIVAL, RIVALS_FROM = 1.25, 4096
-"""At a start a packed form that takes this much longer than the fastest one is not timed again, from this number of
-tokens on."""
+"""At a start, a packed form this much slower than the fastest is not timed from this number of tokens on."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a measurement may take.
+    """Time and memory budget of a measurement.
 
     Attributes:
         short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
         long_s: Seconds of a stretch at more.
         stretches: Stretches of each form.
-        saves: Where a stretch is long, dense is timed once, and no form that was much slower than another.
-        n_bytes: Most memory; half of what is free in any case.
+        saves: With long stretches, dense is timed once, and much slower forms not at all.
+        n_bytes: Most memory; never more than half of the free memory.
     """
 
     short_s: float
@@ -76,11 +74,11 @@ class Effort:
 
 AT_START = Effort(SHORT_S, LONG_S, 1, saves=True, n_bytes=TRANSIENT_BYTES)
 THOROUGH = Effort(LONG_S, LONG_S, 3, saves=False, n_bytes=1 << 62)
-"""That of ``slidesparse tune``, for which nobody waits."""
+"""Effort of ``slidesparse tune``, for which nobody waits."""
 
 SEED = 7_654_321
-"""Of the activations. No weight may be drawn with it: where rows of the activations equal rows of the weight, products
-have one sign, and FP8 Tensor Cores lose a few percent of such a sum, so that a right kernel would look wrong."""
+"""Seed of the activations, and of no weight: where their rows are equal, products have one sign, and FP8 Tensor Cores
+lose a few percent of such a sum, so that a right kernel looks wrong."""
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -95,21 +93,20 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Draw normally distributed numbers, the same on every call."""
+    """Draw the same normally distributed numbers on every call."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
 
 @dataclass(frozen=True)
 class TakenTimes:
-    """The times of one kind of layer, as far as they were taken.
+    """The measured times of one kind of layer.
 
     Attributes:
-        layer: The times; None where there is none.
-        noise: The relative difference of dense timed twice at one M, the median over all short ones; 0 without any.
-        faults: Backend -> why it has no time at some M.
-        wrong: The packed forms that gave a wrong result at some M. They have no time at any, and whatever the noise is,
-            and whatever was measured before, they are not to be chosen.
+        layer: The times; None without any.
+        noise: Relative difference of dense timed twice at one M, the median over all short ones; 0 without any.
+        faults: Backend -> the reason for a missing time.
+        wrong: Packed forms with a wrong result at some M. They have no times, and are never chosen.
     """
 
     layer: LayerSpeed | None
@@ -123,7 +120,7 @@ def time_forms(
 ) -> tuple[dict[str, float], float | None]:
     """Return the microseconds of each form, dense first, and the relative difference of dense timed twice.
 
-    Where that takes too long for the effort, dense is timed once, and the difference is None.
+    The difference is None where dense is timed once, to save time.
     """
     all_forms, noise = list(passes.values()), None
     if effort.saves and tokens >= LONG_FROM:
@@ -137,10 +134,10 @@ def time_forms(
 
 
 class Measurement:
-    """The times of one kind of layer's forms, dense first, as they are taken; ``source``: the activations' type."""
+    """A measurement of one kind of layer's forms, dense first; ``source``: the activations' type."""
 
     refusals: tuple[type[Exception], ...] = (RuntimeError, ValueError)
-    """How a form says that it cannot run some tokens, besides by errors of ours."""
+    """Exceptions of forms that cannot run some tokens, besides errors of ours."""
 
     tolerance = TOLERANCE
     """Relative difference of two right results."""
@@ -151,13 +148,13 @@ class Measurement:
         self._noises: list[float] = []
         self._wrong: set[str] = set()
 
-    def _passes(self, forms: Mapping[str, tuple[Once, Calls]], capture: bool) -> dict[str, Pass]:
-        """Check what each form gives, and return the passes of those that are right; none where dense is not."""
+    def _passes(self, forms: Mapping[str, tuple[RunOnce, TimedCalls]], capture: bool) -> dict[str, Pass]:
+        """Check the result of each form, and return the passes of the right ones; none if dense fails."""
         passes: dict[str, Pass] = {}
         reference: torch.Tensor | None = None
-        for name, (once, calls) in forms.items():
+        for name, (run_once, calls) in forms.items():
             try:
-                result = ends(once()).clone()
+                result = ends(run_once()).clone()
                 reference = result if reference is None else reference
                 check = partial(_require_alike, reference=reference, tolerance=self.tolerance)
                 check(result)
@@ -170,7 +167,7 @@ class Measurement:
             except self.refusals as error:
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[name] = first_line(error)
-            if name == DENSE and DENSE not in passes:
+            if name == DENSE_FORM and DENSE_FORM not in passes:
                 return {}  # nothing to compare with
         return passes
 
@@ -188,21 +185,21 @@ class Measurement:
         out: int,
         k: int,
     ) -> TakenTimes:
-        """Return what was found: M -> form -> time; forms by ``keys`` of a table, wrong ones without any time.
+        """Return the times of ``columns`` (M -> form -> time), named by ``keys`` of a table; wrong forms have none.
 
-        Dense that differs from itself is a fault of no packed form, and always runs.
+        If dense disagrees with itself, no packed form is to blame.
         """
-        self.stopwatch.begin()  # frees what the last graphs held
+        self.stopwatch.begin()  # frees the memory of the last graphs
         tokens = sorted(columns)
         us = {key: tuple(None if name in wrong else columns[m].get(name) for m in tokens) for name, key in keys.items()}
         layer = LayerSpeed(dtype, out, k, tuple(tokens), us) if tokens else None
         noise = median(self._noises) if self._noises else 0.0
-        return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE})
+        return TakenTimes(layer, noise, self._faults, frozenset(self._wrong) - {DENSE_FORM})
 
 
 @dataclass
 class _Form:
-    """A weight through one backend."""
+    """A weight on one backend."""
 
     backend: str
     packed: PackedWeight
@@ -225,7 +222,7 @@ class _Form:
         return y
 
     def bytes_for(self, tokens: int, source: torch.dtype) -> int:
-        """Return the bytes that a call allocates: lifted activations, their scales, sums, the product."""
+        """Return the bytes of a call: lifted activations, their scales, sums, the product."""
         dtype, device = self.packed.dtype, self.packed.device
         accumulators = get_backend(self.backend).accumulator_bytes(dtype, source, tokens, device)
         lifted = len(self.module.column_map) * dtype.itemsize + 4
@@ -233,7 +230,7 @@ class _Form:
 
 
 class LayerMeasurement(Measurement):
-    """The measurement of one weight, on its device, through some backends, dense first."""
+    """The measurement of one weight, on its device, on some backends, dense first."""
 
     def __init__(self, packed: PackedWeight, backends: Sequence[str], *how: Any) -> None:
         super().__init__(*how)
@@ -244,13 +241,13 @@ class LayerMeasurement(Measurement):
 
         Args:
             tokens: The numbers, ascending.
-            known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
+            known: Numbers with known times: where memory is short for one of ``tokens``, a smaller one is measured
                 unless it is near one of these.
-            is_over: Whether the time for measuring is spent; asked before every number of tokens.
+            is_over: Returns whether the budget is spent; called before every number of tokens.
         """
         columns: dict[int, dict[str, float]] = {}
         forms = self._make_forms()
-        for wanted in tokens if DENSE not in self._faults else ():
+        for wanted in tokens if DENSE_FORM not in self._faults else ():
             m = self._fitting(wanted, forms)
             done = m < wanted and not lacking([m], [*known, *columns])
             if m == 0 or done or is_over():
@@ -276,7 +273,7 @@ class LayerMeasurement(Measurement):
         return forms
 
     def _fitting(self, tokens: int, forms: Sequence[_Form]) -> int:
-        """Return ``tokens``, or the largest power of two of them that memory suffices for; 0 for none."""
+        """Return ``tokens``, or the largest power of two below that fits in memory; 0 for none."""
         most = next((1 << k for k in range(tokens.bit_length() - 1, -1, -1) if self._fits(1 << k, forms, 1)), 0)
         return tokens if self._fits(tokens, forms, 1) else most
 
@@ -284,14 +281,14 @@ class LayerMeasurement(Measurement):
         return self._spare(tokens, forms, times) >= 0
 
     def _spare(self, tokens: int, forms: Sequence[_Form], times: int) -> int:
-        """Return the bytes left for copies where calls allocate theirs ``times`` times: a graph has its own."""
+        """Return the bytes left for copies if calls allocate theirs ``times`` times: a graph has its own."""
         kept = sum(form.n_bytes for form in forms)
         most = min(self.effort.n_bytes - kept, self.stopwatch.free_bytes())
         x = tokens * self.packed.shape[1] * self.source.itemsize
         return most - x - times * max((form.bytes_for(tokens, self.source) for form in forms), default=0)
 
     def _time(self, forms: Sequence[_Form], tokens: int) -> dict[str, float]:
-        """Return the microseconds of each form that can run this many tokens; none where memory ends all the same."""
+        """Return the microseconds of each form that can run so many tokens; none if memory ends."""
         self.stopwatch.begin()
         try:
             x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device, seed=SEED)
@@ -303,7 +300,7 @@ class LayerMeasurement(Measurement):
             }
             passes = self._passes(known, capture)
         except torch.OutOfMemoryError:
-            self._faults[DENSE] = f"out of memory at {tokens} tokens"
+            self._faults[DENSE_FORM] = f"out of memory at {tokens} tokens"
             return {}
         return self._times(passes, tokens) if passes else {}
 
@@ -318,8 +315,8 @@ def _require_alike(result: torch.Tensor, reference: torch.Tensor, tolerance: flo
 
 
 def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:
-    """Return the forms to time: where that takes long, not those that were much slower than another packed one."""
+    """Return the forms to time; for many tokens without those much slower than another packed one."""
     last = columns[max(columns)] if columns else {}
-    best = min((us for name, us in last.items() if name != DENSE), default=0.0)
-    slow = {name for name, us in last.items() if name != DENSE and us > RIVAL * best}
+    best = min((us for name, us in last.items() if name != DENSE_FORM), default=0.0)
+    slow = {name for name, us in last.items() if name != DENSE_FORM and us > RIVAL * best}
     return [form for form in forms if tokens < RIVALS_FROM or form.backend not in slow]

@@ -1,8 +1,8 @@
-"""Measure the experts of a layer where they are loaded: packed, and by the method that would run them otherwise.
+"""Measurement of a layer's experts at load: packed, and by the server's own method.
 
 A call is a whole layer: quantisation, the order of the tokens, both products, the sum over the experts of a token.
-Tokens choose by chance. Calls of one pass have other choices each: few tokens then read other experts in every call,
-as they do in a model of many layers, and no cache holds them.
+Tokens choose experts at random, anew for every call of a pass: few tokens then read other experts in every call, as in
+a model of many layers, and no cache has them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
-from slidesparse.gemm.speed import DENSE, lacking
+from slidesparse.gemm.speed import DENSE_FORM, lacking
 from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, Measurement, TakenTimes, gaussian
 from slidesparse.tuning.timing import Pass, copies_needed
 from slidesparse.weights.quant import dtype_name
@@ -23,22 +23,22 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [M, H], weights float32 [M, k], chosen int32 [M, k], of all experts everywhere) -> [M, H]."""
 
 TOLERANCE = 5e-2
-"""Relative difference of two right layers. Both round the inner activations to 8 bits: where they differ in the last
-bit before, FP8 values may differ by a sixteenth after."""
+"""Relative difference of two right layers. Both round the inner activations to 8 bits: from a difference in the last
+bit, FP8 values may differ by a sixteenth."""
 
 IMPORTANT = (64, 4096, 16, 1024, 1, 256, 16384)
-"""What is measured before all other numbers of tokens, so that a start without time for all of them has decoding steps
-and prompts: a server's own kernel is compiled for each number anew."""
+"""Numbers of tokens that are measured first, so that a start without time for all has decoding steps and prompts: a
+server's own kernel is compiled anew for each number."""
 
 MOST_CHOICES = 32
-"""Calls of one pass, at most."""
+"""Most calls of one pass."""
 
 
 class ExpertMeasurement(Measurement):
     """The measurement of the experts of one layer: ``dense``, and ``GROUPED`` after it."""
 
     refusals = (Exception,)
-    """A server's own is called before it serves, and may refuse in any way."""
+    """Exceptions of any kind: a server's own method is called before it serves."""
 
     tolerance = TOLERANCE
 
@@ -62,7 +62,7 @@ class ExpertMeasurement(Measurement):
             except torch.OutOfMemoryError:
                 self._faults[GROUPED] = f"out of memory at {m} tokens"
                 break
-            if DENSE not in passes:
+            if DENSE_FORM not in passes:
                 break
             columns[m] = self._times(passes, m)
             if GROUPED not in passes:
@@ -71,7 +71,7 @@ class ExpertMeasurement(Measurement):
         return self._taken(columns, {name: name for name in self.forms}, {GROUPED} if self._wrong else (), *kind)
 
     def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return the operands of the calls of a pass: one x, and other choices each."""
+        """Return the operands of a pass's calls: a common x, with choices of their own."""
         kind, shape = self.kind, (tokens, self.kind.top_k)
         x = gaussian(tokens, kind.hidden, dtype=self.source, device=kind.device, seed=SEED)
         made = []
@@ -82,14 +82,14 @@ class ExpertMeasurement(Measurement):
         return made
 
     def _choices(self, tokens: int) -> int:
-        """Return the number of calls that read more weights than the caches hold, or all that there are."""
+        """Return the number of calls that read more weights than caches hold, or all weights."""
         kind = self.kind
         weights = 3 * kind.inner * kind.hidden * kind.dtype.itemsize
         touched = weights * max(1, min(kind.experts, tokens * kind.top_k * kind.experts // kind.everywhere))
         return min(MOST_CHOICES, copies_needed(touched, self.stopwatch.l2_bytes, weights * kind.experts))
 
     def _fits(self, tokens: int, times: int) -> bool:
-        """Return whether a call's activations fit ``times`` times: a graph has its own."""
+        """Return whether a call's activations fit in memory ``times`` times: a graph has its own."""
         kind, rows = self.kind, tokens * self.kind.top_k
         lifted = max(kind.hidden, kind.inner) * 2 * kind.dtype.itemsize  # less than twice as many columns
         needed = rows * (lifted + (2 * kind.inner + kind.hidden) * self.source.itemsize)

@@ -1,11 +1,11 @@
 """The timing protocol of a layer, all of it.
 
-1. The result of every form is checked before anything is timed (by the caller), and once more on the captured graph.
+1. The caller checks the result of every form before anything is timed; the captured graph's is checked once more.
 2. A *pass* calls one form on each of several copies of its operands, enough to exceed three times the L2 cache, so
-   every call finds a cold cache. Where the calls can be captured, a pass is one CUDA graph: no launch gaps.
+   every call finds a cold cache. If the calls can be captured, a pass is one CUDA graph: no launch gaps.
 3. A form has a *stretch* of its own (:func:`time_stretches`), and the median of its later half counts. Forms that take
-   turns pass by pass would share one clock rate, which under a power limit is set by the form that draws most power;
-   a model runs one form all the time.
+   turns pass by pass would share one clock rate, which under a power limit follows from the form that draws most
+   power; a model runs one form all the time.
 4. Dense takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
 5. Clocks and power are never set.
 
@@ -28,7 +28,7 @@ MAX_COPIES = 512
 """Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
 
 Reading = Callable[[], float]
-"""Waits for a pass that was queued; gives microseconds per call."""
+"""Waits for a queued pass; returns microseconds per call."""
 
 
 class Pass(Protocol):
@@ -41,11 +41,11 @@ class Pass(Protocol):
 
     @property
     def copies(self) -> int:
-        """Number of calls that the pass makes."""
+        """Number of calls of the pass."""
         ...
 
     def launch(self) -> Reading:
-        """Queue one pass, without waiting for it."""
+        """Queue the pass without waiting for it."""
         ...
 
 
@@ -55,24 +55,24 @@ class Stopwatch(Protocol):
     l2_bytes: int
 
     def free_bytes(self) -> int:
-        """Return the bytes of memory that operand copies may take."""
+        """Return the bytes of memory for copies of operands."""
         ...
 
     def begin(self) -> None:
-        """Start a comparison; passes of earlier ones are no longer used."""
+        """Start a comparison, which ends the use of earlier passes."""
         ...
 
     def wait(self) -> None:
-        """Wait for the device; raises when it no longer works."""
+        """Wait for the device; raises if it no longer works."""
         ...
 
     def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
-        """Make a pass of ``calls``; ``check`` raises when the result of the last of them is wrong."""
+        """Make a pass of ``calls``; ``check`` raises if the result of the last one is wrong."""
         ...
 
 
 def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
-    """Return the copies of operands of ``n_bytes`` that keep L2 cold, as memory allows; at least one."""
+    """Return the number of copies of operands of ``n_bytes`` that keep L2 cold, within memory; at least one."""
     return cold_copies(n_bytes, l2_bytes, min(memory_bytes // max(1, n_bytes), MAX_COPIES))
 
 
@@ -82,17 +82,17 @@ def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
 
 
 def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1) -> list[list[float]]:
-    """Time passes as a model runs them: each alone for a while before the next one has its turn.
+    """Time passes as a model runs them: each alone for a while before the next one.
 
-    The later half of a stretch counts: by then the clock is what the power limit allows for this pass's own work.
+    The later half of a stretch counts: by then the clock is what the power limit allows for this pass.
 
     Args:
         passes: The passes.
         stretch_s: Seconds of a stretch.
-        stretches: Stretches of each pass. Every round of them begins with another pass.
+        stretches: Stretches of each pass; every round begins with another pass.
 
     Returns:
-        For each pass its samples, microseconds per call.
+        The samples of each pass, microseconds per call.
     """
     samples: list[list[float]] = [[] for _ in passes]
     lengths = []
@@ -120,14 +120,14 @@ def noise_of(first: Sequence[float], again: Sequence[float]) -> float:
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """Return the tensors of a result: itself, or those of a tuple."""
+    """Return the tensors of a result: itself, or those of a tuple or list."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [t for item in result for t in tensors_in(item)] if isinstance(result, tuple | list) else []
 
 
 def poison(result: Any) -> None:
-    """Overwrite a result with a value that no right result holds, so that what is not written shows."""
+    """Overwrite a result with a value of no right result, so that unwritten elements show."""
     for tensor in tensors_in(result):
         sized = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor  # a scalar has no bytes to be seen as
         sized.view(torch.uint8).fill_(0x7F)
@@ -164,12 +164,12 @@ class CudaStopwatch:
         self._pool: Any = None
 
     def free_bytes(self) -> int:
-        """Return half of the free bytes: outputs and workspaces need memory too."""
+        """Return half of the free bytes: outputs and workspaces need memory, too."""
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return (torch.cuda.mem_get_info()[0] + cached) // 2
 
     def begin(self) -> None:
-        """Start a comparison: its graphs share one memory pool, because they run one after another."""
+        """Start a comparison, whose graphs share one memory pool: they run one after another."""
         torch.cuda.empty_cache()  # else the pools of earlier graphs keep their memory
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -178,7 +178,7 @@ class CudaStopwatch:
         torch.cuda.synchronize()
 
     def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
-        """Warm up, then capture where possible; see :class:`Stopwatch`."""
+        """Warm up, then capture if possible; see :class:`Stopwatch`."""
         for call in calls:
             call()
         self.wait()
@@ -206,10 +206,10 @@ class CudaStopwatch:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[], Any]]) -> Any:
-    """Record some calls; returns the result of the last one.
+    """Capture calls, and return the result of the last one.
 
-    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most times
-    that are measured here; and it would fail where another thread of a server calls CUDA meanwhile.
+    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most
+    measured times, and would fail if another thread of a server calls CUDA meanwhile.
     """
     stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -218,7 +218,7 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[]
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for call in calls:
-                result = None  # or its memory would be held while the next call allocates
+                result = None  # frees its memory before the next call allocates
                 result = call()
         finally:
             graph.capture_end()

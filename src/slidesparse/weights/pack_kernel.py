@@ -1,8 +1,7 @@
-"""Check a weight's pattern and compress it, in one launch.
+"""Check and compression of a weight in one launch.
 
 This is :func:`slidesparse.weights.slide.compress` (which explains the code) on the device, with the checks of
-:mod:`weights.support`: nothing is copied into groups first, the weight is read once from memory, and the host reads
-two counters instead of the weight.
+:mod:`weights.support`: the weight is read once from memory, and the host reads two counters instead of the weight.
 
 One program compresses ``BLOCK`` groups of one row, a group along the second dimension::
 
@@ -43,8 +42,8 @@ class PackVariant:
         groups: Groups of a row.
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
-        checked: Whether the weight was checked before, so that nothing is checked.
-        padded_group: The power of two that holds a group.
+        checked: Whether the weight was checked before.
+        padded_group: The columns of a group, rounded up to a power of two.
         block: Groups of a program.
     """
 
@@ -71,12 +70,12 @@ MAGNITUDE = {
     torch.float16: (0x7FFF, 0x7C00),
     torch.float32: (0x7FFFFFFF, 0x7F800000),
 }
-"""Weight type -> the bits that are not the sign, and the first such pattern that is no finite number (0: none)."""
+"""Weight type -> mask of the magnitude, and the first magnitude that is not finite (0: none)."""
 
 
 @triton.jit
 def _column(start, position, P: tl.constexpr):
-    """Return the input columns at positions of groups, and whether they exist."""
+    """Return the input columns at positions of groups, and a mask of those that exist."""
     column = start + position
     return column, (position < P.group) & (column >= 0) & (column < P.columns)
 

@@ -1,4 +1,4 @@
-"""PackedWeight: a weight in the canonical packed form, which packing makes and unpacking reverses.
+"""PackedWeight: a weight in the canonical packed form, with packing and unpacking.
 
 Packing keeps the ``2N - 2`` values of every group, and a code of the two positions that it leaves out. The form is
 neutral: a backend reorders it once into the operand that its kernel reads.
@@ -40,12 +40,11 @@ class PackedWeight:
     """A weight [out, in] in packed form.
 
     Attributes:
-        pattern: The pattern that it follows.
+        pattern: Its pattern.
         shape: ``(out, in)`` of the weight, before any padding.
         k_offset: Position inside its group of input column 0.
-        values: The kept values of every group in order, [out, n * (2N - 2)]; of a dense weight all of its columns, in
-            groups of 4.
-        code: The group code, [out, n], from which metadata and positions derive; None where the weight is dense.
+        values: Kept values of every group in order, [out, n * (2N - 2)]; all columns of a dense weight, in groups of 4.
+        code: Group codes, [out, n], which determine metadata and positions; None for a dense weight.
         scale: Weight scale, float32 [out], or None for an unquantised weight.
     """
 
@@ -76,17 +75,17 @@ class PackedWeight:
 
     @property
     def slid(self) -> bool:
-        """Whether it is in 2:4 form, and not dense."""
+        """Whether the weight is in 2:4 form, and not dense."""
         return self.code is not None
 
     @property
     def form(self) -> Pattern:
-        """The pattern by which its columns lie in memory: its own, or ``DENSE`` where it is dense all the same."""
+        """The pattern of its columns in memory: its own, or ``DENSE`` where it is packed dense."""
         return self.pattern if self.slid else DENSE
 
     @property
     def bits(self) -> int:
-        """Bits in which every slid value can be kept: see :func:`slidesparse.weights.support.value_bits`."""
+        """Bits that every slid value needs: see :func:`slidesparse.weights.support.value_bits`."""
         return value_bits(self.values if self.slid else self.values[:0])
 
     @property
@@ -115,7 +114,7 @@ class PackedWeight:
         return groups[:, self.k_offset : self.k_offset + self.shape[1]].contiguous()
 
     def columns(self) -> torch.Tensor:
-        """Return the matrix that multiplies lifted activations, zeros in place: [out, K'], in 2:4 form unless dense."""
+        """Return the matrix for lifted activations, zeros in place: [out, K'], in 2:4 form unless dense."""
         return self.values.clone() if self.code is None else expand(self.values, self.code, self.pattern)
 
     def metadata(self) -> torch.Tensor | None:
@@ -123,11 +122,11 @@ class PackedWeight:
         return None if self.code is None else metadata(self.code, self.pattern)
 
     def column_map(self, multiple: int = 1) -> torch.Tensor:
-        """Return the input column that feeds every packed column, -1 where none does: int64 [K'].
+        """Return the input column of every packed column, -1 for padding: int64 [K'].
 
         Args:
-            multiple: They are padded at the end to a multiple of this many columns, as a backend asks. In the padding
-                both weight and activation are 0.
+            multiple: Columns are padded at the end to a multiple of this number, for a backend. In the padding both
+                weight and activation are 0.
         """
         require_integer(multiple, "multiple of packed columns")
         if not 1 <= multiple <= MAX_MULTIPLE:
@@ -153,16 +152,12 @@ class PackedWeight:
 
 
 def common_bits(weights: Iterable[PackedWeight]) -> int:
-    """Return the bits in which every value of 8-bit weights can be kept: 6, or 8 if any weight needs them."""
+    """Return the bits that every value of 8-bit weights needs: 6, or 8 if any weight needs 8."""
     return 6 if all(packed.bits == 6 for packed in weights) else 8
 
 
 def check_scale(packed: PackedWeight) -> None:
-    """Make sure that an INT8 or FP8 weight has a scale, and that another has none.
-
-    Raises:
-        InputError: It is not so.
-    """
+    """Raise an InputError for an INT8 or FP8 weight without a scale, or another weight with one."""
     if (packed.scale is not None) != (packed.dtype in QUANTISED):
         raise InputError(
             f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
@@ -175,7 +170,7 @@ class Shard(NamedTuple):
 
     Attributes:
         weight: [out, in], with any row stride; :func:`slidesparse.weights.support.check_form` has accepted it.
-        pattern: The pattern that it is to follow.
+        pattern: The pattern to check and pack by.
         k_offset: Position inside its group of column 0.
         name: The weight's name in error messages.
     """
@@ -186,7 +181,7 @@ class Shard(NamedTuple):
     name: str
 
     def by_rows(self) -> Shard:
-        """Return it with contiguous columns, as kernels read it."""
+        """Return the shard with contiguous columns, as kernels read it."""
         return self._replace(weight=with_contiguous_columns(self.weight))
 
 
@@ -197,7 +192,7 @@ class Packer:
     """
 
     def check(self, shard: Shard) -> None:
-        """Make sure that a shard satisfies its pattern.
+        """Check that a shard satisfies its pattern.
 
         Raises:
             PatternViolation: It does not.
@@ -207,7 +202,7 @@ class Packer:
         check_pattern(shard.weight, shard.pattern, shard.k_offset, name=shard.name)
 
     def compress(self, shard: Shard, *, checked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``slide.compress`` of all groups, after :meth:`check` unless that was called before."""
+        """Return ``slide.compress`` of all groups; :meth:`check` runs first, unless ``checked``."""
         if not checked:
             self.check(shard)
         return compress(_by_group(shard).view(shard.weight.dtype), shard.pattern)
@@ -235,16 +230,16 @@ def pack_by(
 
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
-        pattern: The pattern that it is to follow.
+        pattern: The pattern to check and pack by.
         scale: Weight scale [out] or [out, 1], kept as float32 [out].
         k_offset: Position inside its group of column 0: ``shard_start % group`` for a shard.
-        checked: :func:`slidesparse.weights.packing.check` has accepted the weight, which is not checked again.
+        checked: Skip the check: :func:`slidesparse.weights.packing.check` has accepted the weight.
         name: The weight's name in error messages.
         packer: Reads the weight's bits; :func:`slidesparse.weights.packing.pack` chooses one by the device.
 
     Raises:
-        PatternViolation: When it does not follow the pattern. Nothing is ever dropped.
-        InputError: When the weight, the scale or an argument is malformed.
+        PatternViolation: The weight does not satisfy the pattern. No value is ever dropped.
+        InputError: The weight, the scale or an argument is malformed.
 
     >>> w = torch.tensor([[5, 0, 7, 1, 0, 2, 0, 3]], dtype=torch.int8)
     >>> packed = pack_by(w, "6:8")

@@ -1,4 +1,4 @@
-"""Pack a weight by the kernels of :mod:`slidesparse.weights.pack_kernel` on a GPU, and in torch elsewhere."""
+"""Packing by the kernels of :mod:`slidesparse.weights.pack_kernel` on a GPU, and in torch elsewhere."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def pack(
     k_offset: int = 0,
     name: str = "weight",
 ) -> PackedWeight:
-    """Slide and compress a weight: :func:`slidesparse.weights.packed.pack_by`, which explains the arguments.
+    """Slide and compress a weight; see :func:`slidesparse.weights.packed.pack_by` for arguments and errors.
 
-    The kernels give the same bits and raise the same errors as the definition.
+    The kernels return the same bits and raise the same errors as the definition.
     """
     require_dense(weight, name)
     packer = _packer(weight.device)
@@ -39,13 +39,13 @@ def pack_checked(
     k_offset: int = 0,
     name: str = "weight",
 ) -> PackedWeight:
-    """:func:`pack` for a weight that :func:`check` has accepted, whose values are not checked again."""
+    """Pack a weight that :func:`check` has accepted, without a second check; arguments as of :func:`pack`."""
     packer = _packer(weight.device)
     return packed.pack_by(weight, pattern, scale=scale, k_offset=k_offset, checked=True, name=name, packer=packer)
 
 
 def check(weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight") -> None:
-    """Make sure that a weight can be packed; arguments as of :func:`pack`, with a pattern that is not ``DENSE``.
+    """Check that a weight can be packed; arguments as of :func:`pack`, with a pattern that is not ``DENSE``.
 
     Raises:
         PatternViolation: The weight does not satisfy the pattern.
@@ -57,7 +57,7 @@ def check(weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: st
 
 @lru_cache(maxsize=64)
 def _packer(device: torch.device) -> Packer:
-    """Return the kernels where they run, else torch."""
+    """Return the kernels' packer where they run, else torch's."""
     if not runs_triton(device):
         return packed.TORCH
     from slidesparse.weights.pack_kernel import KernelPacker

@@ -1,7 +1,7 @@
 """Theory of the sliding-window decomposition, in plain Python.
 
-Cut the input columns of a weight into groups of ``2N``. A row follows the pattern ``(2N - 2):2N`` when it has two zeros
-or more in each of its groups. Such a group is covered by ``N - 1`` windows of 4 columns at stride 2::
+The input columns of a weight are cut into groups of ``2N``. A row satisfies the pattern ``(2N - 2):2N`` if each group
+has two zeros or more. Then ``N - 1`` windows of 4 columns at stride 2 cover a group::
 
     group of 6:8   | 0  1  2  3  4  5  6  7 |
     window 0         [--------]
@@ -33,7 +33,7 @@ MAX_GROUP = 32
 StorageForm = Literal["dense", "2:4", "code-byte", "code-bits", "counts"]
 
 COUNTED = range(2, 8)
-"""Windows of a group whose metadata can be counts: a nibble is smaller for one window, and 4 bits hold seven."""
+"""Numbers of windows for which counts replace metadata: a nibble is smaller for one, and 4 bits count to seven."""
 
 _SYNTAX = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
@@ -41,14 +41,14 @@ _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = gro
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """How many weights of every group may be non-zero.
+    """A sparsity pattern: the most non-zeros of every group.
 
     Args:
         keep: Non-zeros allowed in a group, ``2N - 2``. ``DENSE`` alone keeps all 4 of 4, and has one window a group.
         group: Columns of a group, ``2N``, from 4 to 32.
 
     Raises:
-        InputError: When the numbers do not make such a pattern.
+        InputError: The numbers are no such pattern.
 
     >>> p = Pattern.parse("6:8")
     >>> p.windows, str(p.expansion), str(p.ideal_speedup)
@@ -70,7 +70,7 @@ class Pattern:
         """Read ``"6:8"`` or ``"dense"``; a Pattern passes through unchanged.
 
         Raises:
-            InputError: When the text is anything else. Nothing is guessed: ``6_8`` and ``6:8:10`` are errors.
+            InputError: The text is anything else: ``6_8`` and ``6:8:10`` are errors.
         """
         if isinstance(text, Pattern):
             return text
@@ -91,7 +91,7 @@ class Pattern:
         return self.group // 2 - 1
 
     def window(self, j: int) -> range:
-        """Return the group positions that window ``j`` covers, ``2j .. 2j+3``."""
+        """Return the group positions of window ``j``, ``2j .. 2j+3``."""
         require_integer(j, f"window of {self}")
         if not 0 <= j < self.windows:
             raise InputError(f"no such window of {self}", got=j, needed=f"0 to {self.windows - 1}")
@@ -119,7 +119,7 @@ class Pattern:
 
     @property
     def ideal_speedup(self) -> Fraction:
-        """Speed-up over dense where 2:4 runs at twice the dense rate: ``N/(N-1)`` (Corollary 1.2)."""
+        """Speedup over dense if 2:4 runs at twice the dense rate: ``N/(N-1)`` (Corollary 1.2)."""
         return 1 / self.density
 
     @property
@@ -128,13 +128,12 @@ class Pattern:
         return math.comb(self.group, 2)
 
     def bytes_per_weight(self, form: StorageForm, bits: int = 8) -> Fraction:
-        """Return the bytes that one weight of ``bits`` bits takes, metadata included, scales excluded.
+        """Return the bytes of one weight of ``bits`` bits, metadata included, scales excluded.
 
         Args:
-            form: ``dense``; ``2:4`` (kept values and two bits of index each, what sparse MMA reads);
-                ``code-byte`` (kept values and a whole number of bytes a group naming the two positions left out);
-                ``code-bits`` (the same in the fewest bits); ``counts`` (the same by the numbers of entries kept before
-                each of them, what the Hopper kernel can read of most 8-bit weights).
+            form: ``dense``; ``2:4`` (kept values with two bits of index each, for sparse MMA); ``code-byte`` (kept
+                values, and a group code in whole bytes); ``code-bits`` (the same in the fewest bits); ``counts`` (the
+                kept entries before each left-out position, for most 8-bit weights of the Hopper kernel).
             bits: Width of a value.
         """
         require_integer(bits, "bits of a value")
@@ -151,11 +150,11 @@ class Pattern:
         return Fraction(self.keep * bits + index_bits[form], 8 * self.group)
 
     def groups(self, columns: int, k_offset: int = 0) -> int:
-        """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
+        """Return the number of groups of ``columns`` input columns, the first at position ``k_offset`` of its group."""
         try:
             return -(-(k_offset + columns) // self.group)
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            # Not asked before: a size that torch traces is a number too.
+            # Not checked before: a size that torch traces is a number too.
             raise InputError(
                 "columns and k_offset", got=f"{shown(columns)} and {shown(k_offset)}", needed="whole numbers"
             ) from error

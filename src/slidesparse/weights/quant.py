@@ -1,7 +1,7 @@
 """Symmetric 8-bit quantisation: weights per output channel, activations per token.
 
-Activations follow the expressions of vLLM's kernels, or of SGLang's where SGLang serves: a sparse layer must give the
-numbers of the dense one that it replaces. With ``absmax`` over the row, all in float32:
+Activations follow the expressions of vLLM's kernels, or of SGLang's inside of SGLang: a sparse layer must give the
+numbers of the dense layer that it replaces. With ``absmax`` over the row, all in float32:
 
 - int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
   ``csrc/quantization/w8a8/int8/scaled_quant.cu``. SGLang's absmax is at least 1e-10, and its ties go away from zero;
@@ -37,11 +37,11 @@ TERNARY_MIN_SCALE = 1e-5
 SIX_BIT_MAX = 31.0
 
 ROWS_AT_ONCE = 1024
-"""Rows of a weight that are quantised together, so that float32 copies exist of these alone."""
+"""Rows of a weight that are quantised together, which limits the float32 copies."""
 
 QuantName = Literal["int8", "fp8"]
 QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
-"""The names of the types that carry scales."""
+"""Names of the types with scales."""
 
 DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
@@ -50,25 +50,25 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-"""The names that options take, and the storage types that they mean."""
+"""Name in options -> storage type."""
 
 QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
-"""Storage types that carry scales."""
+"""Storage types with scales."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
 
-Quantiser = Literal["vllm", "sglang"]
-"""The server whose quantiser activations follow."""
+ActivationRounding = Literal["vllm", "sglang"]
+"""The server whose rounding of activations to 8 bits is reproduced."""
 
 Rounding = Literal["absmax", "6bit"]
-"""How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits.
+"""Rounding of weights, one scale a channel: to all values of their type, or INT8 to values of six bits.
 
-Six bits are for weights that follow a pattern (:func:`rounding_of`)."""
+Six bits are for weights with a pattern (:func:`rounding_of`)."""
 
 
 class Quantised(NamedTuple):
-    """8-bit values and the float32 scales [rows, 1] with which ``values * scale`` gives the numbers back."""
+    """8-bit values and float32 scales [rows, 1]; ``values * scale`` are the numbers."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -91,21 +91,17 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def rounded_bits(rounding: Rounding, dtype: torch.dtype) -> int:
-    """Return the bits in which values of a type can be kept after they were rounded so."""
+    """Return the bits that values of a type need after a rounding."""
     return 6 if rounding == "6bit" else 8 * dtype.itemsize
 
 
 def rounding_of(rounding: Rounding, pattern: Pattern) -> Rounding:
-    """Return how a weight is rounded: a dense one would lose accuracy by six bits, and gain nothing."""
+    """Return the rounding of a weight by its pattern: six bits would cost a dense one accuracy for nothing."""
     return "absmax" if pattern == DENSE else rounding
 
 
 def check_rounding(rounding: object, dtype: torch.dtype) -> None:
-    """Refuse what is no :data:`Rounding`, or none for a type.
-
-    Raises:
-        InputError: With what is known, or needed.
-    """
+    """Raise an InputError for an unknown :data:`Rounding`, or one that a type does not have."""
     if not isinstance(rounding, str) or rounding not in get_args(Rounding):
         raise InputError("unknown rounding", got=shown(rounding), needed=" or ".join(get_args(Rounding)))
     if rounding == "6bit" and dtype != torch.int8:
@@ -117,23 +113,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "vllm") -> Quantised:
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype, activation_rounding: ActivationRounding = "vllm") -> Quantised:
     """Quantise every row with its own scale.
 
     Args:
-        x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
-            fault stays visible in everything that is computed from it.
+        x: [..., K], float32, bfloat16 or float16. A row with NaN or Inf gets a scale that is NaN or Inf, so the fault
+            stays visible.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        quantiser: Whose expressions.
+        activation_rounding: The server whose expressions are used.
 
     Returns:
         values like ``x`` in ``dtype`` and scale float32 [..., 1].
     """
     wide = x.to(torch.float32)
     absmax = wide.abs().amax(-1, keepdim=True)
-    # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
+    # Both operands of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
     # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
-    if dtype == torch.int8 and quantiser == "sglang":
+    if dtype == torch.int8 and activation_rounding == "sglang":
         values, scale = _to_integers(wide, absmax.clamp(min=SGLANG_MIN_ABSMAX), INT8_MAX, _ties_away)
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.int8:
@@ -141,7 +137,9 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype, quantiser: Quantiser = "v
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.float8_e4m3fn:
         scale = absmax / torch.full_like(absmax, FP8_MAX)
-        if quantiser == "sglang":  # of rows below 2^-117, which it may flush to zero, the inverse must stay finite
+        if (
+            activation_rounding == "sglang"
+        ):  # of rows below 2^-117, which it may flush to zero, the inverse must stay finite
             units = wide * (torch.ones_like(scale) / scale.clamp(min=SMALLEST_NORMAL))
         else:
             scale = scale.clamp(min=FP8_MIN_SCALE)
@@ -169,8 +167,8 @@ def _ties_away(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
     """Quantise every row with its own scale to integers of six bits, stored as INT8 multiples of 4.
 
-    Stores ``absmax / 31 / 4`` as float32 and ``4 * rint(x * (31 / absmax))``: any program that reads INT8 weights reads
-    these. With multiples of 4 the kept values can be held in six bits (:func:`slidesparse.weights.support.value_bits`).
+    Stores ``absmax / 31 / 4`` as float32 and ``4 * rint(x * (31 / absmax))``, which any program for INT8 weights reads.
+    Multiples of 4 can be stored in six bits (:func:`slidesparse.weights.support.value_bits`).
 
     Args:
         x: [..., K], as for :func:`quantize_rows`.
@@ -193,7 +191,7 @@ def quantize_weight(
         rounding: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
 
     Raises:
-        InputError: When the weight holds NaN or Inf, or is no float matrix; when the type has no such rounding.
+        InputError: The weight is no float matrix, or holds NaN or Inf; the type has no such rounding.
     """
     check_rounding(rounding, dtype)
     check_weight(weight, name)
@@ -206,15 +204,15 @@ def quantize_weight(
 
 
 def loadable(weight: Quantised) -> Quantised:
-    """Return a weight without values in rows whose scale is 0, as that of the least float32 numbers is."""
+    """Return a weight with zeros in rows whose scale underflows to 0."""
     lost = weight.scale == 0
     return Quantised(weight.values.masked_fill(lost, 0), weight.scale) if bool(lost.any()) else weight
 
 
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a float32 weight [out, in] with a scale, [out, 1] or [out], that is given, positive where rows are.
+    """Round a float32 weight [out, in] by a given scale, [out, 1] or [out], positive where rows are not zero.
 
-    The inverse of :func:`dequantize`, exact on values that came from it; to torch.int8 or torch.float8_e4m3fn.
+    The exact inverse of :func:`dequantize`; to torch.int8 or torch.float8_e4m3fn.
     """
     scale = scale.reshape(-1, 1).to(torch.float32)
     units = torch.where(scale == 0, 0.0, weight / scale)
@@ -234,9 +232,9 @@ def ternary_weight(
     """Round a weight [out, in] to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8 {-4, 0, 4}.
 
     ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. Products are those of q and
-    absmean, bit for bit: ``4 q`` and ``absmean / 4`` are stored, since such values can be kept in six bits
+    absmean, bit for bit: ``4 q`` and ``absmean / 4`` are stored, since such values fit in six bits
     (:func:`slidesparse.weights.support.value_bits`). The scale, a float32 scalar, is that of the *trained* weight
-    (:func:`ternary_scale`): take it before pruning, which would shift the mean.
+    (:func:`ternary_scale`), since pruning shifts the mean.
     """
     check_weight(weight, name)
     if dtype != torch.int8:

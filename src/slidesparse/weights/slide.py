@@ -1,7 +1,7 @@
-"""Slide weights and lift activations: the readable definition of the method, in torch, for any device.
+"""Sliding of weights and lifting of activations: the readable definition, in torch, for any device.
 
-A group of ``2N`` columns keeps exactly ``2N - 2`` slots: every non-zero, topped up with the first zeros. So just two
-positions ``a < b`` are left out, the last two zeros of the group, and everything else follows from them::
+A group of ``2N`` columns keeps exactly ``2N - 2`` entries: every non-zero, and the first zeros. Only two positions
+``a < b`` are left out, the last two zeros of the group, and everything else follows from them::
 
     6:8 group     w = [ 5  0  7  1  0  2  0  3 ]     zeros at 1, 4, 6; left out: a = 4, b = 6
     kept          values = [ 5  0  7  1  2  3 ]      entry i is at position i + (i >= a) + (i + 1 >= b)
@@ -27,7 +27,7 @@ from slidesparse.weights.support import INT_VIEW, as_bits, check_k_offset, group
 def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last two zeros of every group: [..., 2N] -> (a, b), each int8 [...], a < b.
 
-    The groups must hold at least two zeros each (``support.check_pattern``).
+    Each group must have at least two zeros (``support.check_pattern``).
     """
     zero = ~is_nonzero(groups)
     a = b = torch.full(groups.shape[:-1], -1, dtype=torch.int8, device=groups.device)
@@ -45,10 +45,10 @@ def encode_group(a: torch.Tensor, b: torch.Tensor, pattern: Pattern) -> torch.Te
 
 
 def decode_group(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two positions that a group code names: the inverse of :func:`encode_group`.
+    """Return the two positions of a group code: the inverse of :func:`encode_group`.
 
     Raises:
-        InputError: When a code is no pair of this pattern's positions.
+        InputError: A code is no pair of this pattern's positions.
     """
     for extreme in (int(code.min()), int(code.max())) if code.numel() else ():
         if not 0 <= extreme < pattern.codes:
@@ -67,7 +67,7 @@ def compress(groups: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torc
 
     Args:
         groups: [out, n, 2N], any supported type, at most ``2N - 2`` non-zeros in each group.
-        pattern: The pattern that the groups follow.
+        pattern: The pattern of the groups.
 
     Returns:
         values [out, n * keep] in the weight's type, and code [out, n] (see :func:`encode_group`).
@@ -129,11 +129,11 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
 
     Args:
         x: [..., K], int8, float8_e4m3fn, bfloat16, float16 or float32.
-        pattern: The pattern that the weight follows.
+        pattern: The pattern of the weight.
         k_offset: Position inside its group of column 0 (a tensor-parallel shard may start anywhere).
 
     Returns:
-        [..., groups * 4(N-1)], the columns that a slid weight's columns multiply.
+        [..., groups * 4(N-1)], in the column order of a slid weight.
 
     >>> lift(torch.arange(8.0), "6:8").view(3, 4).tolist()
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0], [4.0, 5.0, 6.0, 7.0]]
@@ -153,7 +153,7 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
 
 
 def _to_copy(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits; the floats themselves where autograd follows them, as bits have no gradient."""
+    """Return a tensor's bits; the floats themselves where autograd records, as bits have no gradient."""
     followed = torch.is_grad_enabled() and x.requires_grad and x.dtype != torch.float8_e4m3fn
     return x if followed else as_bits(x)
 

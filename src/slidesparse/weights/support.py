@@ -1,7 +1,7 @@
 """The non-zeros of a weight, and the patterns that they satisfy.
 
-Everything here reads the *bits* of a weight, so one code serves every type: a value is zero when all of its bits except
-the sign are zero (FP8 and float weights may hold -0.0).
+All functions read the *bits* of a weight, which serves every type: a value is zero if all of its bits except the sign
+are zero (FP8 and float weights may have -0.0).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ INT_VIEW = {
     torch.float16: torch.int16,
     torch.float32: torch.int32,
 }
-"""Weight types that can be packed, and the integer type of the same width through which they are moved."""
+"""Weight type that can be packed -> the integer type of the same width that moves its bits."""
 
 PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GROUP + 1, 2))
 """2:4, 4:6, ... 30:32, the sparsest first."""
 
 
 def as_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as integers of the same width: itself or a view, no copy."""
+    """Return a tensor as integers of the same width, without a copy."""
     bits = INT_VIEW[weight.dtype]
     return weight if weight.dtype == bits else weight.view(bits)
 
 
 def with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose columns are contiguous, as kernels read it: itself, or a copy. Rows may have any stride."""
+    """Return a matrix with contiguous columns, as kernels read it: itself, or a copy. Rows may have any stride."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
@@ -47,7 +47,7 @@ def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
 
 
 def value_bits(weight: torch.Tensor) -> int:
-    """Return the bits in which every value of a weight can be kept: 6 for INT8 multiples of 4, else those of its type.
+    """Return the bits that every value of a weight needs: 6 for INT8 multiples of 4, else those of its type.
 
     ``slidesparse prune --rounding 6bit`` makes such weights. On a GPU this waits for the device.
     """
@@ -56,22 +56,14 @@ def value_bits(weight: torch.Tensor) -> int:
 
 
 def require_dense(tensor: object, name: str) -> None:
-    """Refuse everything but a strided tensor: lists, NumPy's arrays, torch's sparse, nested and quantised tensors.
-
-    Raises:
-        InputError: Naming ``name``.
-    """
+    """Raise an InputError, with ``name``, for anything but a strided tensor: lists, NumPy arrays, sparse tensors."""
     require_kind(tensor, torch.Tensor, name, "a tensor")
     if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized):
         raise InputError(name, got=f"{tensor.layout} {tensor.dtype}", needed="a tensor in strided memory")
 
 
 def check_form(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight, whatever its values: of another rank or type, or with K = 0.
-
-    Raises:
-        InputError: Naming ``name`` and what is wrong with it.
-    """
+    """Raise an InputError for a tensor that cannot be a weight by its form: of another rank or type, or with K = 0."""
     require_dense(weight, name)
     if weight.dim() != 2:
         raise InputError(f"{name} has the wrong rank", got=list(weight.shape), needed="[out, in]")
@@ -83,11 +75,7 @@ def check_form(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight: what :func:`check_form` refuses, the meta device, NaN and Inf.
-
-    Raises:
-        InputError: Naming ``name`` and what is wrong with it.
-    """
+    """Raise an InputError for a tensor that cannot be a weight: by :func:`check_form`, on the meta device, NaN, Inf."""
     check_form(weight, name)
     if weight.is_meta:
         raise InputError(f"{name} has no values", got="a tensor on the meta device", needed="one on cpu or cuda")
@@ -99,8 +87,8 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of any type holds neither NaN nor Inf.
 
-    Without a temporary: minimum and maximum of numbers with a NaN among them are NaN. ``isfinite`` takes 40 times as
-    long on a CPU. e4m3fn has no Inf, and its NaNs are 0x7F and 0xFF: the largest signed and the largest unsigned byte.
+    No temporary: minimum and maximum are NaN if a number is, and ``isfinite`` takes 40 times as long on a CPU. e4m3fn
+    has no Inf, and its NaNs are 0x7F and 0xFF: the largest signed and the largest unsigned byte.
     """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
@@ -116,7 +104,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def is_vector(
     vector: torch.Tensor, length: int, device: torch.device, types: Container[torch.dtype] | None = None
 ) -> bool:
-    """Return whether a kernel can read ``length`` numbers by address: its device, strides and type are right."""
+    """Return whether a kernel can read ``length`` numbers by address: device, strides and type fit."""
     right = vector.numel() == length and vector.is_contiguous() and vector.device == device
     return right and (types is None or vector.dtype in types)
 
@@ -128,17 +116,14 @@ def check_vector(
     device: torch.device,
     types: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Refuse a vector that a kernel cannot read by address; None passes.
+    """Raise an InputError for a vector that a kernel cannot read by address; None passes.
 
     Args:
         name: The vector's name and its reader: ``token scales for accumulators``.
         vector: A tensor of any shape.
-        length: How many numbers it must have.
-        device: The device on which it must be.
-        types: The types that it may have; None: any.
-
-    Raises:
-        InputError: It is strided, elsewhere, of another length or of another type.
+        length: The number of elements.
+        device: The device.
+        types: The types; None: any.
     """
     if vector is not None and not is_vector(vector, length, device, types):
         kind = "" if types is None else f" {' or '.join(map(str, types))}"
@@ -153,7 +138,7 @@ def checked_bias(bias: torch.Tensor, out_features: int, name: str) -> torch.Tens
     """Return a bias [out] as kernels read it: contiguous, and without a gradient.
 
     Raises:
-        InputError: Naming ``name``: it has another shape, or no floats.
+        InputError: It has another shape, or no floats.
     """
     require_dense(bias, name)
     if bias.shape != (out_features,) or not bias.is_floating_point():
@@ -162,7 +147,7 @@ def checked_bias(bias: torch.Tensor, out_features: int, name: str) -> torch.Tens
 
 
 def check_k_offset(pattern: Pattern, k_offset: int) -> None:
-    """Refuse a ``k_offset`` that is not a position inside a group."""
+    """Raise an InputError for a ``k_offset`` that is no position inside a group."""
     require_integer(k_offset, f"k_offset of {pattern}")
     if not 0 <= k_offset < pattern.group:
         raise InputError(f"k_offset of {pattern}", got=k_offset, needed=f"0 to {pattern.group - 1}")
@@ -171,8 +156,8 @@ def check_k_offset(pattern: Pattern, k_offset: int) -> None:
 def grouped(columns: torch.Tensor, pattern: Pattern, k_offset: int = 0, fill: float = 0) -> torch.Tensor:
     """Cut the last dimension into aligned groups: [..., K] -> [..., groups, 2N].
 
-    ``k_offset`` columns of ``fill`` are put in front (the shard starts inside a group) and as many at the end as
-    complete the last group.
+    Columns of ``fill`` pad both ends: ``k_offset`` in front (the shard starts inside a group), and the rest of the last
+    group at the end.
     """
     length = columns.shape[-1]
     groups = pattern.groups(length, k_offset)
@@ -188,10 +173,10 @@ def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> t
 
 
 def check_pattern(weight: torch.Tensor, pattern: Pattern | str, k_offset: int = 0, *, name: str = "weight") -> None:
-    """Make sure that a weight [out, in] has at most ``keep`` non-zeros in every group of every row.
+    """Check that a weight [out, in] has at most ``keep`` non-zeros in every group of every row.
 
     Raises:
-        PatternViolation: Naming the first row and group that have more, and how many there are.
+        PatternViolation: With the first group that has more, and the number of such groups.
     """
     pattern = Pattern.parse(pattern)
     counts = group_counts(weight, pattern, k_offset)
@@ -206,8 +191,7 @@ def tightest_pattern(
 ) -> Pattern | None:
     """Return the candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
 
-    A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
-    since a group of one straddles groups of the other. So each is tried.
+    Each is tried: a weight may satisfy 4:6 and violate 8:10, since their groups overlap.
 
     Raises:
         InputError: The weight is malformed or holds NaN or Inf, or ``k_offset`` is no position in a candidate's group.
@@ -222,7 +206,7 @@ def tightest_pattern(
 
 
 def find_pattern(weight: torch.Tensor, start: int, candidates: Iterable[Pattern] = PATTERNS) -> Pattern | None:
-    """Return :func:`tightest_pattern` of a shard whose columns begin at column ``start`` of the whole weight."""
+    """Return :func:`tightest_pattern` of a shard that begins at column ``start`` of the whole weight."""
     check_weight(weight)
     by_density = sorted(candidates, key=lambda pattern: (pattern.density, pattern.group))
     return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, time_ways
+from slidesparse.gemm.autotune import copies_to_rotate, time_candidates
 from slidesparse.weights.quant import parse_dtype
 from slidesparse_bench.kernels.cublaslt_api import CublasLtAlgorithm, DenseProblem, Product
 from slidesparse_bench.records import Tried
@@ -54,7 +54,7 @@ def search(problem: DenseProblem) -> Best:
                 f"cuBLASLt has no {problem.dtype} kernel here", got=f"{problem.out} x {problem.columns}"
             )
         faults: dict[str, str] = {}
-        times = time_ways(bench.ways(entries, faults), len(bench.operands))
+        times = time_candidates(bench.ways(entries, faults), len(bench.operands))
         torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
     if not times:
         raise UnsupportedError("every algorithm of cuBLASLt failed", got=next(iter(faults.values())))

@@ -23,7 +23,7 @@ LIFT = "lift"
 """Quantise and lift, with norm or activation."""
 
 CLASSES = {
-    LIFT: re.compile("held_kernel|walking_kernel"),
+    LIFT: re.compile("resident_kernel|walking_kernel"),
     "attention": re.compile("flash::|FlashAttn|flash_fwd|attention|fmha"),
     "gemm": re.compile("^(?!triton).*(gemm|cutlass|xmma|nvjet)|^scale_kernel", re.IGNORECASE),
     "elementwise": re.compile("triton|quant|norm|silu", re.IGNORECASE),
@@ -151,7 +151,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 def by_class(names: Mapping[str, float]) -> dict[str, float]:
     """Microseconds by what kernels do, from the time of each.
 
-    >>> by_class({"flash::Kernel": 1.0, "sparse_gemm": 5.0, "held_kernel": 2.0, "copy": 0.5})
+    >>> by_class({"flash::Kernel": 1.0, "sparse_gemm": 5.0, "resident_kernel": 2.0, "copy": 0.5})
     {'lift': 2.0, 'attention': 1.0, 'gemm': 5.0, 'elementwise': 0.0, 'rest': 0.5}
     """
     times = dict.fromkeys(CLASSES, 0.0)

@@ -1,4 +1,4 @@
-"""Bindings of libcusparseLt: the part of ``cusparseLt.h`` that the backend needs, with every status checked.
+"""Bindings of libcusparseLt: the part of ``cusparseLt.h`` for the backend, with checks of every status.
 
 Written against the headers of 0.8.0, 0.8.1, 0.9.1 and 0.10.0, which agree on every name, enumerator and signature here
 (0.10 changes the encoding of ``cusparseLtGetVersion``, hence ``cusparseLtGetProperty``). The wheel installs the library
@@ -22,10 +22,10 @@ from slidesparse.errors import UnsupportedError
 SONAME = "libcusparseLt.so.0"
 WHEELS = ("nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12", "nvidia-cusparselt")
 OLDEST = (0, 8, 0)
-"""The first release with the names and the FP8 kernels that the backend uses."""
+"""First release with the backend's functions and FP8 kernels."""
 
 STRUCTURE_BYTES = 4096
-"""Bytes allocated for each opaque structure. 0.8.0 to 0.10.0 use 512; only the library reads them."""
+"""Bytes of an opaque structure; 0.8.0 to 0.10.0 use 512."""
 STRUCTURE_ALIGNMENT = 16
 
 # cusparseOrder_t, cusparseOperation_t, cusparseLtSparsity_t, cusparseLtMatmulAlg_t
@@ -82,7 +82,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class Structure:
-    """Memory for one opaque structure, at an address that stays: the library keeps pointers between structures."""
+    """Memory of one opaque structure at a fixed address: the library keeps pointers between structures."""
 
     __slots__ = ("_memory", "address")
 
@@ -108,12 +108,12 @@ class Library:
         """Call a function of the header.
 
         Raises:
-            UnsupportedError: With the library's own words, when its status is not success.
+            UnsupportedError: The status is not success; with the library's message.
         """
         self.check(getattr(self.functions, name)(*arguments), name)
 
     def check(self, status: int, name: str) -> None:
-        """Raise as :meth:`call` does, for a status that a function returned."""
+        """Raise as :meth:`call` for the status of a function."""
         if status != 0:
             text = self.functions.cusparseLtGetErrorString(status)
             raise UnsupportedError(
@@ -133,7 +133,7 @@ class Library:
 
 @lru_cache(maxsize=1)
 def load_library() -> Library:
-    """Return the library that torch has loaded already, else that of an installed wheel, else the system's.
+    """Return the library that torch has loaded, else an installed wheel's, else the system's.
 
     Raises:
         UnsupportedError: There is none, or it is too old.

@@ -6,8 +6,8 @@
 The library offers no per-token scale, hence the second kernel. Its matrices are column-major: W row-major is its
 [K', out], transposed; x row-major is its [K', M]; and its product [out, M] is acc row-major.
 
-A *plan* belongs to one shape, M included, and takes half a millisecond to make. So M is padded to a bucket, plans are
-kept, and a call in steady state makes no plan: it costs one call into the library and one kernel launch.
+A *plan* is for one shape, M included, and takes half a millisecond to make. So M is padded to a bucket and plans are
+cached: a steady call costs one call into the library and one kernel launch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from slidesparse.weights.quant import QUANTISED, dtype_name
 from slidesparse.weights.support import as_bits
 
 MULTIPLE = 32
-"""Rows and columns of a sparse 8-bit matrix must be multiples of 32, those of a 16-bit one of 16: 32 serves all, and
-every row starts at a multiple of 16 bytes, as the library asks of pointers."""
+"""Multiple of rows and columns of a sparse matrix: 32 of 8 bits, 16 of 16 bits. With 32 every row also starts at a
+multiple of 16 bytes, which the library needs of pointers."""
 
 AT_ONCE = 1024
-"""Columns of a matrix that are read back by one product."""
+"""Columns of a matrix that one product reads back."""
 
 SMALLEST_BUCKET = 32
-"""No kernel has a tile of fewer than 64 rows."""
+"""Fewest padded rows; no kernel has a tile of fewer than 64."""
 
 ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
 """Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
@@ -67,7 +67,7 @@ def token_bucket(tokens: int) -> int:
 
 
 _CAPTURED: set[MatmulPlan] = set()
-"""Plans that a CUDA graph may have recorded: never destroyed, since a plan may own memory that its kernels read."""
+"""Plans that CUDA graphs may have captured: never destroyed, since their kernels may read a plan's memory."""
 
 Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
@@ -79,8 +79,8 @@ class CuSparseLt(Backend):
 
     Args:
         intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
-            ``"bf16"``: it writes bfloat16, which halves the bytes between the two kernels and rounds twice: an output
-            may have one more bf16 rounding error (2^-9 of its value, before the bias). ``auto`` never takes it.
+            ``"bf16"``: it writes bfloat16, with half the bytes between the two kernels and one more rounding (2^-9 of a
+            value, before the bias). ``auto`` never takes it.
 
     A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
@@ -147,7 +147,7 @@ class CuSparseLt(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`.
 
         The library neither documents its layout nor reverses its compression, so an identity matrix multiplies the
-        weight: each sum has one non-zero term, times 1, and every accumulator and 16-bit output holds it exactly.
+        weight: each sum has one non-zero term, which every accumulator and 16-bit output represents exactly.
         """
         (compressed,), (out, k_packed) = operand, shape
         if not compressed.is_cuda:
@@ -166,13 +166,13 @@ class CuSparseLt(Backend):
         return torch.cat(parts, 1)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
-        """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
+        """Return (name, microseconds, fault) of all algorithms of a search, the chosen one first."""
         record = self._record(self._shape(problem, tokens))
         first = sorted(record.tried, key=lambda trial: trial.algorithm != record.algorithm) if record else []
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
-        """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
+        """Return the fastest algorithms of a search at this shape, as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
         record = self._record(shape)
         timed = [(trial.time_us, trial.algorithm) for trial in (record.tried if record else ()) if trial.time_us]

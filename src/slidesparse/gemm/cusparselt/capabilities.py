@@ -1,8 +1,8 @@
-"""Say for which GPUs cuSPARSELt has kernels of a type, by NVIDIA's own list.
+"""Kernels of cuSPARSELt by type and GPU, from NVIDIA's own list.
 
-The list is the table of supported architectures in the descriptions of the wheels nvidia-cusparselt-cu13 0.8.0, 0.9.1
-and 0.10.0. They agree, except that 10.3 is in it from 0.9.1 on: for 16-bit types and FP8, and not for INT8. Since 0.8.0
-the library promises that its kernels run on later architectures too, so a GPU newer than the list is not refused here.
+The list is in the descriptions of the wheels nvidia-cusparselt-cu13 0.8.0, 0.9.1 and 0.10.0. They agree, except that
+10.3 is in it from 0.9.1 on: for 16-bit types and FP8, and not for INT8. Since 0.8.0 the library promises kernels for
+later architectures, too, so a GPU newer than the list is not refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ OLDEST = (8, 0)
 OLDEST_FP8 = (8, 9)
 
 WITHOUT = {torch.int8: ((10, 3),)}
-"""Type -> listed architectures that have kernels of other types only."""
+"""Type -> listed architectures without its kernels."""
 
 
 def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Return why a GPU of that compute capability has no kernels of a type; None: it has, or is newer than the list.
+    """Return the reason why a compute capability has no kernels of a type; None if it has, or is not listed yet.
 
     >>> why_no_kernels(torch.int8, (10, 3))
     'cuSPARSELt has no int8 kernels for compute capability 10.3; use fp8'

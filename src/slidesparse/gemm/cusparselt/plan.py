@@ -1,4 +1,4 @@
-"""Plans and compressed matrices of cuSPARSELt: the library's objects, made once and then used by every call."""
+"""Plans and compressed matrices of cuSPARSELt: objects that every call uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slidesparse.gemm.cusparselt.table import Algorithm, Key, known_algorithms, 
 from slidesparse.weights.quant import dtype_name
 
 PLANS = 2048
-"""Most plans kept, some kilobytes of host memory each. A model has few shapes, a shape 143 buckets to 65536 tokens."""
+"""Most cached plans, of some kilobytes each. A model has few shapes, a shape 143 buckets to 65536 tokens."""
 
 ALIGNMENT = 16
 
@@ -27,7 +27,7 @@ K' = 448: compute-sanitizer)."""
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device: the current one's where the device names none."""
+    """Return the index of a CUDA device; of the current one for ``cuda``."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -42,7 +42,7 @@ def handle_of(device: int) -> api.Structure:
 
 
 class Shape(NamedTuple):
-    """The shape of a GEMM, for which a plan is made.
+    """The shape of a GEMM and its plan.
 
     Attributes:
         device: CUDA device index.
@@ -62,21 +62,21 @@ class Shape(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The key under which a search stores its result."""
+        """The key of a search's result."""
         gpu = torch.cuda.get_device_name(self.device)
         names = dtype_name(self.dtype), str(self.accumulator).removeprefix("torch.")
         return Key(gpu, api.load_library().version_text, self.out, self.columns, *names)
 
 
 class MatmulPlan:
-    """A GEMM of a shape that is ready to run by an algorithm, the library's default for None.
+    """A GEMM of a shape, ready to run by an algorithm; None: the library's default.
 
     Attributes:
-        workspace: Bytes of device memory that a run needs.
+        workspace: Bytes of device memory of a run.
 
     Raises:
-        UnsupportedError: The library has no such kernel, or a CUDA graph is being captured: making a plan may
-            allocate and load code.
+        UnsupportedError: The library has no such kernel, or a CUDA graph is being captured: making a plan may allocate
+            and load code.
     """
 
     def __init__(self, shape: Shape, algorithm: Algorithm | None) -> None:
@@ -87,7 +87,7 @@ class MatmulPlan:
             )
         self._library, self._handle = api.load_library(), handle_of(shape.device)
         self._structures: list[tuple[str | None, api.Structure]] = []
-        # The structures are destroyed with the plan, also when making one of them fails.
+        # The structures are destroyed with the plan, even if making one of them fails.
         self._end = weakref.finalize(self, _destroy, self._library, self._structures)
         self._end.atexit = False
         with torch.cuda.device(shape.device):
@@ -152,7 +152,7 @@ class MatmulPlan:
             y: [rows, out], contiguous.
             accumulate: Add to the contents of ``y``.
         """
-        # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
+        # Alive until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
         workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
         stream = ctypes.c_void_p(current_stream(y.get_device()))
@@ -192,13 +192,13 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
-    """Return the plan of a shape, with the algorithm that a search found for it, or the library's default."""
+    """Return the plan of a shape, with a search's algorithm or the library's default."""
     record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
     return MatmulPlan(shape, None if record is None else record.algorithm)
 
 
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
-    """Bring a matrix into the library's compressed form, which serves every row count and algorithm.
+    """Compress a matrix into the library's form, for all numbers of rows and algorithms.
 
     [out, K'], both multiples of 32, with at most 2 non-zeros in every 4 columns, contiguous, on a GPU -> uint8 [bytes],
     with room for a tile of metadata at the end.

@@ -4,10 +4,9 @@
       "dtype": "int8", "accumulator": "int32", "algorithm": {"id": 7, "split_k": 1, "split_k_mode": 0},
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
-The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
-the library's own default runs; a null algorithm says that the default was the fastest. A file that cannot be read is
-not used, the log says so once, and the next search writes it anew. Who writes holds the lock ``cusparselt-tune.lock``
-in the same folder.
+The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record,
+and with a null algorithm, the library's default runs. A file that cannot be read is not used, the log says so once, and
+the next search writes it anew. Writers lock ``cusparselt-tune.lock`` in the same folder.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from slidesparse.errors import InputError, UnsupportedError
 VERSION = 1
 
 ROWS_REACH = 2.0
-"""A record is used for row counts within this factor of its own: beyond it another tile is usually the fastest."""
+"""Largest factor between a record's rows and a shape's: beyond it another tile is usually the fastest."""
 
 LOCK_S = 60.0
-"""Seconds to wait for a process that writes records; it holds the lock for some milliseconds."""
+"""Seconds to wait for a process that writes records, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Algorithm:
     Attributes:
         id: The kernel's number, 0 .. CONFIG_MAX_ID - 1.
         split_k: Slices of K; -1 lets a Hopper kernel choose (segment-K).
-        split_k_mode: cusparseLtSplitKMode_t; 0 leaves it as the library sets it.
+        split_k_mode: cusparseLtSplitKMode_t; 0: the library's default.
     """
 
     id: int
@@ -57,7 +56,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Trial:
-    """One algorithm of a search, by the numbers of :class:`Algorithm`: the time of one GEMM, or why it was rejected."""
+    """One :class:`Algorithm` of a search: the time of one GEMM, or the reason of its rejection."""
 
     id: int
     split_k: int
@@ -76,7 +75,7 @@ class Trial:
 
 
 class Key(NamedTuple):
-    """The GPU, library, weight and types that a record is about; see :class:`AlgorithmRecord`."""
+    """The GPU, library, weight and types of a record; see :class:`AlgorithmRecord`."""
 
     gpu: str
     library: str
@@ -98,7 +97,7 @@ class AlgorithmRecord:
         dtype: Type of the operands.
         accumulator: Type of the product.
         rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
-        algorithm: The fastest one; None when the library's default is the fastest.
+        algorithm: The fastest one; None for the library's default.
         time_us: Its time; ``default_us`` that of the library's default.
         tried: Every algorithm that was tried.
     """
@@ -151,7 +150,7 @@ def table_path() -> Path:
 
 
 def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecord | None:
-    """Return the record of this key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
+    """Return the record of a key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
 
     def distance(record: AlgorithmRecord) -> float:
         return abs(math.log2(record.rows / rows))
@@ -162,10 +161,10 @@ def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecor
 
 @lru_cache(maxsize=4)
 def load_algorithms(path: Path) -> AlgorithmTable:
-    """Read the records of a file, none when it does not exist; once a process.
+    """Return the records of a file, none if it does not exist; it is read once a process.
 
     Raises:
-        InputError: For anything but the form at the top of this file.
+        InputError: It has not the form at the top of this file.
     """
     try:
         table: _StoredTable = decode(_StoredTable, load_json(path), "table")
@@ -177,7 +176,7 @@ def load_algorithms(path: Path) -> AlgorithmTable:
 
 
 def known_algorithms(path: Path) -> AlgorithmTable:
-    """Return the records of a file, none where :func:`load_algorithms` refuses it: the library's default runs."""
+    """Return the records of a file; none from one that :func:`load_algorithms` refuses."""
     try:
         return load_algorithms(path)
     except InputError as error:
@@ -186,7 +185,7 @@ def known_algorithms(path: Path) -> AlgorithmTable:
 
 
 def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
-    """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new.
+    """Write records into a file atomically, replacing older ones of the same key and rows.
 
     Raises:
         UnsupportedError: Another process keeps the file's lock.

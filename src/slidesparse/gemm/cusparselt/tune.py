@@ -1,8 +1,7 @@
 """Search for the fastest cuSPARSELt algorithm of a shape.
 
-Every algorithm number is tried with every way to split K that the GPU's kernels accept. A candidate must first compute
-the same product as the library's default, on the weight that all of them share; then all are timed, on Gaussian
-operands, since zeros raise the clocks.
+Every algorithm number is tried with every split of K that the GPU's kernels accept. A candidate must first compute the
+same product as the library's default; then all are timed, on Gaussian operands, since zeros raise the clocks.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from functools import partial
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, time_ways
+from slidesparse.gemm.autotune import copies_to_rotate, time_candidates
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.backend import ACCUMULATORS, MULTIPLE, token_bucket
 from slidesparse.gemm.cusparselt.plan import MatmulPlan, Shape, compress_matrix, plan_for
 from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, Trial, add_records, table_path
 
 SEGMENT_K_ROWS = 512
-"""Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
+"""Fewest output rows for segment-K (split_k=-1), which is reported to hang below 400 (bcacdwk/vllmbench)."""
 DEVIATION = 2.0**-8
 """Allowed difference of float products, relative to the largest: FP8 MMA keeps 13 bits, and K may be cut anywhere."""
 
@@ -40,8 +39,8 @@ def tune(
     ``dtype`` is the type of the operands, ``accumulator`` that of the product, None for the exact one.
 
     Raises:
-        InputError: For a size below 1.
-        UnsupportedError: When not even the default runs, or memory is too small.
+        InputError: A size below 1.
+        UnsupportedError: Not even the default runs, or memory is too small.
     """
     if min(out, columns, tokens) < 1:
         raise InputError("a shape to tune", got=(out, columns, tokens), needed="sizes of at least 1")
@@ -70,7 +69,7 @@ def tune_shapes(
 ) -> list[AlgorithmRecord]:
     """Search for the fastest algorithms of weights (out, K') at numbers of tokens M, and store each result at once.
 
-    ``progress`` is called with every record; from now on :func:`slidesparse.gemm.cusparselt.plan.plan_for` uses them.
+    ``progress`` is called with every record; :func:`slidesparse.gemm.cusparselt.plan.plan_for` then uses it.
     """
     records, sizes = [], list(dict.fromkeys(token_bucket(count) for count in tokens))
     for out, columns in dict.fromkeys(shapes):
@@ -85,7 +84,7 @@ def tune_shapes(
 
 
 def candidates(algorithms: int, capability: tuple[int, int], out: int) -> Iterator[Algorithm]:
-    """Yield the algorithms to try: every number with every way to split K of a weight with ``out`` rows.
+    """Yield the algorithms to try: every number with every split of K, for a weight with ``out`` rows.
 
     From compute capability 9.0 on split_k is 1 or -1 and has no modes (the library says "On SM90 the splitK value must
     be either 1 or -1"); before, it is 1 to K, in one kernel or two.
@@ -127,7 +126,7 @@ def _search(shape: Shape) -> AlgorithmRecord:
     reference = bench.product(default).clone()
     plans, faults = [default], {}
 
-    def ways() -> Iterator[tuple[Algorithm | None, Callable[[int], None]]]:
+    def checked() -> Iterator[tuple[Algorithm | None, Callable[[int], None]]]:
         yield None, partial(bench.run, default)
         for algorithm in candidates(default.algorithms, torch.cuda.get_device_capability(shape.device), shape.out):
             try:
@@ -142,7 +141,7 @@ def _search(shape: Shape) -> AlgorithmRecord:
             plans.append(plan)  # graphs hold its kernels
             yield algorithm, partial(bench.run, plan)
 
-    times = time_ways(ways(), len(bench.operands))
+    times = time_candidates(checked(), len(bench.operands))
     best = min(times, key=lambda algorithm: times[algorithm])
     tried = [Trial(**asdict(one), time_us=time_us, fault=None) for one, time_us in times.items() if one]
     tried += [Trial(**asdict(one), time_us=None, fault=fault) for one, fault in faults.items()]

@@ -1,4 +1,4 @@
-"""The Hopper backend: our own 2:4 GEMM (``gemm/hopper/csrc``), scales and bias applied where the sum ends.
+"""The Hopper backend: our own 2:4 GEMM (``gemm/hopper/csrc``), with scales and bias in its epilogue.
 
 One launch multiplies a 2:4 weight, applies ``scale_x``, ``scale_w`` and the bias in float32 and rounds once.
 Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the quantise-and-lift kernel, weights from
@@ -31,10 +31,10 @@ from slidesparse.weights.quant import dtype_name
 from slidesparse.weights.support import check_vector
 
 REVISION = "hopper-7"
-"""Incremented when the kernel or its tiles change in speed: measured times belong to one revision."""
+"""Revision of the kernel, to increment when its speed changes: measured times belong to one revision."""
 
 CAPABILITY = (9, 0)
-"""The compute capability that the kernel is written for."""
+"""Compute capability of the kernel."""
 
 
 class Hopper(Backend):
@@ -76,8 +76,8 @@ class Hopper(Backend):
     def prepare(self, packed: PackedWeight) -> Operand:
         """Return the steps of a weight, uint8: see :func:`slidesparse.gemm.hopper.weights.sparse_steps`.
 
-        Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
-        write them must have ended.
+        Waits for the device: a product may fetch weights while the kernel before it still runs, so those that write
+        them must have ended.
 
         Raises:
             UnsupportedError: The weight is dense.
@@ -92,11 +92,11 @@ class Hopper(Backend):
         return unpack_steps(operand[0], self.form_of(operand[0]), shape[0], dtype)
 
     def form_of(self, steps: torch.Tensor) -> SparseForm:
-        """Return the form of a weight of this backend: metadata with every step."""
+        """Return the form of a weight on this backend: metadata with every step."""
         return SparseForm(steps.shape[1], windows=0, value_bits=self.value_bits)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """See :class:`slidesparse.gemm.backend.Backend`; it launches twice, with only addresses between."""
+        """See :class:`slidesparse.gemm.backend.Backend`; two launches, with only addresses between."""
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
@@ -107,7 +107,7 @@ class Hopper(Backend):
         return runner.for_tokens(tokens) if isinstance(runner, HopperLinear) and tokens else None
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
-        """See :class:`slidesparse.gemm.backend.Backend`; a chain has one workspace, and checks its weights once."""
+        """See :class:`slidesparse.gemm.backend.Backend`; one workspace, and one check of weights."""
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
@@ -121,7 +121,7 @@ class Hopper(Backend):
         bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
         tile: Tile | tuple[Band, ...] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces what would be chosen."""
+        """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces the choice."""
         device, (steps,) = gpu_of(x, self.name), operand
         if not is_current(device):
             with torch.cuda.device(device):
@@ -147,7 +147,7 @@ class Hopper(Backend):
 
 
 class HopperSixBits(Hopper):
-    """The same for INT8 weights whose values are all multiples of 4, stored in six bits.
+    """The Hopper backend for INT8 weights of multiples of 4, stored in six bits.
 
     ``slidesparse prune --rounding 6bit`` makes such weights.
     """

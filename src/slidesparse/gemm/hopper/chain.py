@@ -1,14 +1,13 @@
-"""Run linears in a row on the Hopper kernel: launch after launch, with one workspace for everything between them.
+"""Chains of linears on the Hopper kernel: launch after launch, with one workspace between them.
 
 Only the next linear reads the product of a linear, so it need not be a tensor. Besides the last product and the last
 residual, a chain allocates one workspace, whatever its length::
 
     lifted values and scales | products but the last | residuals but the last
 
-All linears share the first two parts. Kernels of a stream run in turn: quantise + lift has read the product of the
-linear before it when the GEMM after it overwrites that product, and the GEMM has read the lifted values when the next
-linear lifts. A kernel may start early (programmatic dependent launch), but waits for all earlier kernels before it
-writes.
+All linears share the first two parts. Kernels of a stream run in turn: the lift has read the previous product when the
+next GEMM overwrites it, and the GEMM has read the lifted values when the next linear lifts. A kernel may start early
+(programmatic dependent launch), but waits for all earlier kernels before it writes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ChainedLinear(NamedTuple):
     """One linear of a chain, with its places in the workspace.
 
     Attributes:
-        linear: The runner that launches it.
+        linear: Its runner.
         slots: The slots of its tensors.
         ends: Whether its product is the chain's result.
         residual_start: Offset of its new residual in the workspace; None without one, and where the chain
@@ -52,15 +51,15 @@ class ChainedLinear(NamedTuple):
 
 
 class CheckedWeight(NamedTuple):
-    """The addresses of a weight of a chain, after its checks.
+    """The checked addresses of a chain's weight.
 
     Attributes:
-        weight: Addresses that the GEMM reads.
-        gain: Address of the gain of its norm; None without one.
+        weight: Addresses for the GEMM.
+        norm_weight: Address of the weight of its norm; None without one.
     """
 
     weight: WeightAddresses
-    gain: int | None
+    norm_weight: int | None
 
 
 class HopperChain:
@@ -109,14 +108,14 @@ class HopperChain:
         y = empty_here(lift.tokens, self._out, lift.source)
         workspace = empty_here(1, self._workspace_bytes, torch.uint8)
         start, x_at, x_stride = workspace.data_ptr(), x.data_ptr(), x.stride()[0]
-        for (linear, slots, ends, residual_start), (weight, gain) in zip(self._linears, weights, strict=True):
+        for (linear, slots, ends, residual_start), (weight, norm_weight) in zip(self._linears, weights, strict=True):
             residual_out_at = None
             if slots.adds:
-                inputs = LiftInputs(x_at, residual_at, gain, x_stride, residual_stride)
+                inputs = LiftInputs(x_at, residual_at, norm_weight, x_stride, residual_stride)
                 residual_out_at = last_residual_at if residual_start is None else start + residual_start
                 residual_at, residual_stride = residual_out_at, linear.lift.order.in_features
             else:
-                inputs = LiftInputs(x_at, None, gain, x_stride, 0)
+                inputs = LiftInputs(x_at, None, norm_weight, x_stride, 0)
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
             linear.launch(inputs, residual_out_at, start, weight, x_at, slots.eps)
         return y, residual_out
@@ -132,7 +131,7 @@ class HopperChain:
         return lift.can_launch(LiftInputs(x.data_ptr(), at, None, x.stride()[0], stride))
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return the weights, checked now or before; None where a kernel cannot read one of them."""
+        """Return the checked weights; None where a kernel cannot read one of them."""
         own = self._own(tensors)
         return self._known.find(own) or self._check(tensors, own)
 
@@ -140,18 +139,18 @@ class HopperChain:
         checked = []
         for linear, slots, _, _ in self._linears:
             picked = slots.pick(tensors)
-            weight, gain = linear.weight_addresses(picked), picked.gain
-            if weight is None or linear.lift.refusal_of_gain(gain) is not None:
+            weight, norm_weight = linear.weight_addresses(picked), picked.norm_weight
+            if weight is None or linear.lift.refusal_of_norm_weight(norm_weight) is not None:
                 return None
-            gain_at = None if gain is None else gain.data_ptr()
-            if (gain_at or 0) % ALIGNMENT:
+            norm_at = None if norm_weight is None else norm_weight.data_ptr()
+            if (norm_at or 0) % ALIGNMENT:
                 return None
-            checked.append(CheckedWeight(weight, gain_at))
+            checked.append(CheckedWeight(weight, norm_at))
         self._known.add(own, checked)
         return checked
 
     def _can_launch(self) -> bool:
-        """Whether every kernel is compiled and can read the product before it; asked again until it holds."""
+        """Return whether every kernel is compiled and can read the product before it; called until it is True."""
         # A residual between linears has rows as long as the product that is added to it.
         strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(
@@ -173,7 +172,7 @@ class HopperChain:
         elif not self._ready:
             return  # this call compiles its kernels
         elif weights is None:
-            reason = "a weight, scale, bias or gain is not as its kernel reads it"
+            reason = "a weight, scale, bias or norm weight is not as its kernel reads it"
         else:
             reason = "activations or residual are not aligned rows on the current device"
         log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)
@@ -183,30 +182,30 @@ class HopperChain:
 
 
 class KnownWeights:
-    """Checked weights of chains of one kind, kept because checking them takes as long as several launches.
+    """A cache of checked weights for chains of one kind: a check takes as long as several launches.
 
-    Tensors are known while they are the same objects with the same addresses, types, shapes and strides. Their contents
-    are not compared: kernels read them anew on every launch.
+    Its keys are objects with their addresses, types, shapes and strides. Contents are not compared: kernels read them
+    anew on every launch.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
+        self._checked: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return the weights that :meth:`add` stored for these tensors; None where they are not known."""
-        found = self._found.get(tuple(map(id, tensors)))
-        return found[1] if found is not None and found[0] == _places(tensors) else None
+        """Return the weights that :meth:`add` stored for these tensors, or None."""
+        entry = self._checked.get(tuple(map(id, tensors)))
+        return entry[1] if entry is not None and entry[0] == _places(tensors) else None
 
     def add(self, tensors: Sequence[torch.Tensor], weights: Sequence[CheckedWeight]) -> None:
-        """Remember checked weights until one of the tensors is gone, since another object may then get its id."""
+        """Store checked weights until one of the tensors is gone, since another object may then get its id."""
         key = tuple(map(id, tensors))
-        watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
-        self._found[key] = _places(tensors), weights, watched
+        watched = [ref(tensor, lambda _: self._checked.pop(key, None)) for tensor in tensors]
+        self._checked[key] = _places(tensors), weights, watched
 
 
 @lru_cache(maxsize=4096)
 def _known(kind: object) -> KnownWeights:
-    """Return the known weights of a kind of chain, the same for all numbers of tokens."""
+    """Return the cache of a kind of chain, the same for all numbers of tokens."""
     return KnownWeights()
 
 
@@ -215,5 +214,5 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def _rounded(n_bytes: int) -> int:
-    """Round up, so that the next part of the workspace begins at a multiple of 128 bytes, and so of 16."""
+    """Round up to 128 bytes, a slab's row, which aligns the next part of the workspace."""
     return -(-n_bytes // SLAB_BYTES) * SLAB_BYTES

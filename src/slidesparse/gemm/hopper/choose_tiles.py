@@ -1,4 +1,4 @@
-"""Choose the Hopper kernel's tiles by their costs: a pure function of the problem's size.
+"""The choice of the Hopper kernel's tiles by cost: a pure function of the problem's size.
 
 The blocks of a launch walk over the tiles in parallel, so a launch takes as many *waves* as the busiest multiprocessor
 has tiles, and a wave takes its steps plus a fixed cost of a tile; a split tile has several blocks, each with a part of
@@ -27,29 +27,28 @@ MULTIPROCESSORS = 132
 
 CLUSTER_MULTIPROCESSORS = 18
 """Multiprocessors of a GPC, on which all blocks of a cluster run. Chips differ in which of the 8 GPCs have fewer, so
-the count of clusters is CUTLASS's: as many full GPCs as there can be, and one with what is left (its
-gemm/kernel/tile_scheduler_params.h). Where a GPC runs clusters of four, two of its multiprocessors idle."""
+clusters are counted as in CUTLASS (gemm/kernel/tile_scheduler_params.h): as many full GPCs as possible, and one with
+the rest. With clusters of four, two multiprocessors of a GPC idle."""
 
 TOKEN_STEP = 16
-"""Tokens of every tile are a multiple of it, so that no choice changes in between."""
+"""Multiple of the tokens of every tile, between which no choice changes."""
 
 TWO_BAND_TOKENS = range(80, 4097)
-"""Numbers of tokens with which a product may have two bands. With fewer, memory decides; with more, a last wave is a
-small part of the time."""
+"""Numbers of tokens for two bands. With fewer, memory decides; with more, a last wave is a small part of the time."""
 
 SECOND_LAUNCH = 8000
-"""Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
-number the choice between one and two bands is 0.8 % slower than the better one, and never 5 % slower than one."""
+"""Least saving of a second band, in clock cycles, from times on an H100 (results/h100/hopper-bands.jsonl): with it the
+choice is 0.8 % slower than the better of one and two bands, and never 5 % slower than one."""
 
 MOST_TOKENS = 1 << 15
-"""The largest number of tokens whose choice is made in advance."""
+"""Largest number of tokens with a choice in advance."""
 
 
 # -- the cost of a product -------------------------------------------------------------------------------------------
 
 
 class _Columns(NamedTuple):
-    """Numbers of several tiles, float64 [tiles, 1] each: what the cost of a product depends on."""
+    """Cost parameters of several tiles, float64 [tiles, 1] each."""
 
     tokens: torch.Tensor
     channels: torch.Tensor
@@ -74,7 +73,7 @@ def _columns(tiles: tuple[Tile, ...], multiprocessors: int) -> _Columns:
 
 
 def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Return the blocks that run at one time, one to a multiprocessor.
+    """Return the number of concurrent blocks, one to a multiprocessor.
 
     Blocks of which a multiprocessor runs several find room for their clusters everywhere. Clusters of three would not
     fit as counted here: some GPCs have 16 multiprocessors (results/history/h100/hopper-halves-2.jsonl).
@@ -90,12 +89,12 @@ def concurrent_blocks(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int
 def work(
     tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays, both [tiles, n].
+    """Return the sequential steps and the tiles, with their fixed cost, of a multiprocessor, both [tiles, n].
 
-    ``blocks`` are those of n products in each of some tiles, from :func:`blocks_of`; ``steps`` are those of a tile.
-    Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
-    blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
-    their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
+    ``blocks`` are those of n products in each tile, from :func:`blocks_of`; ``steps`` are those of a tile. Where a
+    multiprocessor runs several blocks, one computes while another waits for memory, so the average number of blocks
+    counts; where it runs one, the largest number. Blocks that exchange sums in the ring are never more than concurrent
+    ones: the next would load nothing meanwhile.
     """
     at = _columns(tiles, multiprocessors)
     most = (blocks / at.concurrent).ceil()
@@ -113,7 +112,7 @@ def blocks_of(
 
 
 def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multiprocessors: int) -> torch.Tensor:
-    """Return the clock cycles that products are estimated to take; arguments and shape as of :func:`work`."""
+    """Return the estimated clock cycles of products; arguments and shape as of :func:`work`."""
     at, (in_sequence, paid) = _columns(tiles, multiprocessors), work(tiles, blocks, steps, multiprocessors)
     return at.step_cycles * in_sequence + at.tile_cycles * paid
 
@@ -122,7 +121,7 @@ def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multipr
 
 
 class Band(NamedTuple):
-    """What a launch computes of a product: some neighbouring channels, in one kind of tiles."""
+    """The part of a product in one launch: neighbouring channels, in one kind of tiles."""
 
     tile: Tile
     channels: int
@@ -131,9 +130,8 @@ class Band(NamedTuple):
 def choose_bands(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[Band, ...]:
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
-    The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
-    it, and smaller ones compute the channels that are left in less time than that wave takes. A weight has ``channels``
-    rows, and a step for each of its slabs.
+    The last wave of large tiles can leave most multiprocessors idle. Then smaller tiles may compute its channels in
+    less time. A weight has ``channels`` rows, and a step for each of its slabs.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
@@ -155,10 +153,10 @@ def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULT
 def bands_by_tokens(
     channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
 ) -> tuple[list[int], list[tuple[Band, ...]]]:
-    """Return the choice for all numbers of tokens up to :data:`MOST_TOKENS`: a server meets most of them.
+    """Return the choice for all numbers of tokens up to :data:`MOST_TOKENS`, most of which a server has.
 
-    Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise. Of each range of tokens come
-    the largest number, in order, and the launches.
+    A choice takes 50 us, as long as the host needs for a linear otherwise. The result has the largest number of tokens
+    of each range, ascending, and its launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_TOKENS + 1, TOKEN_STEP, device="cpu")  # others set a default device
     cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
@@ -176,7 +174,7 @@ def bands_by_tokens(
 def two_bands(
     tokens: torch.Tensor, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
 ) -> list[tuple[float, tuple[Band, ...]]]:
-    """Return the best two launches for each number of tokens, and their cycles; infinitely many where there are none.
+    """Return the best two launches for each number of tokens, and their cycles; infinite without any.
 
     In the first launch a large tile fills all of its waves, but for less than one row of tiles.
     """
@@ -208,23 +206,22 @@ def _fewest_cycles(
 # -- mixtures of experts ---------------------------------------------------------------------------------------------
 
 GROUPED_TILES = tuple(tile for tile in TILES if tile.split == 1)
-"""The tiles of grouped products: a cluster would need all of its blocks to have work, or none."""
+"""Tiles of grouped products, without clusters: all blocks of one need work, or none."""
 
 ROW_STEP = 0.25
-"""Clock cycles of the whole GPU in which a slab of one row, 128 lifted bytes and what they are made of, is read and
-written before the product. An estimate from bytes, some 600 at 4 TB/s; it was not fitted to times."""
+"""Clock cycles of the whole GPU to read and write a slab of one row before the product, with the activations that it is
+lifted from. An estimate from bytes, some 600 at 4 TB/s, not fitted to times."""
 
 
 @lru_cache(maxsize=4096)
 def choose_grouped(
     pairs: int, experts: int, sizes: tuple[tuple[int, int], ...], multiprocessors: int = MULTIPROCESSORS
 ) -> tuple[Tile, ...]:
-    """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
+    """Return a tile for each linear of the same tokens, all with one number of tokens.
 
-    The router is taken to spread ``pairs``, tokens times the experts of each, by chance: some experts then have no
-    token, and of the last tile of each other expert one half is empty on average. Padding rows count as if they were
-    lifted, although the kernel skips them: all measured times of layers belong to this choice. ``sizes`` are of each
-    linear the rows of its weight, and its steps.
+    The router is assumed to spread ``pairs``, tokens times the experts of each, at random: some experts have no token,
+    and the last tile of each other expert is half empty on average. Padding rows count as lifted, although the kernel
+    skips them: all measured times of layers belong to this choice. ``sizes`` are each linear's rows and steps.
 
     >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
     ['16x64b3', '16x64b3']
@@ -253,6 +250,6 @@ def choose_grouped(
 
 
 def _token_tiles(pairs: int, experts: int, tokens: int) -> float:
-    """Token tiles of all experts, where each pair has a random one."""
+    """Return the expected token tiles of all experts, with a random expert for each pair."""
     touched = experts * (1 - (1 - 1 / experts) ** pairs)
     return max(1.0, touched * max(1.0, pairs / touched / tokens + 0.5))

@@ -1,4 +1,4 @@
-"""Compile the kernel in ``gemm/hopper/csrc`` for one tile and one pair of types, by NVRTC and with a cache on disk.
+"""Compilation of ``gemm/hopper/csrc`` for one tile and one pair of types, by NVRTC and with a cache on disk.
 
 The cache key is a hash of all sources, the options and NVRTC's version, so the cache never needs to be cleared. A file
 starts with the digest of its contents, so that a damaged one is compiled again.
@@ -30,14 +30,14 @@ MAINLOOPS = {
     (False, 6): "six_bits.cu",
     (True, 6): "six_bit_counts.cu",
 }
-"""Whether weights have counts, and the bits of a kept value -> the source to compile."""
+"""(weights have counts, bits of a kept value) -> the source to compile."""
 
 TYPES = {torch.int8: "S8", torch.float8_e4m3fn: "E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def sources(count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
-    """Return the sources of a mainloop by the names that ``#include`` uses, first the one to compile, then all headers.
+    """Return name in ``#include`` -> source of a mainloop: first the one to compile, then all headers.
 
     Args:
         count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
@@ -52,13 +52,13 @@ def options(
     tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype,
     grouped: bool = False, count_bits: int = 0, value_bits: int = 8,
 ) -> list[str]:  # fmt: skip
-    """Return the options for NVRTC, which ``sparse_gemm.cuh`` lists.
+    """Return the options for NVRTC, listed in ``sparse_gemm.cuh``.
 
     Args:
         tile: The geometry.
         dtype: Type of weights and activations.
         out_dtype: Type of the product.
-        grouped: For the weights of many experts.
+        grouped: Whether the weights are those of many experts.
         count_bits: See :func:`sources`.
         value_bits: See :func:`sources`.
     """
@@ -97,7 +97,7 @@ def cubin(
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
-        UnsupportedError: When there is no NVRTC, or it refuses the source.
+        UnsupportedError: There is no NVRTC, or it refuses the source.
     """
     files, opts = sources(count_bits, value_bits), options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     major, minor = nvrtc_version()
@@ -120,7 +120,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Write machine code into the cache; where that fails, only the next start is slower."""
+    """Write machine code into the cache; a failure only slows the next start."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, exist_ok=True)  # whatever the umask is: cache_folder() looks at it
         replace_file(path, hashlib.sha256(code).digest() + code)
@@ -143,7 +143,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Return NVRTC's version.
 
     Raises:
-        UnsupportedError: When it cannot be loaded, or is older than CUDA 12.0, the first to know ``sm_90a``.
+        UnsupportedError: It cannot be loaded, or is older than CUDA 12.0, the first with ``sm_90a``.
     """
     nvrtc = _nvrtc()
     try:
@@ -160,7 +160,7 @@ def compile_sources(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, s
     """Return the machine code of :func:`sources` with :func:`options`, and the compiler's log.
 
     Raises:
-        UnsupportedError: With the first line of the log when the compiler refuses.
+        UnsupportedError: The compiler refuses; with the first line of its log.
     """
     nvrtc = _nvrtc()
     (name, source), *headers = [(name.encode(), text.encode()) for name, text in files.items()]

@@ -1,7 +1,7 @@
 """Grouped GEMM on Hopper: one launch multiplies the rows of all experts of a mixture by their weights.
 
-Rows of X are sorted by expert, and each token tile has one expert (lifting/expert_order.py). The kernel of a
-single weight runs, and reads the expert of each tile and the number of used tiles from memory.
+Rows of X are sorted by expert, and each token tile has one expert (lifting/expert_order.py). The kernel of a single
+weight runs, and reads the expert of each tile and the number of used tiles from memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from slidesparse.weights.support import check_vector
 
 
 class HopperExperts(GroupedProduct):
-    """Multiplies by the weights of many experts."""
+    """The grouped product on Hopper."""
 
     layout = COUNTS
-    """Each expert gets few tokens, so the bytes of its weight decide."""
+    """Layout with bundles: each expert gets few tokens, so the bytes of its weight decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
         """Return the 2:4 steps of all experts, uint8 [experts, ...] (:func:`~.weights.sparse_steps`), and their form.
@@ -110,5 +110,5 @@ class HopperExperts(GroupedProduct):
 
 @lru_cache(maxsize=1 << 10)
 def _needed(form: SparseForm, experts: int, out: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
-    """Return the bits of the counts of a form, and the shape that weights of these sizes have in it."""
+    """Return the bits of the counts of a form, and the shape of weights of these sizes in it."""
     return form.count_bits, (experts, *form.shape(out, itemsize))

@@ -1,4 +1,4 @@
-"""Compile, load and launch a variant of the Hopper kernel by the CUDA driver (cuda-bindings)."""
+"""Variants of the Hopper kernel: compiled, loaded and launched by the CUDA driver (cuda-bindings)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Arguments(ctypes.Structure):
 
 
 class Kernel:
-    """A variant that is loaded on a device.
+    """A variant, loaded on a device.
 
     Args:
         function: ``CUfunction``.
@@ -63,7 +63,7 @@ class Kernel:
         self._configs: dict[tuple[int, int], Any] = {}  # one for each grid and stream: few, and never dropped
 
     def grid(self, tiles: int) -> int:
-        """Return the blocks of a launch over this many tiles."""
+        """Return the number of blocks of a launch over so many tiles."""
         tile = self.tile  # a cluster computes one tile; blocks without a cluster walk over several
         return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
 
@@ -71,8 +71,8 @@ class Kernel:
         """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.
 
         The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
-        kernel before it on the stream allows that, as quantise-and-lift does, the first weights are fetched while that
-        kernel still runs. So an earlier kernel must have written the weights.
+        kernel before it allows that, as quantise-and-lift does, the first weights are fetched while that kernel still
+        runs. So an earlier kernel must have written them.
         """
         config = self._configs.get((grid, stream)) or self._configure(grid, stream)
         # The driver copies the struct before the call returns.
@@ -87,7 +87,7 @@ class Kernel:
             _check(status, "cuLaunchKernelEx")
 
     def _configure(self, grid: int, stream: int) -> Any:
-        """Return the configuration of a launch, and keep it: making it takes longer than a launch."""
+        """Return the cached configuration of a launch, which takes longer to make than a launch."""
         driver = _driver()
         early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -104,7 +104,7 @@ class Kernel:
 
 @cache
 def multiprocessors(device: int) -> int:
-    """Return the multiprocessors of a CUDA device, by which tiles are chosen."""
+    """Return the number of multiprocessors of a CUDA device."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
@@ -113,10 +113,9 @@ def multiprocessors(device: int) -> int:
 def load_kernel(
     tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
 ) -> Kernel:
-    """Return the variant, loaded on a device, given by its index, for the life of the process.
+    """Return a variant, loaded on a device, by its index, for the life of the process.
 
-    The other arguments are those of :func:`slidesparse.gemm.hopper.compile.options`. They are positional, all of them,
-    or the cache would not know a variant again.
+    The other arguments are those of :func:`slidesparse.gemm.hopper.compile.options`, all positional for the cache.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
@@ -151,7 +150,7 @@ def load_kernels(
     value_bits: int,
     grouped: bool = False,
 ) -> None:
-    """Load the variants of many tiles; those that no cache holds are compiled in parallel. See :func:`load_kernel`.
+    """Load the variants of many tiles, with parallel compilation of those in no cache. See :func:`load_kernel`.
 
     Raises:
         UnsupportedError: As :func:`load_kernel`.

@@ -1,4 +1,4 @@
-"""The launches of a product: one, or two bands, each with the tile that is the fastest for it."""
+"""The launches of a product: one, or two bands, each with its fastest tile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 class WeightAddresses(NamedTuple):
-    """The addresses of a weight that a launch reads, in the order of the kernel's arguments.
+    """The addresses of a weight, in the order of the kernel's arguments.
 
     Attributes:
         weights: Address of its steps.
@@ -42,9 +42,9 @@ WHOLE, LEADING, FOLLOWING = range(3)
 
 
 class BandLaunch(NamedTuple):
-    """A launch of a product, or of a band of it: a variant, its blocks, and the numbers in the arguments.
+    """A launch of a product or band: a variant, its blocks, and the numbers in the arguments.
 
-    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``tile_bytes`` are those of the weights of so many.
+    ``start`` is the first channel, a multiple of :data:`TILE_ROWS`; ``tile_bytes`` are the bytes of so many rows.
     """
 
     kernel: Kernel
@@ -65,11 +65,11 @@ class BandLaunch(NamedTuple):
 
 
 class GemmLaunch:
-    """Everything about a product's launches that follows from its sizes: variants, grids and numbers in the arguments.
+    """The launches of a product of given sizes: variants, grids and numbers in the arguments.
 
     Args:
-        bands: The tiles, and the channels of each; none where there is nothing to compute.
-        types: What :func:`slidesparse.gemm.hopper.kernel.load_kernel` takes between its first and last argument.
+        bands: The tiles, and the channels of each; none for an empty product.
+        types: Arguments of :func:`slidesparse.gemm.hopper.kernel.load_kernel` between its first and last one.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         tile_bytes: See :class:`BandLaunch`.
@@ -100,7 +100,7 @@ class GemmLaunch:
             start += channels
 
     def for_tokens(self, tokens: int) -> GemmLaunch:
-        """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tiles."""
+        """Return the launch of the same weight for another number of tokens, 1 or more, with its fastest tiles."""
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, channels, slabs = tokens, sizes.channels, sizes.sparse_slabs
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * slabs
@@ -108,9 +108,9 @@ class GemmLaunch:
         return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
-        """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
+        """Multiply, unchecked, on the current stream of the device, which must be the current one.
 
-        By addresses: ``x`` of ``slab_bytes`` bytes, ``scale_x`` float32 [M] or None, ``y`` [M, out] of the output type.
+        Addresses: ``x`` of ``slab_bytes`` bytes, ``scale_x`` float32 [M] or None, ``y`` [M, out] of the output type.
         """
         for band in self.bands:
             own = band.weight(weight) if band.start else weight
@@ -124,12 +124,12 @@ def find_launch(
     activations: torch.Size, dtype: torch.dtype, form: SparseForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, tile: Tile | tuple[Band, ...] | None = None,
 ) -> GemmLaunch:  # fmt: skip
-    """Return the launch of a product, kept from one call to the next.
+    """Return the cached launch of a product.
 
     Args:
         activations: [M, K'].
         dtype: Their type, and the weight's.
-        form: How steps lie in memory, as the weight was prepared.
+        form: Form of the prepared weight.
         steps: Shape of the weight's steps (gemm/hopper/weights.py).
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.

@@ -1,8 +1,8 @@
-"""Run a whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
+"""A linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
 
-As separate calls, the two steps cost the host more than their launches do: each allocates its own tensors and checks
-everything that its kernel reads by address. In a model of small layers the host then takes longer than the GPU. Here
-everything that does not depend on the tensors is computed once, and one workspace holds lifted values and scales.
+As separate calls, the two steps cost the host more than their launches: each allocates its own tensors and checks
+everything that its kernel reads by address. In a model of small layers the host is then slower than the GPU. Here
+everything that does not depend on the tensors is computed once, and lifted values and scales share a workspace.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class HopperLinear:
 
     Args:
         lift: Quantises and lifts the tokens.
-        by_parts: The runner for the cases that this one cannot handle.
+        by_parts: The runner for cases that this one cannot handle.
         value_bits: Bits of a kept value in memory.
-        tile: The tile of the product; None for the fastest, or the fastest two.
+        tile: The tile of the product; None: the fastest one, or two.
 
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
@@ -42,7 +42,7 @@ class HopperLinear:
         lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
-        kind: Everything that determines which weights and gains it can read.
+        kind: Key of the weights and norms that it can read.
     """
 
     __slots__ = ("_by_parts", "_gemm", "_scales_start", "_steps", "kind", "lift", "out", "workspace_bytes")
@@ -65,9 +65,9 @@ class HopperLinear:
         self.workspace_bytes = self._scales_start + 4 * lift.tokens * lift.quantised
 
     def for_tokens(self, tokens: int) -> HopperLinear:
-        """Return the same linear for another number of tokens, with the tile that is the fastest for it.
+        """Return the same linear for another number of tokens, with its fastest tile.
 
-        This is much faster than constructing it anew; a server meets most numbers of tokens once.
+        This is much faster than the constructor; a server has most numbers of tokens once.
         """
         lift, made = self.lift.for_tokens(tokens), HopperLinear.__new__(HopperLinear)
         made.out, made.kind, made._steps = self.out, self.kind, self._steps
@@ -78,7 +78,7 @@ class HopperLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """See :data:`slidesparse.gemm.backend.Runner`."""
         lift, weight = self.lift, self.weight_addresses(tensors)
-        inputs = lift.inputs(x, residual, tensors.gain)
+        inputs = lift.inputs(x, residual, tensors.norm_weight)
         if inputs is None or weight is None:
             log_by_parts(self, lift, x, residual, tensors)
             return self._by_parts(x, residual, tensors, eps)
@@ -114,10 +114,10 @@ class HopperLinear:
 
         Args:
             inputs: Addresses that the lift reads.
-            residual_out: Address of memory for the new residual; None where there is none.
+            residual_out: Address of the new residual; None without one.
             workspace: Address of ``workspace_bytes`` bytes.
             weight: From :meth:`weight_addresses`.
-            y: Address of memory for the product [M, out] in the type of the activations.
+            y: Address of the product [M, out] in the type of the activations.
             eps: The norm's epsilon.
         """
         scale = workspace + self._scales_start if self.lift.quantised else None

@@ -1,9 +1,9 @@
-"""The geometry of the Hopper kernel's tiles, and what each costs.
+"""The geometry and the cost of the Hopper kernel's tiles.
 
-The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from 16 to 256 on weights
-that no cache holds (results/h200/hopper-few-tokens.jsonl), M from 512 to 16384 on a warm one (hopper-tiles.jsonl
-there). Those of tiles whose blocks share steps were then fitted on an H100, with what is near them
-(results/h100/hopper-few-tokens.jsonl). A step has as many bytes and cycles in the other types.
+The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from 16 to 256 on cold
+weights (results/h200/hopper-few-tokens.jsonl), M from 512 to 16384 on warm ones (hopper-tiles.jsonl there). Split tiles
+and those near them were then fitted on an H100 (results/h100/hopper-few-tokens.jsonl). A step has as many bytes and
+cycles in the other types.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES,
 from slidesparse.lifting.layout import SLAB_BYTES
 
 GROUP = 16
-"""Row tiles that neighbouring blocks cycle through. 4 to 32 made no difference beyond the noise."""
+"""Row tiles that neighbouring blocks cycle through. From 4 to 32 there was no difference beyond noise."""
 
 PIECE_TOKENS = 32
-"""Tokens whose results a warpgroup turns into rows at a time."""
+"""Tokens whose results a warpgroup transposes at a time."""
 
 _Count = TypeVar("_Count", int, torch.Tensor)
 
@@ -46,7 +46,7 @@ class Tile:
     blocks: int = 1
 
     def __str__(self) -> str:
-        """Return tokens x channels, the split and the blocks of a multiprocessor: ``16x128/4b2``."""
+        """Return tokens x channels, split and blocks of a multiprocessor: ``16x128/4b2``."""
         split = f"/{self.split}" if self.split > 1 else ""
         return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
 
@@ -57,17 +57,17 @@ class Tile:
 
     @property
     def sums_in_ring(self) -> bool:
-        """Whether blocks that share a tile exchange their sums in the memory of the ring: theirs does not hold both."""
+        """Whether blocks that share a tile exchange their sums in the ring: shared memory does not fit both."""
         return self.split > 1 and self.channels == TILE_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and a warpgroup in which one thread produces."""
+        """Threads of a block: the consumers, and a warpgroup with the producer thread."""
         return 128 * (self.warpgroups + 1)
 
     @property
     def share(self) -> int:
-        """Tokens that a block completes and stores, as the source computes them: without a split all of the tile's."""
+        """Tokens that a block completes and stores, as in the source: without a split all of the tile's."""
         shares = range(16, self.tokens + 1, 16)
         return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
 
@@ -76,12 +76,12 @@ class Tile:
         return -(-tokens // self.tokens) * -(-channels // self.channels)
 
     def slots(self, count_bits: int) -> int:
-        """Return the bundles whose counts, of ``count_bits`` bits, a block keeps at once; the source says why."""
+        """Return the number of bundles with counts of ``count_bits`` bits in a block; see geometry.cuh."""
         fewest_windows = {3: 2, 4: 4}
         return 1 + -(-(self.stages - 1) // fewest_windows[count_bits]) if count_bits else 0
 
     def shared_bytes(self, itemsize: int, count_bits: int = 0, value_bits: int = 8) -> int:
-        """Return the bytes of shared memory of a block, as the source lays it out, for weights of ``itemsize`` bytes.
+        """Return the bytes of a block's shared memory, as in the source, for weights of ``itemsize`` bytes.
 
         ``count_bits`` and ``value_bits`` are those of :func:`slidesparse.gemm.hopper.compile.sources`.
         """

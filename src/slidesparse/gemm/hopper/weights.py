@@ -1,4 +1,4 @@
-"""Arrange weights as the Hopper kernel's shared memory needs them, so that every step of a tile is one bulk copy.
+"""Weights in the layout of the Hopper kernel's shared memory: every step of a tile is one bulk copy.
 
 A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
 lifted activations. The weight has one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows. A
@@ -6,10 +6,10 @@ step of a row tile is contiguous, and so is one of a half or a quarter of it.
 
 **Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata: two counts of 3 or 4 bits say how many
 kept entries of a group precede each of its left-out positions. The slabs of a bundle (``lifting.layout.in_bundles``)
-share 32 groups, whose counts are stored once, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94.
+share 32 groups, with one copy of their counts before its steps: 0.84 bytes a weight at 6:8, in place of 0.94.
 
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
-0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
+0.75 bytes a weight at 6:8. A thread loads its values of an instruction, with their metadata, as 16 bytes.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
@@ -46,14 +46,14 @@ ZERO_NIBBLE = 0x4
 """Metadata of a window whose two values are padding: indices 0 and 1."""
 
 PLANE_BYTES = 512
-"""One bit of all counts of a row block in a bundle, with a word for each thread."""
+"""Bytes of one bit of all counts of a row block in a bundle: a word for each thread."""
 
 PADDING = Fraction(51, 50)
-"""The most slabs with bundles for each slab without; beyond that, padding to whole bundles costs more than it saves."""
+"""Most slabs with bundles for each slab without; beyond it, padding to whole bundles costs more than it saves."""
 
 
 def value_bytes(value_bits: int) -> int:
-    """Return the bytes of the values of a row block in a 2:4 step, of 6 or 8 bits each; those of 16 bits have 8."""
+    """Return the bytes of the values of a row block in a 2:4 step, of 6 bits, or of 8 for all other types."""
     return VALUE_BYTES // 8 * value_bits
 
 
@@ -63,7 +63,7 @@ def step_bytes(itemsize: int, value_bits: int = 8) -> int:
 
 
 def bundle_of(packed: PackedWeight) -> int:
-    """Return the groups of a bundle of a weight: :data:`~lifting.layout.BUNDLE`; 1 where metadata are better.
+    """Return the groups of a weight's bundle: :data:`~lifting.layout.BUNDLE`; 1 where metadata are better.
 
     Metadata are better for 16-bit types, for 2:4 (where a nibble is smaller than two counts), for counts of more than
     4 bits, and for few groups, which would not fill their bundles.
@@ -76,14 +76,14 @@ def bundle_of(packed: PackedWeight) -> int:
 
 
 METADATA = Layout(slabs=SLABS)
-"""With metadata next to the values of every step."""
+"""Layout with metadata next to the values of every step."""
 
 COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
-"""With counts once a bundle, wherever they are smaller; see :func:`bundle_of`."""
+"""Layout with counts once a bundle, wherever they are smaller; see :func:`bundle_of`."""
 
 
 class SparseForm(NamedTuple):
-    """How a weight in 2:4 form lies in memory.
+    """The memory form of a 2:4 weight.
 
     Attributes:
         slabs: Its slabs.
@@ -97,17 +97,17 @@ class SparseForm(NamedTuple):
 
     @classmethod
     def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> SparseForm:
-        """Return the form of the weight whose activations have this order in slabs."""
+        """Return the form of the weight for activations in this order."""
         windows = order.group // 2 - 1 if order.bundle > 1 else 0
         return cls(order.k_packed * itemsize // SLAB_BYTES, windows, value_bits)
 
     @property
     def count_bits(self) -> int:
-        """Bits of a count; 0 where there is none."""
+        """Bits of a count; 0 with metadata."""
         return count_bits_of(self.windows) if self.windows else 0
 
     def shape(self, out_features: int, itemsize: int) -> torch.Size:
-        """Return the shape of the tensor of a weight with this many rows."""
+        """Return the shape of a weight's tensor, for so many rows."""
         tiles = -(-out_features // TILE_ROWS)
         if not self.windows:
             return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.value_bits)))
@@ -129,7 +129,7 @@ def bundle_bytes(windows: int, value_bits: int) -> int:
 
 
 def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
-    """Return a weight in 2:4 steps, by the ``bundle`` of its activations and the bits of a kept value, 6 or 8.
+    """Return a weight in 2:4 steps, for ``bundle`` groups of activations and 6 or 8 bits of a kept value.
 
     uint8 [row tiles, slabs, 4, bytes of a step]; or in bundles
     [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
@@ -175,8 +175,8 @@ def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, value_b
 def _count_words(counts: torch.Tensor, bits: int) -> torch.Tensor:
     """Arrange counts bit by bit: int8 [out, bundles, 32, 2] -> uint8 [row blocks, bundles, 512 * bits].
 
-    A word has one bit of the counts (a, b) of 16 groups, those whose metadata the thread gives to the two instructions
-    of a slab (:func:`_metadata_words`): nibble n has the group of window n of its first register, then of its second.
+    A word has one bit of the counts (a, b) of the 16 groups of a thread's metadata in the two instructions of a slab
+    (:func:`_metadata_words`): nibble n has the group of window n of its first register, then of its second.
     """
     # block, warp, +8, row, bundle, instruction, half, window, count
     by_lane = counts.view(-1, 4, 2, 8, counts.shape[1], 2, 2, 8, 2)
@@ -210,7 +210,7 @@ def _row_steps(values: torch.Tensor) -> torch.Tensor:
 
 
 def _six_bits(values: torch.Tensor) -> torch.Tensor:
-    """Arrange rows [out, columns] of INT8 as threads read them: uint8 [row blocks, steps, 2 instructions * 128, 12].
+    """Arrange INT8 rows [out, columns] by threads: uint8 [row blocks, steps, 2 instructions * 128, 12].
 
     Of an instruction a thread has four registers (PTX ISA, "Register Fragments for sparse wgmma.mma_async.m64nNk64"):
     register r has row lane / 4 + r % 2 * 8 of its warp's, from kept value lane % 4 * 4 + r / 2 * 16 on. Upper nibbles
@@ -252,11 +252,11 @@ def _metadata_words_16(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
 
 
 def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix that multiplies lifted activations, zeros in place: the inverse of :func:`sparse_steps`.
+    """Return the matrix for lifted activations, zeros in place: the inverse of :func:`sparse_steps`.
 
     Args:
         steps: uint8, the 2:4 steps of one weight; of the weights of experts, one at a time.
-        form: How it lies there.
+        form: Its form.
         out_features: Its rows, without the padding to row tiles.
         dtype: Its type.
 
@@ -308,7 +308,7 @@ def _from_count_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _row_blocks(tiles: torch.Tensor) -> torch.Tensor:
-    """Part row tiles: [row tiles, steps, 4, bytes] -> [row blocks, steps, bytes]."""
+    """Split row tiles: [row tiles, steps, 4, bytes] -> [row blocks, steps, bytes]."""
     return tiles.transpose(1, 2).flatten(0, 1)
 
 
@@ -337,5 +337,5 @@ def _from_metadata_words(words: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 
 def _nibbles(pairs: torch.Tensor) -> torch.Tensor:
-    """Part bytes into nibbles, the lower one first: [..., n] -> [..., 2n]."""
+    """Split bytes into nibbles, the lower one first: [..., n] -> [..., 2n]."""
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)

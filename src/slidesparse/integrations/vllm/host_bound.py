@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slidesparse.gemm.spec import LinearSpec
-from slidesparse.gemm.speed import DENSE, LayerSpeed
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed
 
 HOST_US = 75.0
 """Host time of one linear of a chain, in microseconds: a quarter of a decoder layer's.
@@ -39,7 +39,7 @@ def keep_one_backend(
         them has no measured times, or where they do not share exactly one packed form.
     """
     layers = [speeds[text] for linear in linears if (text := linear.weight.text) in speeds]
-    packed = set.intersection(*({form.backend for form in linear.weight.forms} - {DENSE} for linear in linears))
+    packed = set.intersection(*({form.backend for form in linear.weight.forms} - {DENSE_FORM} for linear in linears))
     if len(layers) < len(linears) or len(packed) != 1:
         return list(linears), graphed
     (backend,) = packed

@@ -1,13 +1,13 @@
-"""The kernel that holds its row in registers: it reads every input once, and quantises every column once.
+"""The kernel for rows that stay in registers: it reads every input once, and quantises every column once.
 
-A program holds one row in chunks, of which a lane has 8 neighbouring columns. When the scale is known, the columns are
+A program keeps one row in chunks, of which a lane has 8 neighbouring columns. When the scale is known, the columns are
 rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting is a gather of such pairs::
 
-    6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
+    6:8     row     |01 23 45 67|                   a lane rounds eight columns to four pairs
             packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
 
 It issues 14 instructions a column where the other kernel (:mod:`slidesparse.lifting.walking`) needs 30. It needs pairs
-that stay pairs (an even ``k_offset``) and a row that fits (:attr:`slidesparse.lifting.variant.LiftVariant.held`).
+that stay pairs (an even ``k_offset``) and a row that fits (:attr:`slidesparse.lifting.variant.LiftVariant.resident`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _load(x_ptr, chunk, P: tl.constexpr):
 
 
 @triton.jit
-def _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P: tl.constexpr):
-    """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type, which are then quantised."""
+def _hold(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, eps, P: tl.constexpr):
+    """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
     CHUNKS: tl.constexpr = P.chunks
@@ -80,7 +80,7 @@ def _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P: tl.constexpr)
         held = row
         row = ()
         for chunk in tl.static_range(0, CHUNKS):
-            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd, P),)
+            row = row + (normed(held[chunk], _load(norm_weight_ptr, chunk, P), rstd, P),)
     return row
 
 
@@ -113,7 +113,7 @@ def _absmax(row, P: tl.constexpr):
 def _round(wide, P: tl.constexpr):
     """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
     low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
-    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.quantiser == "sglang" else _TO_INT8
+    TO_INT8: tl.constexpr = _TO_INT8_AWAY if P.activation_rounding == "sglang" else _TO_INT8
     TO_BYTES: tl.constexpr = TO_INT8 if P.quant == "int8" else _TO_E4M3
     return tl.inline_asm_elementwise(TO_BYTES, "=r,f,f,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=2)
 
@@ -129,7 +129,7 @@ def _quantise(row, scale, inverse, P: tl.constexpr):
 
 @triton.jit
 def _in_order(pairs, FROM: tl.constexpr, COUNT: tl.constexpr, NEAR: tl.constexpr, P: tl.constexpr):
-    """Join chunks of a row in order, COUNT that are read and up to SLOTS, a power of two: int16 [SLOTS * READ / 2]."""
+    """Join COUNT chunks of a row in order, padded to SLOTS, a power of two: int16 [SLOTS * READ / 2]."""
     HALF: tl.constexpr = P.read // 2
     SLOTS: tl.constexpr = COUNT if COUNT <= 2 else 4 if COUNT <= 4 else 8
     EMPTY: tl.constexpr = SLOTS - COUNT
@@ -152,7 +152,7 @@ def _in_order(pairs, FROM: tl.constexpr, COUNT: tl.constexpr, NEAR: tl.constexpr
 
 @triton.jit
 def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
-    """Return the pairs as they are [LENGTH], the NEAR neighbours that a lane has (4 or 2) in successive registers.
+    """Return the pairs [LENGTH] unchanged, a lane's NEAR neighbours (4 or 2) in successive registers.
 
     A gather stores its source to shared memory register by register. Triton 3.8 writes each of these stores as PTX, two
     bytes wide, and ptxas joins them only where they follow each other. Four times as many stores made wide rows 1.6
@@ -169,7 +169,7 @@ def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def _source(start, P: tl.constexpr):
-    """Return the input pairs that feed a step, int32 [WRITE / 2]; outside the row where none does."""
+    """Return the input pairs of a step, int32 [WRITE / 2]; outside the row for padding."""
     window = start // 4 + tl.arange(0, P.write // 4)
     leading = first_pair(window, P) - P.k_offset // 2
     return tl.reshape(leading[:, None] + tl.arange(0, 2)[None, :], (P.write // 2,))
@@ -177,7 +177,7 @@ def _source(start, P: tl.constexpr):
 
 @triton.jit
 def _put(out_ptr, row, to_ptr, rows, start: tl.constexpr, step, value, mask, COPIES: tl.constexpr, P: tl.constexpr):
-    """Store a step of a row: in this row, whose address ``out_ptr`` is; or with COPIES in each row of ``to_ptr``."""
+    """Store a step of a row at ``out_ptr``; with COPIES in each row of ``to_ptr``."""
     if COPIES == 0:
         tl.store(out_ptr + offset_in_row(start, step, row, rows, 2, P), value, mask=mask)
     for copy in tl.static_range(0, COPIES):
@@ -191,7 +191,7 @@ def _put(out_ptr, row, to_ptr, rows, start: tl.constexpr, step, value, mask, COP
 def _step(
     pairs, out_ptr, row, to_ptr, rows, start: tl.constexpr, NEAR: tl.constexpr, COPIES: tl.constexpr, P: tl.constexpr
 ):
-    """Write one step of a row, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
+    """Write one step of a row, the WRITE positions from ``start`` on; ``out_ptr`` is int16."""
     COLUMNS: tl.constexpr = P.bundle * 4 * (P.half - 1)
     PAIRS: tl.constexpr = P.bundle * P.half
     # The columns of positions between these two exist.
@@ -216,7 +216,7 @@ def _step(
 
 @triton.jit
 def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
-    """Write a row whose columns stay where they are: int16 ``out_ptr``."""
+    """Write a row whose columns do not move; ``out_ptr`` is int16."""
     K_PACKED: tl.constexpr = P.k_packed
     HALF: tl.constexpr = P.read // 2
     for chunk in tl.static_range(0, (K_PACKED + P.read - 1) // P.read):
@@ -228,11 +228,11 @@ def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def held_kernel(
+def resident_kernel(
     x_ptr,
     residual_ptr,
     residual_out_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     out_ptr,
     scales_ptr,
     tokens,
@@ -253,14 +253,14 @@ def held_kernel(
         residual_ptr += token * residual_stride
         residual_out_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)
-    pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scales_ptr + token, eps, P)
+    pairs, _ = quantised(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, scales_ptr + token, eps, P)
     write(x_ptr, pairs, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit
-def quantised(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
-    """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
-    held = _hold(x_ptr, residual_ptr, residual_out_ptr, gain_ptr, eps, P)
+def quantised(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, scale_ptr, eps, P: tl.constexpr):
+    """Return a row as pairs of 8-bit values, and its scale, which is stored unless ``scale_ptr`` is None."""
+    held = _hold(x_ptr, residual_ptr, residual_out_ptr, norm_weight_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
     if scale_ptr is not None:
         tl.store(scale_ptr, scale)
