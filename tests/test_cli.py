@@ -114,11 +114,7 @@ def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "kind", "what"),
     [
         (["inspect", "MISSING"], "InputError", "no checkpoint folder at"),
-        (
-            ["prune", "M", "S", "--pattern", "6_8", "--method", "magnitude"],
-            "InputError",
-            "not a pattern",
-        ),
+        (["prune", "M", "S", "--pattern", "6_8", "--method", "magnitude"], "InputError", "not a pattern"),
         (["eval", "M", "--text", "MISSING"], "InputError", "cannot read"),
     ],
 )

@@ -166,10 +166,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 def test_without_damage(command: str, source: str, sources: Path, tmp_path: Path) -> None:
     """The oracle itself, where the answer is known."""
-    fits = {
-        "w8a8": ("inspect", "eval", "prune"),
-        "pruned": ("inspect", "eval", "load"),
-    }
+    fits = {"w8a8": ("inspect", "eval", "prune"), "pruned": ("inspect", "eval", "load")}
     status = check(Case(command, source), sources, tmp_path / "w")
     assert (status == 0) == (command in fits.get(source, ("inspect", "eval", "prune")))
 

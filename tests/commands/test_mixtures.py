@@ -305,10 +305,7 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (by_magnitude("6:8", "int8", rounding="ternary"), "ternary rounding is not for experts"),
-        (
-            by_magnitude("6:8", "int8", ignore=("re:.*experts.down_proj",)),
-            "some are quantised; got .*down_proj",
-        ),
+        (by_magnitude("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
         (by_magnitude("6:8", "fp16"), "pruning without quantising keeps the type"),
         (by_magnitude("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),
     ],

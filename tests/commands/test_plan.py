@@ -26,10 +26,7 @@ from slidesparse.offline.prune_options import PruneOptions
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (
-            "llama",
-            by_magnitude("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",)),
-        ),
+        ("llama", by_magnitude("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",))),
         ("llama", by_magnitude("4:6", "bf16", lm_head=True)),
         ("mixtral", by_magnitude("6:8", "fp8")),
         ("gpt-oss", by_magnitude("6:8", "bf16", layers={"re:.*layers.0.*experts.down": "2:4"})),

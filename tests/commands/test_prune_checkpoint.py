@@ -362,10 +362,7 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any)
         (by_magnitude("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
         (by_magnitude("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
         (by_magnitude("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
-        (
-            by_magnitude("6:8", "int8", layers={"re:.*q_proj": "4:6@50%"}),
-            "not a pattern; got '4:6@50%'; needed",
-        ),
+        (by_magnitude("6:8", "int8", layers={"re:.*q_proj": "4:6@50%"}), "not a pattern; got '4:6@50%'; needed"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:

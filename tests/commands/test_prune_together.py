@@ -93,10 +93,7 @@ def test_magnitude_gives_the_bytes_of_one_process(
     assert not (tmp_path / "s.partial").exists()
 
 
-@pytest.mark.parametrize(
-    ("world", "method", "pattern"),
-    [(3, "sparsegpt", "6:8"), (2, "wanda", "4:6")],
-)
+@pytest.mark.parametrize(("world", "method", "pattern"), [(3, "sparsegpt", "6:8"), (2, "wanda", "4:6")])
 def test_calibration_gives_the_bytes_of_one_process(
     tmp_path: Path, source: Path, world: int, method: str, pattern: str, alone: Callable[[list[str]], dict[str, bytes]]
 ) -> None:
@@ -210,9 +207,7 @@ def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> Non
     model.model.layers[1].mlp.gate_proj.weight.data[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
     for pattern in ("6:8", "4:6"):
-        ended = prune(
-            tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--json"]
-        )
+        ended = prune(tmp_path, tmp_path / "m", 2, [*MAGNITUDE, "--pattern", pattern, "--json"])
         assert all(map(has_failed, ended))
         (line,) = lines(ended)
         assert line.startswith("slidesparse: model.layers.1.mlp.gate_proj.weight holds NaN or Inf")

@@ -181,10 +181,7 @@ def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     [
         ("gemma2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
         ("olmo2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
-        (
-            "bert",
-            {"attention.self.value.weight rows", "attention.self.value.bias", "attention.output.dense.weight"},
-        ),
+        ("bert", {"attention.self.value.weight rows", "attention.self.value.bias", "attention.output.dense.weight"}),
     ],
 )
 def test_only_what_leaves_a_layer_as_it_was_is_smoothed(name: str, smooth: set[str], tmp_path: Path) -> None:

@@ -116,11 +116,7 @@ def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
-        (
-            "maker/smal",
-            None,
-            "there is no folder maker/smal, and no such model on the hub; correct the name; a",
-        ),
+        ("maker/smal", None, "there is no folder maker/smal, and no such model on the hub; correct the name; a"),
         ("maker/private", None, "there is no folder maker/private, and no such model on the hub"),
         ("maker/gated", None, "maker/gated is a gated model; request access"),
         ("maker/small", "v2", "maker/small has no such revision; got v2; needed a branch, a tag or a commit"),

@@ -268,14 +268,7 @@ def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: P
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "[" * 100_000,
-        '{"text": 5}',
-        '{"text": ["a"]}',
-        '{"text": "a", "text": "b"}',
-        "[]",
-        "1" * 5000,
-    ],
+    ["[" * 100_000, '{"text": 5}', '{"text": ["a"]}', '{"text": "a", "text": "b"}', "[]", "1" * 5000],
     ids=lambda line: line[:24],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:

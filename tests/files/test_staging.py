@@ -115,10 +115,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
     ("plan", "differ"),
     [
         ({}, "options, slidesparse, windows"),
-        (
-            {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
-            "pattern, match, slidesparse",
-        ),
+        ({"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"}, "pattern, match, slidesparse"),
         ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab", "device": "cpu"}, "device"),
     ],
 )

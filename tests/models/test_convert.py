@@ -10,15 +10,7 @@ import transformers
 from torch import nn
 from torch.nn.utils.prune import custom_from_mask
 
-from slidesparse import (
-    InputError,
-    Pattern,
-    PatternViolation,
-    SlideLinear,
-    UnsupportedError,
-    prune_mask,
-    sparsify_,
-)
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, prune_mask, sparsify_
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.models.sparsify import layer_patterns, run_once
 from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
