@@ -87,7 +87,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "sparsify_ layers": lambda v: sparsify_(two_layers(), "6:8", layers=v),
     "sparsify_ method": lambda v: sparsify_(two_layers(), "6:8", method=v),
     "sparsify_ calibration": lambda v: sparsify_(two_layers(), "6:8", calibration=v),
-    "sparsify_ match": lambda v: sparsify_(two_layers(), "6:8", match=v),
+    "sparsify_ match_steps": lambda v: sparsify_(two_layers(), "6:8", match_steps=v),
     "load path": load,
     "load device": lambda v: load("nowhere", v),
     "load tune": lambda v: load("nowhere", tune=v),
