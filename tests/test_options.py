@@ -16,8 +16,8 @@ EVAL, TASKS = ["eval", "MISSING", "--text", "MISSING.txt"], ["eval", "MISSING", 
 IDLE = "options without effect; got"
 
 REFUSED: list[tuple[list[str], str]] = [
-    ([*PRUNE, "--seed", "0", "--samples", "128"], "calibration windows; got --samples, --seed without"),
-    ([*PRUNE, "--no-bos", "--dry-run"], "calibration windows; got --no-bos without"),
+    ([*PRUNE, "--seed", "0", "--samples", "128"], "magnitude takes no calibration text; got --samples, --seed"),
+    ([*PRUNE, "--no-bos", "--dry-run"], "magnitude takes no calibration text; got --no-bos"),
     ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt; use --method wanda or sparsegpt"),
     ([*PRUNE, "--match-steps", "9"], "matching needs calibration text"),
     ([*PRUNE, "--smooth", "--dtype", "int8"], "smoothing needs calibration text"),

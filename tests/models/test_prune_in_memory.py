@@ -81,9 +81,9 @@ def test_an_exception_stays_dense_and_runs_as_it_is() -> None:
         (["a text"], {}),
         (windows(), {"method": "magnitude"}),
         (windows(), {"method": None}),
-        (windows(), {"match": -1}),
+        (windows(), {"match_steps": -1}),
         (None, {"method": "wanda"}),
-        (None, {"match": 10}),
+        (None, {"match_steps": 10}),
     ],
 )
 def test_refused(calibration: Any, how: dict[str, Any]) -> None:
