@@ -153,9 +153,9 @@ def prune_words(source: Path | str, destination: Path | str, *more: str, pattern
     return ["prune", str(source), str(destination), "--pattern", pattern, "--method", "magnitude", *more]
 
 
-def make_w8a8(source: Path, folder: Path, dtype: str = "int8") -> Path:
+def make_w8a8(source: Path, folder: Path, dtype: str = "int8", pattern: str = "dense") -> Path:
     """A quantised checkpoint without a marker, as other tools write it."""
-    prune_checkpoint(source, folder, by_magnitude("dense", dtype))
+    prune_checkpoint(source, folder, by_magnitude(pattern, dtype))
     with edited_config(folder) as config:
         del config[MARKER_KEY]
     return folder

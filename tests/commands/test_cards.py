@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, prune_words
 
 from slidesparse.cli import main
 from slidesparse.gemm import Problem, cards, get_backend
@@ -58,7 +58,7 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
 def test_prune_asks_for_a_type_and_says_what_to_add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     capsys.readouterr()
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--method", "magnitude"]) == 1
+    assert main(prune_words(tmp_path / "m", tmp_path / "s")) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "got no --dtype; needed int8 or fp8" in error

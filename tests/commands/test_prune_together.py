@@ -229,18 +229,7 @@ def test_wrong_usage_is_one_line(tmp_path: Path, source: Path) -> None:
 
 
 def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) -> None:
-    words = [
-        "prune",
-        source,
-        tmp_path / "s",
-        "--dtype",
-        "int8",
-        "--device",
-        "cpu",
-        "--method",
-        "magnitude",
-        "--pattern",
-    ]
+    words = ["prune", source, tmp_path / "s", *MAGNITUDE, "--pattern"]
     ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])
     assert all(map(has_failed, ended))
     (line,) = lines(ended)

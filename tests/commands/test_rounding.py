@@ -25,7 +25,7 @@ ROUNDED = {"dtype": "int8", "rounding": "6bit"}, {"dtype": "fp8"}
 def test_values_are_not_the_nearest_and_scales_are(match: int, how: dict[str, Any], tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    options = {"pattern": "6:8", "method": "sparsegpt", "calibration": text, "match": match}
+    options = {"pattern": "6:8", "method": "sparsegpt", "calibration": text, "match_steps": match}
     plain = prune_checkpoint(source, tmp_path / "float", by_magnitude(dtype="bf16", **options))
     rounded = prune_checkpoint(source, tmp_path / "rounded", by_magnitude(**how, **options))
     assert plain.weight_rounding == {}

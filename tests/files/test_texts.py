@@ -18,7 +18,7 @@ from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
-from slidesparse.offline.calibrate.texts import DEFAULT_FILE, read_documents
+from slidesparse.offline.calibrate.texts import DEFAULT_FILE, OWN_PAGES, read_documents
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
@@ -255,7 +255,7 @@ def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calibration_windows(tmp_path / "m", config, Calibration("default")).shape == (128, 32)
     monkeypatch.chdir(tmp_path)
     prune_checkpoint("m", "q", PruneOptions("6:8", "int8", "wanda", Calibration("default", samples=4)))
-    assert "wanda, 4 windows of 128 tokens of default" in Path("q/README.md").read_text()
+    assert f"wanda, 4 windows of 128 tokens of {OWN_PAGES}" in Path("q/README.md").read_text()
     write_text(tmp_path / "default")  # a file of that name comes first
     own = calibration_windows(tmp_path / "m", config, Calibration("default", samples=4))
     assert not torch.equal(own, windows[:4, :32])

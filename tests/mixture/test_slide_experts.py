@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (([*gate_up[:-1], *packed_experts(1, 2 * INNER, HIDDEN + 8, INT8)], down), "got 2 kinds; needed one size"),
         (
             ([*gate_up[:-1], *packed_experts(1, 2 * INNER, HIDDEN, INT8, "4:6")], down),
-            "got 4:6, 6:8; needed one pattern",
+            "got 4:6, 6:8; needed one",
         ),
         ((packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "dense"), down), "got dense; needed one pattern"),
     ):
