@@ -133,9 +133,15 @@ def same_tensors(one: Path, other: Path) -> bool:
 @contextmanager
 def edited_config(path: Path) -> Iterator[dict[str, Any]]:
     """What is changed in this object is changed in the checkpoint's config.json."""
-    config = json.loads((path / "config.json").read_text())
+    config = config_of(path)
     yield config
     (path / "config.json").write_text(json.dumps(config))
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint."""
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found
 
 
 def read_text(source: Any, tokenizer: Any = None) -> str:

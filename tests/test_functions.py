@@ -13,7 +13,7 @@ from checkpoints import add_tokenizer, contents, make_checkpoint, write_text
 
 import slidesparse as ss
 from slidesparse.cli import build_parser, main
-from slidesparse.offline.calibrate.calibration import Calibration
+from slidesparse.offline.calibrate.calibration import OWN_PAGES, Calibration
 from slidesparse.offline.outcome import PruneSummary
 
 OF_THE_COMMAND_LINE = {"help", "json", "verbose", "quiet", "own_chats", "prompts", "join_timeout"}
@@ -107,7 +107,7 @@ def test_what_calibration_may_be(folder: Path, texts: Any) -> None:
     windows = {} if isinstance(texts, Calibration) else {"samples": 4, "length": 16}
     ss.prune("./Qwen2.5-7B", "./out", dtype="int8", method="wanda", calibration=texts, **windows)
     card = (folder / "out/README.md").read_text()
-    assert f"4 windows of 16 tokens of {'default' if texts is None else 'text.txt'}" in card
+    assert f"4 windows of 16 tokens of {OWN_PAGES if texts is None else 'text.txt'}" in card
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from checkpoints import add_tokenizer, make_checkpoint, read_text, write_text
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
-from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
-from slidesparse.offline.calibrate.texts import DEFAULT_FILE, OWN_PAGES, read_documents
+from slidesparse.offline.calibrate.calibration import OWN_PAGES, Calibration, calibration_windows, load_tokenizer
+from slidesparse.offline.calibrate.texts import DEFAULT_FILE, read_documents
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 
 CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
