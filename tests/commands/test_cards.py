@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, prune_words
 
-from slidesparse.cli import main
 from slidesparse.gemm import Problem, cards, get_backend
 from slidesparse.gemm.cards import CARDS, find_card
 from slidesparse.gemm.cusparselt import api
@@ -50,17 +47,3 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
         problem = Problem(Pattern(6, 8), dtype, 64, 64, torch.device("cuda"))
         able = [name for name in ("hopper", "cusparselt") if get_backend(name).why_not(problem) is None]
         assert able == cards.list_backends(card.capability, dtype)
-
-
-# -- prune and inspect ---------------------------------------------------------------------------------------------
-
-
-def test_prune_asks_for_a_type_and_says_what_to_add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m")
-    capsys.readouterr()
-    assert main(prune_words(tmp_path / "m", tmp_path / "s")) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "got no --dtype; needed int8 or fp8" in error
-    assert error.endswith("; add --dtype int8, the faster one on a Hopper GPU, or fp8 (docs/cards.md)\n")
-    assert not (tmp_path / "s").exists()

@@ -316,7 +316,6 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any)
     [
         (by_magnitude("6:8", "fp16"), "keeps the type"),
         (by_magnitude("6:8", "int8", rounding="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
-        (PruneOptions("6:8", "int8", method="magic"), "magic"),
         (by_magnitude("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
         (by_magnitude("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
     ],
