@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+LEFT = pytest.StashKey[int]()
+"""Cases that this run leaves to ``-m slow``."""
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count what ``-m`` left out because it is slow; ``-k`` leaves out whatever it does not name."""
+    config = items[0].config
+    if not config.option.keyword:
+        slow = [one for one in items if one.get_closest_marker("slow") and not one.get_closest_marker("gpu")]
+        config.stash[LEFT] = len(slow)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this worker."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left"] = session.config.stash.get(LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker counted: each of them collects all."""
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, 0):
+        terminalreporter.write_line(f"{left} cases are left to pytest -m slow (tests/thinning.py chooses most of them)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -13,7 +13,10 @@ import tokenizers
 import torch
 import transformers
 
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 
 SMALL = {
@@ -115,12 +118,30 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same tensors under the same names."""
+    first, second = tensors(one), tensors(other)
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 @contextmanager
 def edited_config(path: Path) -> Iterator[dict[str, Any]]:
     """What is changed in this object is changed in the checkpoint's config.json."""
-    config = json.loads((path / "config.json").read_text())
+    config = config_of(path)
     yield config
     (path / "config.json").write_text(json.dumps(config))
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint."""
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found
 
 
 def read_text(source: Any, tokenizer: Any = None) -> str:
@@ -130,4 +151,17 @@ def read_text(source: Any, tokenizer: Any = None) -> str:
 
 def by_magnitude(pattern: str, dtype: str | None = None, **options: Any) -> PruneOptions:
     """Options of pruning that reads no text, where a test is about something else."""
-    return PruneOptions(pattern, dtype, method="magnitude", **options)
+    return PruneOptions(pattern, dtype, **{"method": "magnitude", **options})
+
+
+def prune_words(source: Path | str, destination: Path | str, *more: str, pattern: str = "6:8") -> list[str]:
+    """The command line of pruning that reads no text."""
+    return ["prune", str(source), str(destination), "--pattern", pattern, "--method", "magnitude", *more]
+
+
+def make_w8a8(source: Path, folder: Path, dtype: str = "int8", pattern: str = "dense") -> Path:
+    """A quantised checkpoint without a marker, as other tools write it."""
+    prune_checkpoint(source, folder, by_magnitude(pattern, dtype))
+    with edited_config(folder) as config:
+        del config[MARKER_KEY]
+    return folder

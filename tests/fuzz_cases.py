@@ -205,23 +205,8 @@ def damage(folder: Path, name: str, number: int) -> None:
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "",
-    "x",
-    "0",
-    "-1",
-    "1",
-    "1e999",
-    "nan",
-    "99999999999999999999",
-    "re:(",
-    "re:.*q_proj",
-    "=",
-    "a=b",
-    "6:8",
-    "../x",
-    "\udcff",
-    "\x1b[2J",
-    "re:.*q=4:6",
+    *("", "x", "0", "-1", "1", "1e999", "nan", "99999999999999999999", "re:(", "re:.*q_proj", "=", "a=b"),
+    *("6:8", "../x", "\udcff", "\x1b[2J", "re:.*q=4:6"),
 )
 
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -279,12 +264,8 @@ def command_line(case: Case, folder: Path) -> list[str]:
     words = [named.get(word, word) for word in words]
     out = [str(folder / "out")] if case.command == "prune" else []
     if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and case.command == "prune":
-        out = [
-            random.Random(case.arguments[0]).choice(
-                ("m", "m/in", "out/..", "text.txt", "text.txt/x", "n" * 300, "a/b/c")
-            )
-        ]
-        out = [str(folder / out[0])]
+        places = ("m", "m/in", "out/..", "text.txt", "text.txt/x", "n" * 300, "a/b/c")
+        out = [str(folder / random.Random(case.arguments[0]).choice(places))]
     return [case.command, str(folder / "m"), *out, *words]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,31 +61,6 @@ def lift_row(x: Sequence[int], n: int) -> list[int]:
         for window in range(n - 1)
         for delta in range(4)
     ]
-
-
-def places_all(support: Iterable[int], starts: Sequence[int], window: int, most: int) -> bool:
-    """True when every position finds a place in a window that covers it: bipartite matching by augmenting paths."""
-    held: list[list[int]] = [[] for _ in starts]
-
-    def place(position: int, tried: set[int]) -> bool:
-        for w, start in enumerate(starts):
-            if start <= position < start + window and w not in tried:
-                tried.add(w)
-                if len(held[w]) < most:
-                    held[w].append(position)
-                    return True
-                for i, other in enumerate(held[w]):
-                    if place(other, tried):
-                        held[w][i] = position
-                        return True
-        return False
-
-    return all(place(position, set()) for position in support)
-
-
-def all_supports(size: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Every set of at most ``most`` of ``size`` positions. Those of exactly ``most`` contain all others."""
-    return itertools.combinations(range(size), most)
 
 
 def vllm_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

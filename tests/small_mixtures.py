@@ -24,7 +24,7 @@ INT8 = "transformers 5.23 cannot load INT8 experts"
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 SECOND = {"mlp_layer_types": ["dense", "sparse"]}
 LATENT = {
-    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 }
 
 MIXTURES: dict[str, A] = {
@@ -102,9 +102,7 @@ MIXTURES: dict[str, A] = {
     "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
     "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
     "minimax-m2": A(
-        "MiniMaxM2ForCausalLM",
-        {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-        alone=INT8,
+        "MiniMaxM2ForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, alone=INT8
     ),
     "jamba": A(
         "JambaForCausalLM",
@@ -164,10 +162,7 @@ MIXTURES: dict[str, A] = {
     ),
     "kolibri1": A(
         "Kolibri1ForCausalLM",
-        {
-            **{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16},
-            "shared_expert_intermediate_size": 48,
-        },
+        {**{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16}, "shared_expert_intermediate_size": 48},
         alone=INT8,
     ),
     "beam": A(

@@ -20,12 +20,7 @@ MULTIMODAL: dict[str, A] = {
     # -- images and sound ----------------------------------------------------------------------------------------------
     "vit": A("ViTForImageClassification", VISION, image()),
     "deit": A("DeiTForImageClassification", VISION, image()),
-    "dinov2": A(
-        "Dinov2Model",
-        {**VISION, "mlp_ratio": 2},
-        image(),
-        alone=CUT,
-    ),
+    "dinov2": A("Dinov2Model", {**VISION, "mlp_ratio": 2}, image(), alone=CUT),
     "swin": A(
         "SwinForImageClassification",
         {
@@ -116,12 +111,10 @@ MULTIMODAL: dict[str, A] = {
         {"text_config": {**TEXT, "model_type": "gemma", "head_dim": 16}, "vision_config": VISION, "projection_dim": 64},
     ),
     "idefics3": A(
-        "Idefics3ForConditionalGeneration",
-        {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION},
+        "Idefics3ForConditionalGeneration", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION}
     ),
     "smolvlm": A(
-        "SmolVLMForConditionalGeneration",
-        {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION},
+        "SmolVLMForConditionalGeneration", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION}
     ),
     "phi4-multimodal": A(
         "Phi4MultimodalForCausalLM",
@@ -234,9 +227,7 @@ MULTIMODAL: dict[str, A] = {
         "GraniteDoclingForConditionalGeneration",
         {
             "text_config": TEXT,
-            "vision_config": {
-                **{**VISION, "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [1]},
-            },
+            "vision_config": {**{**VISION, "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [1]}},
         },
     ),
     "hyperclovax-vision": A(

@@ -61,7 +61,7 @@ def evil_tokenizer(tmp_path: Path) -> Path:
     return with_code(tmp_path / "m", "class EvilTokenizer(transformers.PreTrainedTokenizerFast):\n    pass")
 
 
-def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
+def test_a_config_with_code_is_refused_in_one_line(evil_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (
         lambda: build_meta_model(Checkpoint(evil_config)),
         lambda: prune_checkpoint(evil_config, evil_config.parent / "s", by_magnitude("6:8", "int8")),
@@ -69,10 +69,6 @@ def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
     ):
         with pytest.raises(UnsupportedError, match=r"code of its own; got model_type 'evil'.*custom code is not run"):
             run()
-    assert not (evil_config / "executed").exists()
-
-
-def test_inspect_asks_nobody(evil_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(evil_config), "--json"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out)["error"]["remedy"] == "upgrade transformers; custom code is not run"

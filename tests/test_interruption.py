@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, prune_words
 
 import slidesparse.offline.info
 from slidesparse.cli import main
@@ -122,17 +122,7 @@ def test_prune_says_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, word: str
 ) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
-    command = [
-        "prune",
-        str(tmp_path / "m"),
-        str(tmp_path / "s"),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
+    command = prune_words(tmp_path / "m", tmp_path / "s", "--dtype", "int8")
     write, shards = execute.write_shard, []
 
     def third(path: Path, *rest: Any) -> dict[str, str]:

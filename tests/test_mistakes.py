@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,38 +18,35 @@ WANDA = [*PRUNE, "--method", "wanda", "--calibration", "text.txt", "--samples", 
 EVAL = ["eval", "m", "--text", "text.txt"]
 
 COMMANDS = {
-    **{f"prune on {device}": [*PRUNE, "--device", device] for device in ("CPU", "foo", "mps", "cuda:-1", "", "meta")},
-    **{f"wanda on {device}": [*WANDA, "--device", device] for device in ("cuda:99", "foo")},
-    **{f"eval on {device}": [*EVAL, "--device", device] for device in ("CPU", "cuda:99")},
+    **{f"prune on {device}": [*PRUNE, "--device", device] for device in ("CPU", "mps", "cuda:-1", "", "meta")},
+    **{"wanda on cuda:99": [*WANDA, "--device", "cuda:99"], "eval on cuda:99": [*EVAL, "--device", "cuda:99"]},
     "demo on foo": ["demo", "--device", "foo"],
-    **{f"seed {seed}": [*WANDA, "--seed", seed] for seed in ("18446744073709551616", "-1", "9" * 400)},
+    **{f"seed {seed}": [*WANDA, "--seed", seed] for seed in ("-1", "9" * 400)},
     "destination in bytes": [*PRUNE[:2], "caf\udce9", *PRUNE[3:]],
-    "calibration in bytes": [*WANDA, "--calibration", "caf\udce9.txt"],
     "text in bytes": [*EVAL, "--text", "caf\udce9.txt"],
     "inspect bytes": ["inspect", "caf\udce9"],
     "loop as destination": [*PRUNE[:2], "loop", *PRUNE[3:]],
     "loop as source": ["prune", "loop", *PRUNE[2:]],
-    "deep lines": [*WANDA, "--calibration", "deep.jsonl"],
     "deep records": ["report", "deep.json", "--out", "r"],
     "long number": ["report", "long.json", "--out", "r"],
     "list as text": [*WANDA, "--calibration", "numbers.json"],
 }
-
-
+# As a shell makes of a variable that is not set; an empty Path would be the folder that one is in.
 EMPTY = [
     *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
-    [*WANDA, "--calibration", ""],
-    ["eval", "", *EVAL[2:]],
-    [*EVAL, "--text", ""],
-    ["inspect", ""],
-    ["demo", "--plot", ""],
-    ["tune", ""],
-    ["tune", "--share", ""],
-    ["tune", "--from", ""],
-    ["bench", "gemm", "--out", ""],
-    ["bench", "serve", "--out", "r.jsonl", "--scratch", ""],
-    ["report", "", "--out", "r"],
-    ["report", "text.txt", "--out", ""],
+    *([*WANDA, "--calibration", ""], ["eval", "", *EVAL[2:]], [*EVAL, "--text", ""], ["inspect", ""]),
+    *(["demo", "--plot", ""], ["tune", ""], ["tune", "--share", ""], ["tune", "--from", ""]),
+    *(["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
+    *(["report", "", "--out", "r"], ["report", "text.txt", "--out", ""]),
+]
+NO_GPU = [
+    *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--count", "2"]),
+    ["recover", "m", "r", "--dense", "m", "--tokens", "1M", "--text", "text.txt"],
+]
+ONE_LINE = [
+    *(pytest.param(words, "", id=name) for name, words in COMMANDS.items()),
+    *(pytest.param(words, "got an empty path; needed the name", id=" ".join(words)) for words in EMPTY),
+    *(pytest.param([*words, "--device", "cuda"], "no CUDA device here; got", id=" ".join(words)) for words in NO_GPU),
 ]
 
 
@@ -61,8 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_tokenizer(made / "m")
     write_text(made / "text.txt", words=60)
     (made / "loop").symlink_to("loop")
-    for name in ("deep.json", "deep.jsonl"):
-        (made / name).write_text("[" * 100_000 + "\n")
+    (made / "deep.json").write_text("[" * 100_000 + "\n")
     (made / "long.json").write_text(f'{{"version": {"1" * 5000}}}')
     (made / "numbers.json").write_text("[1, 2]")
     return made
@@ -73,65 +68,24 @@ def listed(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
-def status_of(words: list[str]) -> int:
-    try:
-        return main(words)
-    except SystemExit as stop:  # a value that argparse refuses
-        return int(str(stop.code))
-
-
-@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize(("words", "says"), ONE_LINE)
 def test_a_mistake_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.chdir(folder)
-    before = listed(folder)
-    capsys.readouterr()
-    status = status_of([*COMMANDS[name], "--json"])
-    told = capsys.readouterr()
-    assert status in (1, 2)
-    error = json.loads(told.out)["error"]
-    assert error["kind"] in ("InputError", "CheckpointError", "UnsupportedError", "UsageError")
-    if status == 1:
-        assert told.err.count("\n") == 1
-    told.err.encode("utf-8", "backslashreplace")
-    assert listed(folder) == before
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--count", "2"]),
-        ["recover", "m", "r", "--dense", "m", "--tokens", "1M", "--text", "text.txt"],
-    ],
-    ids=" ".join,
-)
-def test_a_gpu_that_is_not_there_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     before = listed(folder)
     capsys.readouterr()
-    assert main([*words, "--device", "cuda"]) == 1
-    assert re.fullmatch(
-        r"slidesparse: no CUDA device here; got .* too old .*; use the device cpu\n", capsys.readouterr().err
-    )
-    assert listed(folder) == before
-
-
-@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
-def test_an_empty_path_is_called_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    """As a shell makes of a variable that is not set; an empty Path would be the folder that one is in."""
-    monkeypatch.chdir(folder)
-    before = listed(folder)
-    capsys.readouterr()
-    status = status_of(words)
+    try:
+        status = main([*words, "--json"])
+    except SystemExit as stop:  # a value that argparse refuses
+        status = int(str(stop.code))
     told = capsys.readouterr()
-    assert status in (1, 2)
-    assert "got an empty path; needed the name of a file or a folder" in told.err
+    error = json.loads(told.out)["error"]
+    assert error["kind"] in ("InputError", "CheckpointError", "UnsupportedError", "UsageError")
+    assert says in error["message"]
+    assert status == 2 or (status, told.err.count("\n")) == (1, 1)
+    told.err.encode("utf-8", "backslashreplace")
     assert listed(folder) == before
 
 
@@ -140,10 +94,10 @@ CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
     "unknown family": lambda c: c.update(model_type="nothing"),
     "text as size": lambda c: c.update(hidden_size="sixty-four"),
     "no heads": lambda c: c.update(num_attention_heads=0),
-    "negative size": lambda c: c.update(hidden_size=-64),
+    "no architectures": lambda c: c.update(architectures=None),
+    "unknown architecture": lambda c: c.update(architectures=["NoSuchModel"]),
     "list as architectures": lambda c: c.update(architectures=[["LlamaForCausalLM"]]),
     "list as quantization_config": lambda c: c.update(quantization_config=[1]),
-    "text as auto_map": lambda c: c.update(auto_map="AutoConfig"),
     "number as auto_map": lambda c: c.update(auto_map=3),
     "text as dtype": lambda c: c.update(dtype="nothing"),
     "more words": lambda c: c.update(vocab_size=97),

@@ -103,21 +103,24 @@ def test_a_norm_is_neither_left_out_nor_broadcast(
         TorchLift(spec)(torch.randn(TOKENS, K), residual, tensors, EPS)
 
 
-@pytest.mark.parametrize("columns", [K - 8, K + 8])
-def test_activations_of_another_width_are_refused(columns: int) -> None:
-    """As the kernels do: the definition would read some of the columns, or past the last one."""
+@pytest.mark.parametrize(
+    "x",
+    [
+        *(torch.randn(TOKENS, columns) for columns in (K - 8, K + 8)),  # some of the columns, or past the last one
+        *(torch.randn(1, TOKENS, K), torch.randn(K), torch.ones(TOKENS, K, dtype=torch.int32)),
+    ],
+)
+def test_what_are_no_rows_of_the_weights_width_is_refused(x: torch.Tensor) -> None:
+    """As the kernels do."""
     layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    with pytest.raises(InputError, match=rf"activations to lift; got \[9, {columns}\].*; needed \[M, {K}\]"):
-        ops.linear(torch.randn(TOKENS, columns), tensors, layer.weight_scale, None, layer.spec)
-
-
-@pytest.mark.parametrize("x", [torch.randn(1, TOKENS, K), torch.randn(K), torch.ones(TOKENS, K, dtype=torch.int32)])
-def test_what_are_no_rows_of_floats_is_refused(x: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"activations to lift; got \[.*\] torch\.\w+"):
-        ops.quantize_lift(x, packed_weight().column_map(), torch.int8)
-    with pytest.raises(InputError, match=r"needed floats \[M, K\]"):
-        ops.lift(x, packed_weight().column_map())
+    with pytest.raises(InputError, match="activations to lift"):
+        ops.linear(x, tensors, layer.weight_scale, None, layer.spec)
+    if x.dim() != 2 or not x.is_floating_point():
+        with pytest.raises(InputError, match="activations to lift"):
+            ops.quantize_lift(x, packed_weight().column_map(), torch.int8)
+        with pytest.raises(InputError, match=r"needed floats \[M, K\]"):
+            ops.lift(x, packed_weight().column_map())
 
 
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------

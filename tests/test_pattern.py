@@ -4,8 +4,6 @@ import math
 from fractions import Fraction
 
 import pytest
-from decomposition import decompose
-from oracles import all_supports, places_all
 
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -92,62 +90,6 @@ def test_unknown_storage_form() -> None:
 def test_groups_that_cover_columns() -> None:
     for columns, k_offset, groups in ((8, 0, 1), (9, 0, 2), (8, 1, 2), (1, 7, 1), (2, 7, 2)):
         assert Pattern(6, 8).groups(columns, k_offset) == groups
-
-
-# -- general sources on general hardware ---------------------------------------------------------------------------
-
-HARDWARE = [(1, 4), (2, 4), (1, 2), (2, 6), (3, 6), (1, 3), (4, 8)]
-
-
-def _sources(hw_keep: int, hw_window: int) -> list[tuple[int, int]]:
-    return [
-        (keep, group)
-        for group in range(hw_window, 11)
-        for keep in range(1, group + 1)
-        if keep * hw_window >= hw_keep * group
-    ]
-
-
-@pytest.mark.parametrize(("hw_keep", "hw_window"), HARDWARE)
-def test_hall_condition_agrees_with_matching_every_support(hw_keep: int, hw_window: int) -> None:
-    verdicts = set()
-    for keep, group in _sources(hw_keep, hw_window):
-        d = decompose(keep, group, hw_keep, hw_window)
-        # A support that fits keeps fitting when it loses a position, so the full ones decide.
-        fits = all(places_all(s, d.starts, hw_window, hw_keep) for s in all_supports(group, keep))
-        assert d.feasible == fits, (keep, group)
-        if d.counterexample is not None:
-            assert len(set(d.counterexample)) <= keep
-            assert set(d.counterexample) <= set(range(group))
-            assert not places_all(d.counterexample, d.starts, hw_window, hw_keep)
-        assert {p for s in d.starts for p in range(s, s + hw_window)} == set(range(group))
-        assert d.expansion == Fraction(len(d.starts) * hw_window, group)
-        assert d.speedup <= d.bound or not d.feasible
-        verdicts.add(d.feasible)
-    assert verdicts == {True, False}
-
-
-def test_the_false_case_of_the_papers_theorem_2() -> None:
-    d = decompose(2, 7, 1, 4)
-    assert d.starts == (0, 3)
-    assert len(d.starts) * d.hw_keep >= d.keep  # the paper's condition holds ...
-    assert d.counterexample == (0, 1)  # ... and yet both lie in window 0 alone
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 16])
-def test_our_family_reaches_the_bound(n: int) -> None:
-    d = decompose(2 * n - 2, 2 * n)
-    assert d.feasible
-    assert d.expansion == 2 - Fraction(2, n)
-    assert d.speedup == d.bound == Pattern(2 * n - 2, 2 * n).ideal_speedup
-    # One more non-zero than the windows can hold.
-    assert not decompose(2 * n - 1, 2 * n).feasible
-
-
-def test_sources_that_cannot_be_slid() -> None:
-    for arguments in ((0, 8), (9, 8), (6, 8, 4, 4), (4, 4, 4, 4), (6, 8, 0, 4), (2, 3), (1, 8), (1, 4, 1, 8)):
-        with pytest.raises(InputError):
-            decompose(*arguments)
 
 
 def test_codes_count_the_pairs_left_out() -> None:

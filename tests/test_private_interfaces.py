@@ -25,12 +25,7 @@ from slidesparse.base.torch_private import PRIVATE
 
 ROOT = Path(slidesparse.__file__).parent
 
-DOORS = {
-    "base/torch_private.py",
-    "base/python_stack.py",
-    "base/triton_launcher.py",
-    "integrations/vllm/private.py",
-}
+DOORS = {"base/torch_private.py", "base/python_stack.py", "base/triton_launcher.py", "integrations/vllm/private.py"}
 
 ELSEWHERE = {
     # A kernel of vLLM's that is looked for, and not used where it is not found.

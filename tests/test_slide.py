@@ -159,10 +159,7 @@ def test_lift_takes_any_strides_and_no_rows() -> None:
 def test_lift_refuses(arguments: tuple[object, ...]) -> None:
     with pytest.raises(InputError):
         lift(torch.zeros(1, 8), *arguments)
-
-
-def test_lift_refuses_other_types() -> None:
-    with pytest.raises(InputError, match="float64"):
+    with pytest.raises(InputError):
         lift(torch.zeros(1, 8, dtype=torch.float64), "6:8")
 
 

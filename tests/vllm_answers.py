@@ -48,10 +48,7 @@ def checkpoint(folder: Path, weights: Weights) -> Path:
 
 def ask(engine: Engine) -> Answers:
     """All prompts at once."""
-    return Answers(
-        engine.call("tokens", prompts(), TOKENS),
-        engine.call("first_logprobs", prompts()[:16], LIKELIEST),
-    )
+    return Answers(engine.call("tokens", prompts(), TOKENS), engine.call("first_logprobs", prompts()[:16], LIKELIEST))
 
 
 def ask_one_by_one(engine: Engine, count: int) -> Answers:

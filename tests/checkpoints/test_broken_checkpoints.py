@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, write_text
+from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, make_w8a8, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -46,11 +46,7 @@ def pruned(dense: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def quantised(dense: Path) -> Path:
-    """A W8A8 checkpoint without a marker, as other tools write it."""
-    prune_checkpoint(dense, dense.parent / "q", by_magnitude("dense", "int8"))
-    with edited_config(dense.parent / "q") as config:
-        del config["slidesparse_config"]
-    return dense.parent / "q"
+    return make_w8a8(dense, dense.parent / "q")
 
 
 def damaged(source: Path, folder: Path, damage: Damage) -> Path:
@@ -173,71 +169,54 @@ def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
             prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method, text))
 
 
-def test_inspect_says_that_weights_are_stored_otherwise(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """GPTQ and its kin have other tensors in the place of weights, which are not missing."""
-
-    def quantise(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        tensors[f"{Q}.qweight"] = tensors.pop(f"{Q}.weight").to(torch.int32)
-        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-
-    folder = damaged(dense, tmp_path / "m", quantise)
-    capsys.readouterr()
-    assert main(["inspect", str(folder)]) == 1
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
-    assert told.startswith("PROBLEM: quantisation of the source; got gptq; needed none")
-
-
 @pytest.mark.parametrize(
     ("tensor", "file", "got"),
     [
-        ("qweight", None, f"{Q}.qweight, as GPTQ"),
-        ("qzeros", "quant_config.json", f"quant_config.json and {Q}.qzeros, as GPTQ"),
-        ("B", "quantize_config.json", "quantize_config.json, as GPTQ"),  # Marlin's name
+        ("qweight", "config.json", "gptq; needed none"),
+        ("qweight", None, f"{Q}.qweight, as GPTQ and AWQ write them; needed none"),
+        ("qzeros", "quant_config.json", f"quant_config.json and {Q}.qzeros, as GPTQ and AWQ write them; needed none"),
+        ("B", "quantize_config.json", "quantize_config.json, as GPTQ and AWQ write them; needed none"),  # Marlin's
     ],
 )
-def test_old_quantised_checkpoints_have_no_key(
+def test_weights_that_are_stored_otherwise(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tensor: str, file: str | None, got: str
 ) -> None:
-    def quantise(tensors: Tensors, _: Config) -> None:
+    """GPTQ and its kin have other tensors in the place of weights, which are not missing."""
+
+    def quantise(tensors: Tensors, config: Config) -> None:
         tensors[f"{Q}.{tensor}"] = tensors.pop(f"{Q}.weight").to(torch.int32)
+        if file == "config.json":
+            config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
 
     folder = damaged(dense, tmp_path / "m", quantise)
-    if file is not None:
+    if file not in (None, "config.json"):
         (folder / file).write_text('{"bits": 4}')
-    says = f"quantisation of the source; got {got} and AWQ write them; needed none"
     with pytest.raises(CheckpointError) as error:
         prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
-    assert str(error.value).startswith(says)
-    assert str(error.value).endswith("; start from the model as it was before it was quantised")
-    with pytest.raises(CheckpointError, match="quantisation of the source"):
+    assert str(error.value).startswith(f"quantisation of the source; got {got}")
+    assert error.value.remedy
+    with pytest.raises(CheckpointError, match="cannot load" if file == "config.json" else "quantisation of the source"):
         evaluate(folder, text=dense.parent / "text.txt")
     capsys.readouterr()
     assert main(["inspect", str(folder)]) == 1
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
-    assert told.startswith(f"PROBLEM: {says}")
+    assert told.startswith(f"PROBLEM: quantisation of the source; got {got}")
 
 
 @pytest.mark.parametrize(
-    "groups",
+    "wrong",
     [
-        ["not", "an object"],
-        {"group_0": None},
-        {"group_0": {"targets": ["Linear"], "weights": [8], "input_activations": {}}},
+        {"config_groups": ["not", "an object"]},
+        {"config_groups": {"group_0": None}},
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": [8], "input_activations": {}}}},
+        {"ignore": "lm_head"},
+        {"ignore": [3]},
     ],
     ids=str,
 )
-def test_config_groups_of_the_wrong_kind(quantised: Path, tmp_path: Path, groups: object) -> None:
-    folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(config_groups=groups))
+def test_a_quantisation_of_the_wrong_kind(quantised: Path, tmp_path: Path, wrong: Config) -> None:
+    folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(wrong))
     with pytest.raises(CheckpointError, match=r"quanti[sz]ation"):
-        prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
-
-
-@pytest.mark.parametrize("ignore", ["lm_head", [3]])
-def test_ignore_lists_of_the_wrong_kind(quantised: Path, tmp_path: Path, ignore: object) -> None:
-    folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(ignore=ignore))
-    with pytest.raises(CheckpointError, match="ignore of quantization_config"):
         prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
@@ -247,51 +226,32 @@ def test_an_old_config_of_packed_bitnet_weights(dense: Path, tmp_path: Path) -> 
         prune_checkpoint(folder, tmp_path / "s", by_magnitude("6:8", "int8", rounding="ternary"))
 
 
-@pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
-def test_generation_settings_that_loading_would_refuse(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    shutil.copytree(dense, tmp_path / "m")
-    (tmp_path / "m/generation_config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
-    assert not (tmp_path / "s.partial").exists()
-    assert main(["inspect", str(tmp_path / "m")]) == 1
-    assert "generation_config.json" in capsys.readouterr().out
-
-
 # -- linears that servers join -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["4:6", "dense"])
-def test_q_k_and_v_have_one_pattern(dense: Path, tmp_path: Path, pattern: str) -> None:
-    options = by_magnitude("6:8", "int8", layers={"re:.*q_proj": pattern})
-    with pytest.raises(InputError, match=rf"different patterns; got {Q}: {pattern}, .*k_proj: 6:8.*needed one pattern"):
-        prune_checkpoint(dense, tmp_path / "s", options)
-    alike = dict.fromkeys((f"re:.*{name}_proj" for name in "qkv"), pattern)
-    prune_checkpoint(dense, tmp_path / "s", by_magnitude("6:8", "int8", layers=alike))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "others", "told"),
+    ("dtype", "others", "q", "told"),
     [
-        ("int8", "6:8", "left alone, .*k_proj: 6:8"),
-        ("int8", "dense", "left alone, .*k_proj: dense"),  # in 8 bits, which q_proj would not have
-        ("bf16", "6:8", "dense, .*k_proj: 6:8"),
-        ("bf16", "dense", None),
+        ("int8", "6:8", "4:6", "4:6, .*k_proj: 6:8.*needed one pattern"),
+        ("int8", "6:8", "dense", "dense, .*k_proj: 6:8"),
+        ("int8", "6:8", None, "left alone, .*k_proj: 6:8.*or all left alone"),
+        ("int8", "dense", None, "left alone, .*k_proj: dense"),  # in 8 bits, which q_proj would not have
+        ("bf16", "6:8", None, "dense, .*k_proj: 6:8"),
+        ("bf16", "dense", None, None),
     ],
 )
-def test_q_k_and_v_are_left_alone_together(
-    dense: Path, tmp_path: Path, dtype: str, others: str, told: str | None
+def test_q_k_and_v_are_treated_alike(
+    dense: Path, tmp_path: Path, dtype: str, others: str, q: str | None, told: str | None
 ) -> None:
     """vLLM refuses a checkpoint in which the parts of one of its layers are quantised and not."""
-    layers = dict.fromkeys(("re:.*k_proj", "re:.*v_proj"), others)
-    options = by_magnitude("6:8", dtype, layers=layers, ignore=("re:.*q_proj",))
+    layers = dict.fromkeys(("re:.*k_proj", "re:.*v_proj"), others) | ({"re:.*q_proj": q} if q else {})
+    options = by_magnitude("6:8", dtype, layers=layers, ignore=() if q else ("re:.*q_proj",))
     if told is None:
         prune_checkpoint(dense, tmp_path / "s", options)
     else:
-        with pytest.raises(InputError, match=rf"different patterns; got {Q}: {told}.*or all left alone"):
+        with pytest.raises(InputError, match=f"different patterns; got {Q}: {told}"):
             prune_checkpoint(dense, tmp_path / "s", options)
         assert not list(tmp_path.iterdir())
-    alone = by_magnitude("6:8", dtype, ignore=("re:.*[qkv]_proj", "re:.*o_proj"))
-    prune_checkpoint(dense, tmp_path / "t", alone)
+    alike: Config = {"layers": dict.fromkeys((f"re:.*{name}_proj" for name in "qkv"), q)} if q else {}
+    alone = alike or {"ignore": ("re:.*[qkv]_proj", "re:.*o_proj")}
+    prune_checkpoint(dense, tmp_path / "t", by_magnitude("6:8", dtype, **alone))

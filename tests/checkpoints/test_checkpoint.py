@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from checkpoints import by_magnitude, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
@@ -46,6 +48,8 @@ def test_a_forgotten_tensor_is_an_error(tmp_path: Path) -> None:
         pass
     assert list(tmp_path.iterdir()) == []
     assert w.file.closed
+    with pytest.raises(ValueError, match="announced"), TensorWriter(tmp_path / "x", {"a": Stored("I8", (2, 3))}) as w:
+        w.write("a", torch.zeros(3, 2, dtype=torch.int8))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -68,11 +72,6 @@ def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="announced"), TensorWriter(tmp_path / "x", {"a": Stored("I8", (2, 3))}) as w:
-        w.write("a", torch.zeros(3, 2, dtype=torch.int8))
-
-
 def test_sharded_checkpoint_is_read(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", shard_size="60KB")
     checkpoint = Checkpoint(tmp_path / "m")
@@ -83,35 +82,28 @@ def test_sharded_checkpoint_is_read(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor(name), tensor)
 
 
-def damaged(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "m", shard_size="60KB")
-    return tmp_path / "m"
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint folder"):
-        Checkpoint(tmp_path / "nothing")
-
-
 ADAPTER, GGUF = "adapter_config.json", "model-q4.gguf"
 
 
 @pytest.mark.parametrize(
     ("removed", "added", "told"),
     [
-        (["config.json"], ADAPTER, r"m is no model; got an adapter .*"),
-        (["model.safetensors"], ADAPTER, r"m is no model; got an adapter"),
+        (["config.json"], ADAPTER, "m is no model; got an adapter .*"),
+        (["model.safetensors"], ADAPTER, "m is no model; got an adapter"),
         (["config.json", "model.safetensors"], GGUF, "m cannot be read; got GGUF"),
-        (["model.safetensors"], GGUF, r"m cannot be read; got GGUF"),
         (["model.safetensors"], "notes.txt", r"m has no model\.safetensors .*; fetch the weights"),
         (["config.json"], "notes.txt", r"config\.json is missing"),
+        (["model.safetensors"], "pytorch_model.bin", r"convert the weights to safetensors.*save_pretrained\(\)"),
+        ([], "config.json", "config.json cannot be read"),
+        ([], "model.safetensors", "holds no weights"),
     ],
 )
 def test_what_people_take_for_a_checkpoint(tmp_path: Path, removed: list[str], added: str, told: str) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     for name in removed:
         (tmp_path / "m" / name).unlink()
-    (tmp_path / "m" / added).write_text("{}")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "m" / added).write_text(pointer if added == "model.safetensors" else "{ not json")
     with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path / "m")
 
@@ -126,21 +118,16 @@ def test_a_folder_around_a_checkpoint(tmp_path: Path, inner: str) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model.safetensors", r"no checkpoint folder at .*; got a file.*; give its folder"),
+        ("model.safetensors", "no checkpoint folder at .*; got a file.*; give its folder"),
         ("q4.gguf", r"q4\.gguf cannot be read; got GGUF"),
+        ("../nothing", "no checkpoint folder"),
     ],
 )
-def test_a_file_in_the_place_of_a_folder(tmp_path: Path, name: str, told: str) -> None:
-    (tmp_path / name).write_bytes(b"GGUF")
+def test_what_is_no_folder(tmp_path: Path, name: str, told: str) -> None:
+    for file in ("model.safetensors", "q4.gguf"):
+        (tmp_path / file).write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path / name)
-
-
-def test_broken_config(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    (path / "config.json").write_text("{ not json")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Checkpoint(path)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -153,62 +140,58 @@ def test_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
-def test_missing_shard(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002.* is missing"):
-        Checkpoint(path)
-
-
-def test_truncated_shard(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    shard = next(path.glob("model-00002*"))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated"):
-        Checkpoint(path)
-
-
-def test_index_that_names_an_absent_tensor(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    index["weight_map"]["not.there"] = index["weight_map"]["model.norm.weight"]
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index names not\.there"):
-        Checkpoint(path)
-
-
-@pytest.mark.parametrize("name", ["../m/{}", "/tmp/{}", "sub/{}", "model.bin", ["a"]])
-def test_index_that_leads_elsewhere(tmp_path: Path, name: object) -> None:
-    path = damaged(tmp_path)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    for tensor, shard in index["weight_map"].items():
-        index["weight_map"][tensor] = name.format(shard) if isinstance(name, str) else name
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="shard name"):
-        Checkpoint(path)
-
-
-def test_tensor_in_two_shards(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    first, second = sorted(path.glob("model-*"))[:2]
-    save_file({**load_file(second), next(iter(load_file(first))): torch.zeros(1)}, second)
-    with pytest.raises(CheckpointError, match="is in two shards"):
-        Checkpoint(path)
-
-
-def test_no_safetensors(tmp_path: Path) -> None:
-    path = damaged(tmp_path)
-    for file in path.glob("model*"):
-        file.unlink()
-    (path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"convert the weights to safetensors.*save_pretrained\(\)"):
-        Checkpoint(path)
-
-
-def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
+def test_generation_settings_that_loading_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    (tmp_path / "m/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    (tmp_path / "m/generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert main(["inspect", str(tmp_path / "m")]) == 1
+    assert "generation_config.json" in capsys.readouterr().out
+
+
+def second(folder: Path) -> Path:
+    return next(folder.glob("model-00002*"))
+
+
+def index_naming(name: Callable[[str], object]) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"] = {tensor: name(shard) for tensor, shard in index["weight_map"].items()}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def put_twice(folder: Path) -> None:
+    first = next(iter(load_file(next(folder.glob("model-00001*")))))
+    save_file({**load_file(second(folder)), first: torch.zeros(1)}, second(folder))
+
+
+def name_absent(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["not.there"] = index["weight_map"]["model.norm.weight"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: second(folder).unlink(), "model-00002.* is missing"),
+        (lambda folder: os.truncate(second(folder), 1000), "model-00002.* is damaged or truncated"),
+        (name_absent, r"index names not\.there"),
+        (put_twice, "is in two shards"),
+        *((index_naming(lambda shard, at=at: f"{at}{shard}"), "shard name") for at in ("../m/", "/tmp/", "sub/")),
+        *((index_naming(lambda _, one=one: one), "shard name") for one in ("model.bin", ["a"])),
+    ],
+)
+def test_damaged_shards(tmp_path: Path, damage: Callable[[Path], object], told: str) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    damage(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path / "m")
 
 

@@ -93,12 +93,7 @@ def test_fp8_experts_and_those_of_another_pattern(tmp_path: Path) -> None:
     ],
 )
 def test_why_experts_run_dense_is_one_line(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    dtype: str,
-    loading: dict[str, Any],
-    why: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, dtype: str, loading: dict[str, Any], why: str
 ) -> None:
     caplog.set_level(logging.INFO)
     model = slidesparse.load(pruned(tmp_path, name, dtype), **loading)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import by_magnitude
+from checkpoints import by_magnitude, config_of, edited_config
 from safetensors.torch import load_file, save_file
 from small_models import make
 from test_architectures import answer
@@ -34,11 +33,6 @@ def make_tied(folder: Path, name: str, head: str, equal: bool) -> Any:
     return made
 
 
-def config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_of_its_own_is_kept_and_said_to_be_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -57,7 +51,7 @@ def test_a_head_of_its_own_is_kept_and_said_to_be_one(
     assert done.patterns[head] == "6:8"
     ours, theirs = slidesparse.load(tmp_path / "s"), known.from_pretrained(tmp_path / "s").eval()
     assert torch.allclose(answer(ours, found), answer(theirs, found), atol=1e-4)
-    said = config(tmp_path / "s")
+    said = config_of(tmp_path / "s")
     ties = [one["tie_word_embeddings"] for one in (said, said.get("text_config", said))]
     assert ties == [name in ("t5", "bert-mlm")] * 2  # where that key means more than the head
 
@@ -67,7 +61,7 @@ def test_a_head_that_is_stored_twice_is_tied(tmp_path: Path, name: str) -> None:
     make_tied(tmp_path / "m", name, HEADS[name], equal=True)
     done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
     assert done.dense[HEADS[name]] == "shares its weight with the input embedding"
-    assert config(tmp_path / "s")["tie_word_embeddings"]
+    assert config_of(tmp_path / "s")["tie_word_embeddings"]
     loaded = slidesparse.load(tmp_path / "s")
     assert loaded.get_submodule(HEADS[name]).weight is loaded.get_input_embeddings().weight
     with pytest.raises(InputError, match=r"lm-head.*shares its weight"):
@@ -76,7 +70,8 @@ def test_a_head_that_is_stored_twice_is_tied(tmp_path: Path, name: str) -> None:
 
 def test_an_untied_head_that_is_not_there(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32, tie_word_embeddings=True)
-    (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {"tie_word_embeddings": False}))
+    with edited_config(tmp_path / "m") as config:
+        config |= {"tie_word_embeddings": False}
     with pytest.raises(CheckpointError, match=r"no lm_head\.weight;.*tie_word_embeddings: true"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
@@ -84,18 +79,19 @@ def test_an_untied_head_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key"), [("llama", "num_hidden_layers"), ("t5", "num_layers"), ("bart", "decoder_layers")]
 )
-def test_layers_beyond_those_of_the_config(tmp_path: Path, name: str, key: str) -> None:
+def test_layers_beyond_those_of_the_config_of(tmp_path: Path, name: str, key: str) -> None:
     """They were copied as unused, and the model was cut short."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    (tmp_path / "m/config.json").write_text(json.dumps(config(tmp_path / "m") | {key: 1}))
+    with edited_config(tmp_path / "m") as config:
+        config |= {key: 1}
     with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond those of"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 def test_drafts_are_no_layers_beyond(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32)
-    changed = config(tmp_path / "m") | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    (tmp_path / "m/config.json").write_text(json.dumps(changed))
+    with edited_config(tmp_path / "m") as config:
+        config |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     assert prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8")).unexpected
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import add_tokenizer, make_checkpoint, prune_words, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -49,20 +49,7 @@ def evil(tmp_path: Path) -> Path:
 def test_a_checkpoint_with_evil_names_is_pruned(evil: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, text = evil.parent / "out", str(evil.parent / f"{EVIL}.txt")
     calibrated = ["--method", "wanda", "--calibration", text, "--samples", "2", "--length", "16"]
-    prune = [
-        "prune",
-        str(evil),
-        str(out),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-        "--links",
-        "skip",
-        *calibrated,
-    ]
+    prune = prune_words(evil, out, "--dtype", "int8", "--links", "skip", *calibrated)
     capfd.readouterr()
     for words in ([*prune, "--dry-run"], prune, ["inspect", str(evil)], ["eval", str(evil), "--text", text]):
         assert main(words) == 0
@@ -100,20 +87,7 @@ def test_a_config_with_evil_values(
 ) -> None:
     edit(evil / "config.json", **changes)
     capfd.readouterr()
-    main(
-        [
-            "prune",
-            str(evil),
-            str(evil.parent / "o"),
-            "--pattern",
-            "6:8",
-            "--method",
-            "magnitude",
-            "--dtype",
-            "int8",
-            *options,
-        ]
-    )
+    main(prune_words(evil, evil.parent / "o", "--dtype", "int8", *options))
     told = capfd.readouterr()
     assert is_drawn(told.out), repr(told.out)
     assert is_drawn(told.err), repr(told.err)

@@ -88,20 +88,25 @@ def test_few_tokens_have_float32_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert made.most == 3 * VOCABULARY
 
 
-def test_unusable_numbers() -> None:
-    tokens = torch.arange(10)
-    for stride in (0, 4):
-        with pytest.raises(InputError, match=r"stride of the windows \(--stride\)"):
-            measure_perplexity(recalling, tokens, 4, stride)
-    with pytest.raises(InputError, match="too short to score"):
-        measure_perplexity(recalling, tokens[:1], 1, 1)
-    with pytest.raises(InputError, match=r"tokens of a window \(--window\); got 1"):
-        measure_perplexity(recalling, tokens, 1, 1)
-    for batch in (0, -1):
-        with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
-            measure_perplexity(recalling, tokens, 4, 2, batch=batch)
+@pytest.mark.parametrize(
+    ("tokens", "window", "stride", "how"),
+    [
+        (10, 4, 0, {}),
+        (10, 4, 4, {}),
+        (1, 1, 1, {}),
+        (10, 1, 1, {}),
+        (10, 4, 2, {"batch": 0}),
+        (10, 4, 2, {"batch": -1}),
+    ],
+)
+def test_unusable_numbers(tokens: int, window: int, stride: int, how: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"window|too short"):
+        measure_perplexity(recalling, torch.arange(tokens), window, stride, **how)
+
+
+def test_activations_that_break_are_named() -> None:
     with pytest.raises(InputError, match="NaN or Inf at tokens 0 to 4"):
-        measure_perplexity(lambda ids: recalling(ids) * math.nan, tokens, 4, 2)
+        measure_perplexity(lambda ids: recalling(ids) * math.nan, torch.arange(10), 4, 2)
 
 
 def test_a_ruined_model_has_a_perplexity_too() -> None:
@@ -161,18 +166,29 @@ def test_a_short_text_is_one_window_with_what_the_tokenizer_puts_before_it(sourc
     assert (bare.window, bare.tokens) == (27, 26)
 
 
-def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="nothing to evaluate"):
-        evaluate(source)
-    with pytest.raises(InputError, match="window; got 999999"):
-        evaluate(source, text=source.parent / "text.txt", window=999_999)
-    for option in ("batch", "limit"):
-        numbers: dict[str, Any] = {option: 0}
-        with pytest.raises(InputError, match=f"--{option}; got 0"):
-            evaluate(source, text=source.parent / "text.txt", **numbers)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UnsupportedError, match="lm-evaluation-harness is not installed"):
-        evaluate(source, tasks=["arc_easy"])
+@pytest.mark.parametrize(
+    "wrong", [{}, *({"text": "text.txt", name: 0} for name in ("batch", "limit")), {"window": 999_999}]
+)
+def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(InputError):
+        evaluate(source, **({"text": "text.txt"} | wrong if "window" in wrong else wrong))
+
+
+@pytest.mark.parametrize("harness", [None, "import transformers\ntransformers.AutoModelForNothing\n"])
+def test_no_harness_that_can_be_used(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harness: str | None
+) -> None:
+    """None at all, and one that is too old for this transformers: 0.4.9 names a class that is gone."""
+    if harness is None:
+        monkeypatch.setitem(sys.modules, "lm_eval", None)
+    else:
+        (tmp_path / "lm_eval").mkdir()
+        (tmp_path / "lm_eval/__init__.py").write_text(harness)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    with pytest.raises(UnsupportedError, match="cannot be imported" if harness else "harness is not installed"):
+        evaluate(source, tasks=["counting"])
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, simple_evaluate: Callable[..., dict[str, Any]]) -> None:
@@ -218,13 +234,3 @@ def test_what_a_task_raises_is_told_and_what_the_model_raises_is_left(
     stand_in(monkeypatch, simple_evaluate)
     with pytest.raises((InputError, torch.OutOfMemoryError), match=seen):
         evaluate(source, tasks=["odd"])
-
-
-def test_a_harness_too_old_for_this_transformers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.4.9 names a class that is gone."""
-    (tmp_path / "lm_eval").mkdir()
-    (tmp_path / "lm_eval/__init__.py").write_text("import transformers\ntransformers.AutoModelForNothing\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
-    with pytest.raises(UnsupportedError, match="cannot be imported"):
-        evaluate(source, tasks=["counting"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import by_magnitude, contents, edited_config
+from checkpoints import by_magnitude, contents, make_w8a8, same_tensors, tensors
 from small_mixtures import MIXTURES
 from small_models import build, make
 
@@ -45,12 +45,6 @@ def masked(weight: torch.Tensor, columns: int = -1) -> torch.Tensor:
     groups = rows.reshape(*rows.shape[:-1], -1, 8)
     smallest = groups.abs().argsort(-1)[..., :2]
     return groups.scatter(-1, smallest, 0).reshape(rows.shape).movedim(-1, columns)
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    checkpoint = Checkpoint(path)
-    return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
 def replace_tensors(path: Path, kept: dict[str, torch.Tensor]) -> None:
@@ -197,21 +191,9 @@ def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: 
         assert torch.allclose(ours[layer], dense, atol=float(dense.abs().max()) / 250)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["qwen3-vl-moe"])
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
-    found = tensors(tmp_path / "s")
-    replace_tensors(tmp_path / "s", {n: t for n, t in found.items() if ".0.mlp.experts.2.up_proj." not in n})
-    told = r"shape of model\.language_model\.layers\.0\.mlp\.experts\.gate_up_proj; got \[2, .*\]; needed \[4,"
-    with pytest.raises(slidesparse.errors.CheckpointError, match=told):
-        slidesparse.load(tmp_path / "s")
-
-
 def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("14:16", "int8"))
-    with edited_config(tmp_path / "q") as config:
-        del config[MARKER_KEY]
+    make_w8a8(tmp_path / "m", tmp_path / "q", pattern="14:16")
     summary = prune_checkpoint(tmp_path / "q", tmp_path / "s", by_magnitude("6:8"))
     before, after = tensors(tmp_path / "q"), tensors(tmp_path / "s")
     key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
@@ -249,9 +231,7 @@ def test_a_run_that_was_interrupted_goes_on(
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     assert len(summary.resumed) >= 2
     assert calls[0] in summary.resumed
-    again, whole = tensors(tmp_path / "s"), tensors(tmp_path / "whole")
-    assert again.keys() == whole.keys()
-    assert all(torch.equal(again[key], whole[key]) for key in whole)
+    assert same_tensors(tmp_path / "s", tmp_path / "whole")
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -305,10 +285,7 @@ def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (by_magnitude("6:8", "int8", rounding="ternary"), "ternary rounding is not for experts"),
-        (
-            by_magnitude("6:8", "int8", ignore=("re:.*experts.down_proj",)),
-            "some are quantised; got .*down_proj",
-        ),
+        (by_magnitude("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
         (by_magnitude("6:8", "fp16"), "pruning without quantising keeps the type"),
         (by_magnitude("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),
     ],
@@ -344,7 +321,7 @@ def test_experts_that_are_pruned_keep_their_patterns(tmp_path: Path, name: str) 
     prune_checkpoint(tmp_path / "s", tmp_path / "t", by_magnitude("2:4", "fp32"))
     found = [{one.name: one.marked for one in inspect_checkpoint(tmp_path / at).expert_layers} for at in "st"]
     assert found[0] == found[1] == {one: "6:8" if "layers.1." in one else "2:4" for one in found[0]}
-    assert all(torch.equal(one, tensors(tmp_path / "t")[key]) for key, one in tensors(tmp_path / "s").items())
+    assert same_tensors(tmp_path / "s", tmp_path / "t")
     alone = by_magnitude("2:4", "fp32", ignore=("re:.*experts",))
     prune_checkpoint(tmp_path / "m", tmp_path / "alone", alone)
     changed = by_magnitude("2:4", "fp32", layers={"re:.*experts": "2:4"})
@@ -388,13 +365,18 @@ def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> N
         slidesparse.load(tmp_path / "s")
 
 
-def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+@pytest.mark.parametrize(
+    ("name", "lost", "told"),
+    [
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale", "the checkpoint holds no {lost}"),
+        ("qwen3-vl-moe", ".0.mlp.experts.2.up_proj.", r"shape of .*\.experts\.gate_up_proj; got \[2, .*; needed \[4,"),
+    ],
+)
+def test_an_expert_that_is_missing_is_named(tmp_path: Path, name: str, lost: str, told: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name])
     prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
-    found, lost = tensors(tmp_path / "s"), "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale"
-    del found[lost]
-    replace_tensors(tmp_path / "s", found)
-    with pytest.raises(slidesparse.errors.CheckpointError, match=f"the checkpoint holds no {lost}"):
+    replace_tensors(tmp_path / "s", {n: t for n, t in tensors(tmp_path / "s").items() if lost not in n})
+    with pytest.raises(slidesparse.errors.CheckpointError, match=told.replace("{lost}", lost)):
         slidesparse.load(tmp_path / "s")
 
 

@@ -76,18 +76,6 @@ def test_the_limit_lies_between_noise_and_a_look_ahead(monkeypatch: pytest.Monke
     require_causal(model)
 
 
-def test_a_missing_weight_is_not_made_up(tmp_path: Path) -> None:
-    tensor = "model.norm.weight"
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    add_tokenizer(tmp_path / "m")
-    tensors = load_file(tmp_path / "m/model.safetensors")
-    del tensors[tensor]
-    save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
-    text = write_text(tmp_path / "text.txt", words=60)
-    with pytest.raises(CheckpointError, match=rf"lacks 1 tensor of LlamaForCausalLM; got no {tensor}"):
-        evaluate(tmp_path / "m", text=text)
-
-
 def test_nan_that_the_text_does_not_touch(tmp_path: Path) -> None:
     """The token that nobody reads is of the checkpoint too."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)

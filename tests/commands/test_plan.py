@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import by_magnitude, contents, edited_config, make_checkpoint, make_source
+from checkpoints import by_magnitude, contents, make_checkpoint, make_source, make_w8a8
 from small_models import make
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -26,10 +26,7 @@ from slidesparse.offline.prune_options import PruneOptions
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (
-            "llama",
-            by_magnitude("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",)),
-        ),
+        ("llama", by_magnitude("6:8", "int8", layers={"re:.*down_proj": "dense"}, ignore=("re:.*o_proj",))),
         ("llama", by_magnitude("4:6", "bf16", lm_head=True)),
         ("mixtral", by_magnitude("6:8", "fp8")),
         ("gpt-oss", by_magnitude("6:8", "bf16", layers={"re:.*layers.0.*experts.down": "2:4"})),
@@ -75,9 +72,7 @@ def test_a_plan_cannot_be_changed(tmp_path: Path) -> None:
 
 def test_a_quantised_source_that_is_dense_stays_as_it_is(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    prune_checkpoint(tmp_path / "m", tmp_path / "q", by_magnitude("dense", "fp8"))
-    with edited_config(tmp_path / "q") as config:
-        del config["slidesparse_config"]
+    make_w8a8(tmp_path / "m", tmp_path / "q", "fp8")
     prune_checkpoint(tmp_path / "q", tmp_path / "s", by_magnitude("dense"))
     name = "model.safetensors"
     assert contents(tmp_path / "s")[name] == contents(tmp_path / "q")[name]

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, by_magnitude, contents, edited_config, make_checkpoint, tokens
+from checkpoints import SMALL, by_magnitude, contents, edited_config, make_checkpoint, make_w8a8, prune_words, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -134,13 +133,6 @@ def test_exceptions_and_ignore_and_dense_layers(tmp_path: Path) -> None:
     assert type(loaded.model.layers[1].self_attn.q_proj) is torch.nn.Linear
 
 
-def test_lm_head_on_request(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, lm_head=True))
-    check_pattern(Checkpoint(tmp_path / "s").tensor("lm_head.weight"), "6:8")
-    assert isinstance(slidesparse.load(tmp_path / "s").lm_head, SlideLinear)
-
-
 def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", dtype=torch.float16)
     prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "fp16"))
@@ -158,12 +150,10 @@ def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> No
 def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> None:
     """W8A8 in, W8A8 out: kept weights and scales are those of the source, to the bit."""
     make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", by_magnitude("dense", dtype))
-    with edited_config(tmp_path / "w8a8") as config:
-        del config[MARKER_KEY]
+    make_w8a8(tmp_path / "m", tmp_path / "w8a8", dtype)
     prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", by_magnitude("4:6"))
     source, out = Checkpoint(tmp_path / "w8a8"), Checkpoint(tmp_path / "s")
-    assert out.config["quantization_config"] == config["quantization_config"]
+    assert out.config["quantization_config"] == source.config["quantization_config"]
     name = "model.layers.1.mlp.down_proj"
     dense, sparse = source.tensor(f"{name}.weight").float(), out.tensor(f"{name}.weight").float()
     check_pattern(out.tensor(f"{name}.weight"), "4:6")
@@ -243,17 +233,9 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     assert (tmp_path / "s/tokenizer.json").read_bytes() == (tmp_path / "m/tokenizer.json").read_bytes()
 
 
-def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
-    """A compressed-tensors checkpoint without our marker, as others make them."""
-    make_checkpoint(path / "float", name, **options)
-    prune_checkpoint(path / "float", path / "w8a8", by_magnitude("dense", dtype))
-    with edited_config(path / "w8a8") as config:
-        del config[MARKER_KEY]
-    return path / "w8a8"
-
-
 def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_path: Path) -> None:
-    source = quantised_source(tmp_path)
+    make_checkpoint(tmp_path / "float")
+    source = make_w8a8(tmp_path / "float", tmp_path / "w8a8")
     name = "model.layers.0.self_attn.o_proj"  # which no server joins with others
     prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8", ignore=(name,)))
     assert json.loads((tmp_path / "s/config.json").read_text())[MARKER_KEY]["layers"] == {name: "dense"}
@@ -262,7 +244,8 @@ def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_pat
 
 
 def test_flat_scales_of_a_square_layer(tmp_path: Path) -> None:
-    source = quantised_source(tmp_path)
+    make_checkpoint(tmp_path / "float")
+    source = make_w8a8(tmp_path / "float", tmp_path / "w8a8")
     name = "model.layers.0.self_attn.q_proj"
     spoil(source, f"{name}.weight_scale", Checkpoint(source).tensor(f"{name}.weight_scale").flatten())
     prune_checkpoint(source, tmp_path / "s", by_magnitude("6:8"))
@@ -271,18 +254,9 @@ def test_flat_scales_of_a_square_layer(tmp_path: Path) -> None:
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 
 
-@pytest.mark.parametrize(
-    ("scale", "words"), [(torch.ones(3, 1), r"shape of .*weight_scale"), (torch.full((64, 1), float("nan")), "NaN")]
-)
-def test_bad_scales_of_a_quantised_source(tmp_path: Path, scale: torch.Tensor, words: str) -> None:
-    source = quantised_source(tmp_path)
-    spoil(source, "model.layers.0.self_attn.q_proj.weight_scale", scale)
-    with pytest.raises(CheckpointError, match=words):
-        prune_checkpoint(source, tmp_path / "s", by_magnitude("dense"))
-
-
 def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) -> None:
-    source = quantised_source(tmp_path)
+    make_checkpoint(tmp_path / "float")
+    source = make_w8a8(tmp_path / "float", tmp_path / "w8a8")
     with edited_config(source) as config:
         config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
         config["compression_config"] = config.pop("quantization_config")  # the key of old files
@@ -291,19 +265,6 @@ def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) 
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------
-
-
-def test_config_without_architecture(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    config = json.loads((tmp_path / "m/config.json").read_text())
-    for value, words in (
-        (None, "names no architecture; got architectures None.*; take config.json from"),
-        (["NoSuchModel"], "NoSuchModel"),
-    ):
-        config["architectures"] = value
-        (tmp_path / "m/config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=words):
-            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
 @pytest.mark.parametrize(
@@ -356,13 +317,8 @@ def test_what_is_pruned_in_floats_is_rounded_once(tmp_path: Path, rounding: Any)
         (by_magnitude("6:8", "int4"), "int4"),
         (by_magnitude("6:8", "fp16"), "keeps the type"),
         (by_magnitude("6:8", "int8", rounding="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
-        (by_magnitude("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
         (by_magnitude("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
         (by_magnitude("4:6@50%", "int8"), "not a pattern; got '4:6@50%'; needed"),
-        (
-            by_magnitude("6:8", "int8", layers={"re:.*q_proj": "4:6@50%"}),
-            "not a pattern; got '4:6@50%'; needed",
-        ),
     ],
 )
 def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
@@ -395,25 +351,6 @@ def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(
     alone = ("re:.*o_proj",)
     done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=alone))
     assert ran == [sorted([*done.patterns, *(name for name, why in done.dense.items() if "ignore" in why)])]
-
-
-def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", "qwen2")
-    checkpoint = Checkpoint(tmp_path / "m")
-    name = "model.layers.0.self_attn.q_proj.bias"
-    save_file({t: checkpoint.tensor(t) for t in checkpoint.files if t != name}, tmp_path / "m/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensor of Qwen2ForCausalLM.*q_proj\.bias"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-
-
-def test_destinations_that_cannot_be(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    shutil.copytree(tmp_path / "m", tmp_path / "x.partial")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for destination, words in {"dangling": "exists", "x": "is the source"}.items():
-        source = tmp_path / ("x.partial" if destination == "x" else "m")
-        with pytest.raises(CheckpointError, match=words):
-            prune_checkpoint(source, tmp_path / destination, INT8)
 
 
 # -- when it is interrupted ----------------------------------------------------------------------------------------
@@ -461,17 +398,7 @@ def kill_in_the_second_shard(writer, *args):
 execute.write_tensor = kill_in_the_second_shard
 sys.exit(main())
 """
-    arguments = [
-        "prune",
-        str(tmp_path / "m"),
-        str(tmp_path / "s"),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
+    arguments = prune_words(tmp_path / "m", tmp_path / "s", "--dtype", "int8")
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
     assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "s").exists()
@@ -480,9 +407,6 @@ sys.exit(main())
     assert len(summary.resumed) == 1
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
-# -- saving what was loaded ----------------------------------------------------------------------------------------
 
 
 # -- loading what is not right -------------------------------------------------------------------------------------
@@ -512,28 +436,14 @@ def test_load_needs_a_marker(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "m")
 
 
-def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.unexpected == ["model.layers.0.self_attn.q_proj.bias"]
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no use for \d+ tensors? of"):
-        slidesparse.load(tmp_path / "s")
-
-
-def test_an_output_embedding_of_its_own_is_kept(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", "llama-tied")
-    own = torch.randn(SMALL["vocab_size"], 64, dtype=torch.bfloat16)
-    spoil(tmp_path / "m", "lm_head.weight", own)
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert torch.equal(slidesparse.load(tmp_path / "s").lm_head.weight, own)
-
-
 def test_generation_settings_are_loaded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert slidesparse.load(tmp_path / "s").generation_config.eos_token_id == [2, 7, 9]
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, lm_head=True))
+    model = slidesparse.load(tmp_path / "s")
+    assert model.generation_config.eos_token_id == [2, 7, 9]
+    assert isinstance(model.lm_head, SlideLinear)
+    check_pattern(Checkpoint(tmp_path / "s").tensor("lm_head.weight"), "6:8")
     for wrong in ("[" * 100_000, '{"cache_implementation": "none such"}'):
         (tmp_path / "s/generation_config.json").write_text(wrong)
         with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be"):
@@ -588,17 +498,7 @@ failed = main()
 print(peak() - before, file=sys.stderr)
 sys.exit(failed)
 """
-    arguments = [
-        "prune",
-        str(path),
-        str(tmp_path / "s"),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
+    arguments = prune_words(path, tmp_path / "s", "--dtype", "int8")
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     assert int(run.stderr.splitlines()[-1]) * 1024 < GROWTH
 

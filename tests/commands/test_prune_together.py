@@ -93,10 +93,7 @@ def test_magnitude_gives_the_bytes_of_one_process(
     assert not (tmp_path / "s.partial").exists()
 
 
-@pytest.mark.parametrize(
-    ("world", "method", "pattern"),
-    [(3, "sparsegpt", "6:8"), (2, "wanda", "4:6")],
-)
+@pytest.mark.parametrize(("world", "method", "pattern"), [(3, "sparsegpt", "6:8"), (2, "wanda", "4:6")])
 def test_calibration_gives_the_bytes_of_one_process(
     tmp_path: Path, source: Path, world: int, method: str, pattern: str, alone: Callable[[list[str]], dict[str, bytes]]
 ) -> None:
@@ -232,18 +229,7 @@ def test_wrong_usage_is_one_line(tmp_path: Path, source: Path) -> None:
 
 
 def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) -> None:
-    words = [
-        "prune",
-        source,
-        tmp_path / "s",
-        "--dtype",
-        "int8",
-        "--device",
-        "cpu",
-        "--method",
-        "magnitude",
-        "--pattern",
-    ]
+    words = ["prune", source, tmp_path / "s", *MAGNITUDE, "--pattern"]
     ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])
     assert all(map(has_failed, ended))
     (line,) = lines(ended)

@@ -11,14 +11,13 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import by_magnitude, edited_config, make_source
+from checkpoints import make_source, make_w8a8, same_tensors
 from interrupted_reads import interrupt
 from small_models import make
 from torch import nn
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import MOST, best_exponents, exponents
 from slidesparse.models.targets import find_targets
@@ -123,9 +122,8 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
         prune_checkpoint(source, tmp_path / "again", options(source))
     monkeypatch.setattr(smoothing, "_find_factors", lambda *_: pytest.fail("the factors are found a second time"))
     prune_checkpoint(source, tmp_path / "again", options(source))
-    whole, again, rough = (Checkpoint(tmp_path / name) for name in ("whole", "again", "rough"))
-    for name in whole.files:
-        assert torch.equal(whole.tensor(name), again.tensor(name)), name
+    assert same_tensors(tmp_path / "whole", tmp_path / "again")
+    whole, rough = (Checkpoint(tmp_path / name) for name in ("whole", "rough"))
     norm = "model.layers.1.input_layernorm.weight"
     assert not torch.equal(whole.tensor(norm), rough.tensor(norm))
     ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(1))
@@ -155,23 +153,9 @@ def test_the_cost_of_rounding_is_that_of_the_product() -> None:
         assert found == pytest.approx(float(wanted), rel=0.1)
 
 
-def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
-    source = with_outliers(tmp_path)
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"method": "magnitude", "calibration": None}, "smoothing needs calibration text"),
-        ({"dtype": "bf16"}, "smoothing helps rounding to 8 bits; got --dtype bf16"),
-    ]
-    for changes, told in cases:
-        with pytest.raises(InputError, match=told):
-            prune_checkpoint(source, tmp_path / "made", options(source, **changes))
-    assert not (tmp_path / "made").exists()
-
-
 def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "8", by_magnitude("dense", "int8"))
-    with edited_config(tmp_path / "8") as config:
-        del config[MARKER_KEY]
+    make_w8a8(source, tmp_path / "8")
     with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
         prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
 
@@ -181,10 +165,7 @@ def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
     [
         ("gemma2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
         ("olmo2", {"mlp.up_proj.weight rows", "mlp.down_proj.weight"}),
-        (
-            "bert",
-            {"attention.self.value.weight rows", "attention.self.value.bias", "attention.output.dense.weight"},
-        ),
+        ("bert", {"attention.self.value.weight rows", "attention.self.value.bias", "attention.output.dense.weight"}),
     ],
 )
 def test_only_what_leaves_a_layer_as_it_was_is_smoothed(name: str, smooth: set[str], tmp_path: Path) -> None:

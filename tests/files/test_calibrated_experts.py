@@ -10,12 +10,11 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, write_text
+from checkpoints import add_tokenizer, same_tensors, write_text
 from small_models import make
 
 import slidesparse
 from slidesparse.base.traced_tensor import TracedTensor, origin_of
-from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
 from slidesparse.errors import UnsupportedError
 from slidesparse.models.expert_weights import calibrated_experts
@@ -55,11 +54,6 @@ def pruned(folder: Path, text: Calibration, method: str, dtype: str = "fp32", to
 
 def windows(folder: Path, model: Any, text: Calibration) -> torch.Tensor:
     return calibration_windows(folder / "m", model.config, text)
-
-
-def contents(path: Path) -> dict[str, torch.Tensor]:
-    checkpoint = Checkpoint(path)
-    return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
 # -- against the definition --------------------------------------------------------------------------------------------
@@ -215,6 +209,4 @@ def test_a_finished_layer_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monk
     summary = pruned(tmp_path, text, "wanda", "int8")
     assert kept == ["model.layers.1"]
     assert any(".0.mlp.experts" in name for name in summary.borrowed)
-    again, whole = contents(tmp_path / "s"), contents(tmp_path / "whole")
-    assert again.keys() == whole.keys()
-    assert all(torch.equal(again[key], whole[key]) for key in whole)
+    assert same_tensors(tmp_path / "s", tmp_path / "whole")

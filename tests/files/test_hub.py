@@ -102,25 +102,30 @@ def test_a_folder_comes_first(hub: SmallHub, model: Path, tmp_path: Path) -> Non
     assert hub.asked == []
     with pytest.raises(InputError, match="is a local folder"):
         source_folder("maker/small", "main")
+    # As a shell makes of a variable that is not set: huggingface_hub would take the main branch.
+    with pytest.raises(InputError, match="--revision; got nothing"):
+        source_folder("maker/other", "")
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize("name", ["small", "./small", "../small", "./maker/small", "a/b/c"])
-def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str) -> None:
+def test_paths_are_not_looked_for_on_the_hub(hub: SmallHub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(name)
     with pytest.raises(CheckpointError, match="no checkpoint folder at"):
         source_folder(Path("maker/small"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match="no checkpoint folder at"):
+        source_folder(name)
+    with pytest.raises(ss.UnsupportedError, match="is not installed"):
+        source_folder("maker/small")
     assert hub.asked == []
 
 
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
-        (
-            "maker/smal",
-            None,
-            "there is no folder maker/smal, and no such model on the hub; correct the name; a",
-        ),
+        ("maker/smal", None, "there is no folder maker/smal, and no such model on the hub; correct the name; a"),
         ("maker/private", None, "there is no folder maker/private, and no such model on the hub"),
         ("maker/gated", None, "maker/gated is a gated model; request access"),
         ("maker/small", "v2", "maker/small has no such revision; got v2; needed a branch, a tag or a commit"),
@@ -169,14 +174,6 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.asked == []
 
 
-def test_without_huggingface_hub(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ss.UnsupportedError, match="is not installed"):
-        source_folder("maker/small")
-    with pytest.raises(CheckpointError, match="no checkpoint folder at"):
-        source_folder("./maker/small")
-
-
 @pytest.mark.slow
 def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN of the environment, in a process that says nothing but its result."""
@@ -189,13 +186,6 @@ def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, t
         assert done.returncode == status, done.stderr
         assert done.stderr.count("\n") == status
         assert (tmp_path / f"home{status}/hub/models--maker--small/snapshots" / COMMIT).is_dir() == (not status)
-
-
-def test_an_empty_revision(hub: SmallHub) -> None:
-    """As a shell makes of a variable that is not set: huggingface_hub would take the main branch."""
-    with pytest.raises(InputError, match="--revision; got nothing"):
-        source_folder("maker/small", "")
-    assert hub.asked == []
 
 
 def test_an_interruption_ends_a_download(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def stopped(folder: Path, error: BaseException, plan: dict[str, Any], **more: An
     return str(ended.value)
 
 
+def killed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +84,10 @@ def test_the_source_is_found_under_other_names(tmp_path: Path) -> None:
     for destination in ("way", "way/in", "m/../m", "m/../m/in/deeper"):
         with pytest.raises(CheckpointError, match="is the source or lies inside it"):
             new_folder(tmp_path / destination, tmp_path / "m")
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing")
+    for destination, source in (("dangling", "m"), ("x", "x.partial")):  # the second is where the first would be made
+        with pytest.raises(CheckpointError):
+            new_folder(tmp_path / destination, tmp_path / source)
 
 
 # -- what is left --------------------------------------------------------------------------------------------------
@@ -115,10 +123,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
     ("plan", "differ"),
     [
         ({}, "options, slidesparse, windows"),
-        (
-            {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
-            "pattern, match, slidesparse",
-        ),
+        ({"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"}, "pattern, match, slidesparse"),
         ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab", "device": "cpu"}, "device"),
     ],
 )
@@ -133,9 +138,6 @@ def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict
 def test_a_kill_after_the_output_has_its_name_leaves_nothing_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(staging.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt), staged(tmp_path / "s", tmp_path / "m", {"a": 1}, 0) as work:
@@ -162,17 +164,12 @@ def test_half_written_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
 
 def flipped(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def with_another_header(path: Path) -> None:
     with TensorWriter(path, {"x": Stored("I32", (3, 4))}) as writer:
         writer.write("x", torch.ones(3, 4).view(torch.int32))
-
-
-def shorter(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 4)
 
 
 def half_a_note(path: Path) -> None:
@@ -181,9 +178,11 @@ def half_a_note(path: Path) -> None:
 
 
 def a_link(path: Path) -> None:
-    other = path.with_name("other")
-    path.rename(other)
-    path.symlink_to("other")
+    path.rename(path.with_name("other")).with_name(path.name).symlink_to("other")
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
 
 
 @pytest.mark.parametrize("damage", [flipped, with_another_header, shorter, half_a_note, a_link])
@@ -200,9 +199,6 @@ def test_a_file_that_is_not_what_was_written_is_written_again(
 def test_a_damaged_shard_is_pruned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("slidesparse.files.source_files.SourceFiles.copy_to", killed)
@@ -221,9 +217,6 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
     options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
     prune_checkpoint(source, tmp_path / "whole", options)
 
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr("slidesparse.offline.execute.write_shard", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -233,12 +226,16 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
-def test_a_link_in_the_place_of_work_is_not_followed(tmp_path: Path) -> None:
+def test_what_is_no_work_of_ours_is_left_alone(tmp_path: Path) -> None:
     stopped(tmp_path, KeyboardInterrupt(), {})
     assert (tmp_path / "s.partial").stat().st_mode & 0o777 == 0o700
     (tmp_path / "t.partial").symlink_to("s.partial")
-    with pytest.raises(CheckpointError, match=r"t.partial is a link"), staged(tmp_path / "t", tmp_path / "m", {}, 0):
-        pass
+    (tmp_path / "u.partial").mkdir(mode=0o700)
+    (tmp_path / "u.partial/diary.txt").write_text("dear diary")
+    for name, says in (("t", "t.partial is a link"), ("u", "holds the unfinished output of another run")):
+        with pytest.raises(CheckpointError, match=says), staged(tmp_path / name, tmp_path / "m", {}, 0):
+            pass
+    assert (tmp_path / "u.partial/diary.txt").read_text() == "dear diary"
 
 
 def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
@@ -258,17 +255,6 @@ def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path
     destination.rmdir()
     run()
     assert list(contents(destination)) == ["one.safetensors"]
-
-
-def test_a_folder_of_the_users_own_is_not_cleared(tmp_path: Path) -> None:
-    (tmp_path / "s.partial").mkdir(mode=0o700)
-    (tmp_path / "s.partial/diary.txt").write_text("dear diary")
-    with (
-        pytest.raises(CheckpointError, match="holds the unfinished output of another run"),
-        staged(tmp_path / "s", tmp_path / "m", {}, 0),
-    ):
-        pass
-    assert (tmp_path / "s.partial/diary.txt").read_text() == "dear diary"
 
 
 # -- no run blocks the one with its own remedy ---------------------------------------------------------------------

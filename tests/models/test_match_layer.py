@@ -182,21 +182,10 @@ def test_layers_whose_experts_are_pruned_are_refused_in_one_line(tmp_path: Path)
     with pytest.raises(InputError, match="leave out --match-steps, or leave experts dense with --ignore"):
         prune_checkpoint(tmp_path / "mixture", tmp_path / "s", options(tmp_path, 10))
     assert not list(tmp_path.glob("s*"))
+    with pytest.raises(InputError, match="one process; got 2 processes; run without torchrun"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options(tmp_path, 10), ranks=Ranks(world=2))
     dense = options(tmp_path, 1, ignore=("re:.*experts",))
     assert prune_checkpoint(tmp_path / "mixture", tmp_path / "s", dense).losses
-
-
-def test_what_cannot_be_matched_is_refused_in_one_line(tmp_path: Path) -> None:
-    source = make_source(tmp_path, "llama", torch.float32)
-    cases = [
-        (options(tmp_path, 10, method="magnitude", calibration=None), 1, "matching needs calibration text"),
-        (options(tmp_path, -1), 1, "got -1; needed 0 or more"),
-        (options(tmp_path, 10), 2, "one process; got 2 processes; run without torchrun"),
-    ]
-    for wanted, world, says in cases:
-        with pytest.raises(InputError, match=says):
-            prune_checkpoint(source, tmp_path / "s", wanted, ranks=Ranks(world=world))
-        assert not list(tmp_path.glob("s*"))
 
 
 class Sharing(nn.Module):

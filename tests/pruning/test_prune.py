@@ -97,11 +97,15 @@ def test_unknown_method() -> None:
     assert all(name in str(error.value) for name in METHODS)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_bad_costs(bad: float) -> None:
-    cost = torch.ones(2, 8)
-    cost[1, 2] = bad
-    with pytest.raises(InputError, match="cost is negative, NaN or Inf"):
+@pytest.mark.parametrize(
+    "cost",
+    [
+        *(torch.tensor([[1.0] * 7 + [bad]] * 2) for bad in (float("nan"), float("inf"), -1.0)),
+        *(torch.ones(shape) for shape in ((2, 7), (1, 8), (8,))),
+    ],
+)
+def test_bad_costs(cost: torch.Tensor) -> None:
+    with pytest.raises(InputError, match="cost"):
         prune_mask(torch.ones(2, 8), "6:8", cost)
 
 
@@ -111,17 +115,6 @@ def test_dense_prunes_nothing(method: str) -> None:
     pruned = get_pruner(method).prune(linears)
     assert all(bool((pruned[name] != 0).all()) for name in linears.weights)
     assert bool(prune_mask(torch.ones(2, 7), "dense").all())
-
-
-@pytest.mark.parametrize("shape", [(2, 7), (1, 8), (8,)])
-def test_costs_of_another_shape(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="cost"):
-        prune_mask(torch.ones(2, 8), "6:8", torch.ones(shape))
-
-
-def test_nan_weight_is_named() -> None:
-    with pytest.raises(InputError, match="up_proj holds NaN"):
-        get_pruner("magnitude").prune(Linears({"up_proj": torch.full((2, 8), float("nan"))}, Pattern(6, 8)))
 
 
 # -- calibrated methods --------------------------------------------------------------------------------------------
@@ -229,24 +222,13 @@ def test_dead_and_dependent_inputs_do_no_harm(method: str) -> None:
 
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_unusable_statistics(method: str) -> None:
-    weights, pattern = {"q_proj": torch.randn(4, 16)}, Pattern.parse("6:8")
-    for gram, says in (
-        (None, "q_proj: no calibration inputs"),
-        (torch.eye(8), r"input_gram of q_proj; got \[8, 8\]"),
-        (torch.full((16, 16), torch.nan), "NaN or Inf"),
-        (torch.zeros(16, 16), "all zero"),
-    ):
-        with pytest.raises(InputError, match=says):
-            get_pruner(method).prune(Linears(weights, pattern, gram))
-    with pytest.raises(InputError, match="unsupported type"):
-        get_pruner(method).prune(Linears({"w": torch.ones(4, 16, dtype=torch.int8)}, pattern, torch.eye(16)))
-
-
-def test_what_is_no_gram_matrix_is_refused() -> None:
-    gram = torch.eye(16)
-    gram[3, 3] = -1
-    with pytest.raises(InputError, match="Hessian of w is not positive definite; got it fails at column 4"):
-        get_pruner("sparsegpt").prune(Linears({"w": torch.randn(4, 16)}, Pattern.parse("6:8"), gram))
+    for gram in (None, torch.eye(8), torch.full((16, 16), torch.nan), torch.zeros(16, 16)):
+        with pytest.raises(InputError, match="q_proj"):
+            get_pruner(method).prune(Linears({"q_proj": torch.randn(4, 16)}, Pattern.parse("6:8"), gram))
+    wrong = {"q_proj": torch.ones(4, 16, dtype=torch.int8)}, {"q_proj": torch.full((4, 16), torch.nan)}
+    for weights in wrong:
+        with pytest.raises(InputError, match="q_proj"):
+            get_pruner(method).prune(Linears(weights, Pattern.parse("6:8"), torch.eye(16)))
 
 
 @pytest.mark.parametrize("method", CALIBRATED)

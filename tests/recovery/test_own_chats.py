@@ -75,7 +75,7 @@ def test_a_prompt_is_a_whole_chat_up_to_the_users_last_message(model: Path, tmp_
         write_chats(model / "base", tmp_path / "x.jsonl", ChatOptions(2, str(tmp_path / "none.jsonl"), 4), "cpu")
 
 
-def test_what_a_model_has_no_room_for_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_model_cannot_take_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(model / "base", tmp_path / "base")
     config = json.loads((model / "base/config.json").read_text()) | {"max_position_embeddings": 40}
     (tmp_path / "base/config.json").write_text(json.dumps(config))
@@ -84,13 +84,9 @@ def test_what_a_model_has_no_room_for_is_said(model: Path, tmp_path: Path, caplo
     assert [one.name for one in tmp_path.iterdir()] == ["base"]
     write_chats(tmp_path / "base", tmp_path / "chats.jsonl", ChatOptions(3, str(model / "prompts.txt"), 10), "cpu")
     assert "2 prompts are cut to their last 30 tokens" in caplog.text
-
-
-def test_a_model_without_a_chat_template_is_refused(model: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "base")
-    add_tokenizer(tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").unlink()
     with pytest.raises(InputError, match="no chat template"):
-        write_chats(tmp_path / "base", tmp_path / "chats.jsonl", ChatOptions(1, str(model / "prompts.txt"), 4), "cpu")
+        write_chats(tmp_path / "base", tmp_path / "more.jsonl", ChatOptions(1, str(model / "prompts.txt"), 4), "cpu")
 
 
 def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +142,9 @@ def test_other_options_do_not_go_on(
     interrupted_at(monkeypatch, TransformersWriter, 1)
     with pytest.raises(KeyboardInterrupt):
         write_chats(model / "base", tmp_path / "c.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4), "cpu")
-    write_chats(model / "base", tmp_path / "c.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4, seed=1), "cpu")
-    write_chats(model / "base", tmp_path / "d.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4, seed=1), "cpu")
+    for name in ("c", "d"):
+        other = ChatOptions(3, str(model / "prompts.txt"), 4, seed=1)
+        write_chats(model / "base", tmp_path / f"{name}.jsonl", other, "cpu")
     assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "d.jsonl").read_bytes()
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,17 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, by_magnitude, make_checkpoint, reverse_letters, write_text
+from checkpoints import (
+    SMALL,
+    add_tokenizer,
+    by_magnitude,
+    make_checkpoint,
+    make_w8a8,
+    prune_words,
+    reverse_letters,
+    tensors,
+    write_text,
+)
 from rank_processes import run_ranks
 
 import slidesparse
@@ -32,6 +42,7 @@ from slidesparse.recovery.options import RecoverOptions
 from slidesparse.recovery.run import recover
 from slidesparse.recovery.state import State
 from slidesparse.recovery.training import Training
+from slidesparse.recovery.windows import read_windows
 from slidesparse.weights.support import check_pattern
 
 WINDOW, WINDOWS = 32, 8
@@ -61,11 +72,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    checkpoint = Checkpoint(path)
-    return {name: checkpoint.tensor(name) for name in checkpoint.files}
-
-
 def same_bytes(one: Path, other: Path) -> bool:
     return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
@@ -88,18 +94,7 @@ def test_it_learns_and_the_zeros_stay(name: str, train: Any, tmp_path: Path) -> 
     assert bool(changed & embeddings) == (train == "all")
     assert bool({one for one in changed if "norm" in one}) == (train != "linears")
     # It is a source for prune again, which keeps the zeros and quantises.
-    served = [
-        "prune",
-        str(tmp_path / "out"),
-        str(tmp_path / "served"),
-        "--pattern",
-        "2:4",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
-    assert main(served) == 0
+    assert main(prune_words(tmp_path / "out", tmp_path / "served", "--dtype", "int8", pattern="2:4")) == 0
     int8 = tensors(tmp_path / "served")
     assert all(not bool(int8[one][before[one] == 0].any()) for one in linears)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -196,20 +191,8 @@ def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatc
 def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
     """And a run of one that was killed goes on with two."""
     words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
-    words += [
-        "--batch",
-        "256",
-        "--window",
-        "32",
-        "--eval-windows",
-        "7",
-        "--lr",
-        "3e-3",
-        "--micro-batch",
-        "2",
-        "--device",
-        "cpu",
-    ]
+    words += ["--batch", "256", "--window", "32", "--eval-windows", "7", "--lr", "3e-3", "--device", "cpu"]
+    words += ["--micro-batch", "2"]
     assert main([*map(str, words), str(tmp_path / "one"), "--json"]) == 0
     ended = run_ranks(tmp_path, 2, [*words, tmp_path / "two", "--json"])
     assert [one.status for one in ended] == [0, 0], ended
@@ -308,21 +291,8 @@ def test_it_trains_what_is_served(dtype: Any, rounding: Any, tmp_path: Path) -> 
     wanted = options(tmp_path, steps=8, dtype=dtype, rounding=rounding)
     found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", wanted)
     assert found.after["kl"] < found.before["kl"]
-    words = [
-        "prune",
-        str(tmp_path / "out"),
-        str(tmp_path / "served"),
-        "--pattern",
-        "2:4",
-        "--method",
-        "magnitude",
-        "--dtype",
-        dtype,
-    ]
-    assert main([*words, "--rounding", rounding]) == 0
-    import slidesparse
-    from slidesparse.recovery.windows import read_windows
-
+    rounded = "--dtype", dtype, "--rounding", rounding
+    assert main(prune_words(tmp_path / "out", tmp_path / "served", *rounded, pattern="2:4")) == 0
     ids = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).evaluation.long()
     logits = slidesparse.load(tmp_path / "served")(ids).logits[:, :-1].float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -342,18 +312,7 @@ def test_experts_learn_and_routers_are_held(family: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "base")
     add_tokenizer(tmp_path / "base")
     write_text(tmp_path / "text.txt", 900)
-    words = [
-        "prune",
-        str(tmp_path / "base"),
-        str(tmp_path / "pruned"),
-        "--pattern",
-        "2:4",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "bf16",
-    ]
-    assert main(words) == 0
+    assert main(prune_words(tmp_path / "base", tmp_path / "pruned", "--dtype", "bf16", pattern="2:4")) == 0
     found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path, steps=10, train="all"))
     assert found.after["kl"] < found.before["kl"]
     before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
@@ -389,47 +348,28 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_steps_without_a_finite_loss_are_left_out(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("steps", "broken", "found"), [(6, {2}, (6, 1, "after", False)), (60, range(16, 99), (25, 10, "after", True))]
+)
+def test_steps_without_a_finite_loss(
+    pair: Path, tmp_path: Path, monkeypatch: Any, steps: int, broken: Collection[int], found: tuple[Any, ...]
+) -> None:
+    """One is left out; ten end the run with the last good weights."""
     forward, calls = StudentNetwork.forward, []
 
-    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
-        found = forward(self, ids, dense, counted)
-        calls.append(counted)
-        return found * torch.nan if counted is None and calls.count(None) == 2 else found
+    def failing(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
+        loss = forward(self, ids, dense, counted)
+        if counted is None:
+            calls.append(None)
+            loss = loss * torch.nan if len(calls) in broken else loss
+        return loss
 
-    monkeypatch.setattr(StudentNetwork, "forward", broken)
-    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
-    assert (found.steps, found.left_out, found.kept, found.ended_early) == (6, 1, "after", False)
+    monkeypatch.setattr(StudentNetwork, "forward", failing)
+    done = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=steps))
+    assert (done.steps, done.left_out, done.kept, done.ended_early) == found
+    assert done.after["kl"] < done.before["kl"]
+    assert ("ended early" in done.describe()) == done.ended_early
     assert all(bool(value.isfinite().all()) for value in tensors(tmp_path / "out").values())
-
-
-def test_ten_of_them_end_the_run_with_the_last_good_weights(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    forward, calls = StudentNetwork.forward, []
-
-    def broken(self: StudentNetwork, ids: Any, dense: Any, counted: int | None = None) -> torch.Tensor:
-        found = forward(self, ids, dense, counted)
-        calls.append(counted)
-        return found * torch.nan if counted is None and calls.count(None) > 15 else found
-
-    monkeypatch.setattr(StudentNetwork, "forward", broken)
-    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=60))
-    assert (found.steps, found.left_out, found.kept, found.ended_early) == (25, 10, "after", True)
-    assert found.after["kl"] < found.before["kl"]
-    assert "ended early" in found.describe()
-
-
-def test_losses_are_not_copied_at_each_step(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    step, lists = Training._step, []
-    run = Training.run
-
-    def watched(self: Training, kept: State, progress: Any) -> None:
-        monkeypatch.setattr(Training, "_step", lambda *one: lists.append(progress.losses) or step(*one))
-        run(self, kept, progress)
-
-    monkeypatch.setattr(Training, "run", watched)
-    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
-    assert len(lists) == len(found.losses) == 6
-    assert all(one is lists[0] for one in lists)
 
 
 def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
@@ -452,16 +392,18 @@ def refused(folder: Path, said: str, kind: type[SlideSparseError] = InputError, 
     assert not (folder / "refused.partial").exists()
 
 
-def test_what_does_not_belong_together(pair: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "other", intermediate_size=160)
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"intermediate_size": 160}, "got .*160.*; let --dense name"),
+        ({"vocab_size": 128}, "got vocabularies of 96 and 128"),
+        ({"num_hidden_layers": 3}, "got model.layers.2"),
+    ],
+)
+def test_what_does_not_belong_together(pair: Path, tmp_path: Path, changes: dict[str, int], got: str) -> None:
+    make_checkpoint(tmp_path / "other", **changes)
     add_tokenizer(tmp_path / "other")
-    refused(pair, "do not belong together; got .*160.*; let --dense name", CheckpointError, dense=tmp_path / "other")
-    make_checkpoint(tmp_path / "words", vocab_size=128)
-    add_tokenizer(tmp_path / "words")
-    refused(pair, "do not belong together; got vocabularies of 96 and 128", CheckpointError, dense=tmp_path / "words")
-    make_checkpoint(tmp_path / "deep", num_hidden_layers=3)
-    add_tokenizer(tmp_path / "deep")
-    refused(pair, "do not belong together; got model.layers.2", CheckpointError, dense=tmp_path / "deep")
+    refused(pair, f"do not belong together; {got}", CheckpointError, dense=tmp_path / "other")
 
 
 def test_a_teacher_of_other_weights_is_warned_of(pair: Path, tmp_path: Path) -> None:
@@ -508,50 +450,30 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
             recover(tmp_path / name, pair / "base", tmp_path / "out", options(pair))
 
 
-def test_a_dense_model_that_is_pruned_itself(pair: Path) -> None:
-    refused(pair, "is pruned itself; needed the model before pruning", CheckpointError, dense=pair / "pruned")
-
-
-def test_a_window_that_the_model_cannot_read(pair: Path) -> None:
-    refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192, tokens=8192)
-
-
-def test_a_quantised_model(pair: Path, tmp_path: Path) -> None:
-    words = [
-        "prune",
-        str(pair / "base"),
-        str(tmp_path / "int8"),
-        "--pattern",
-        "2:4",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
-    assert main(words) == 0
-    refused(pair, "is quantised; needed weights in a float type", CheckpointError, pruned=tmp_path / "int8")
-
-
-def test_a_text_that_is_too_short(pair: Path, tmp_path: Path) -> None:
+def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> None:
+    make_w8a8(pair / "base", tmp_path / "int8")
     (tmp_path / "short.txt").write_text("a few words")
+    refused(pair, "is pruned itself; needed the model before pruning", CheckpointError, dense=pair / "pruned")
+    refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192, tokens=8192)
+    refused(pair, "is quantised; needed weights in a float type", CheckpointError, pruned=tmp_path / "int8")
     said = r"short.txt is too short; got 11 tokens, 0 windows of 32; needed two windows"
     refused(pair, said, texts=(str(tmp_path / "short.txt"),))
 
 
-def test_options_that_cannot_be_used(pair: Path) -> None:
-    for said, changes in {
-        "nothing to train on": {"texts": ()},
-        "the budget; needed tokens or minutes": {"tokens": None},
-        "--window; got 1; needed 2": {"window": 1},
-        "--lr; got -1": {"lr": -1.0},
-        "--batch; got 16; needed 32 tokens": {"batch": 16},
-        "--tokens; got 100; needed 256 or more, those of a step": {"tokens": 100},
-        "--train; got 'some'": {"train": "some"},
-        "--rounding 6bit; got --dtype None": {"rounding": "6bit"},
-        "--eval-windows; got 0": {"eval_windows": 0},
-    }.items():
-        with pytest.raises(InputError, match=said):
-            options(pair, **changes)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"texts": ()}, "nothing to train on"),
+        ({"tokens": None}, "the budget; needed tokens or minutes"),
+        ({"tokens": 100}, "--tokens; got 100; needed 256 or more, those of a step"),
+        ({"rounding": "6bit"}, "--rounding 6bit; got --dtype None"),
+        *(({name: value}, f"--{name}; got") for name, value in (("window", 1), ("lr", -1.0), ("batch", 16))),
+        *(({"train": "some"}, "--train; got"), ({"eval_windows": 0}, "--eval-windows; got")),
+    ],
+)
+def test_options_that_cannot_be_used(pair: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        options(pair, **changes)
 
 
 def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, put_bos_first, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, prune_words, put_bos_first, write_text
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
@@ -181,18 +181,8 @@ def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
     write_text(tmp_path / "text.txt", 200)
     lines = [json.dumps({"text": "a second text, " * 20})] * 4
     (tmp_path / "other.jsonl").write_text("\n".join(lines))
-    words = [
-        "prune",
-        str(tmp_path / "m"),
-        str(tmp_path / "q"),
-        "--pattern",
-        "6:8",
-        "--method",
-        "magnitude",
-        "--dtype",
-        "int8",
-    ]
-    words += ["--method", "wanda", "--samples", "8", "--length", "16", "--device", "cpu"]
+    words = [*prune_words(tmp_path / "m", tmp_path / "q", "--dtype", "int8"), "--method", "wanda"]
+    words += ["--samples", "8", "--length", "16", "--device", "cpu"]
     texts = ["--calibration", f"{tmp_path / 'text.txt'}:2", "--calibration", str(tmp_path / "other.jsonl")]
     assert main([*words, *texts]) == 0
     card = (tmp_path / "q/README.md").read_text()

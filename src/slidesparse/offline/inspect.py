@@ -142,7 +142,7 @@ class Inspection:
         return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])
 
     def _problems(self) -> list[str]:
-        problems = (layer.problem for layer in (*self.layers, *self.expert_layers))
+        problems = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
         return [*(problem for problem in problems if problem is not None), *self.faults]
 
 
@@ -159,7 +159,7 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
         dense = sum(layer.dense_bytes for layer in group)
         layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
-        where = f"{group[0].backends} ({group[0].reason})"
+        where = f"{group[0].backends} ({group[0].reason})" if torch.cuda.is_available() else "dense, without a GPU"
         beside = "" if kept.keys() <= {"dense"} else f", where dense weights take {dense / 1e6:.2f} MB"
         lines.append(f"{layers_run} here on {where}; kept in memory: {sizes}{beside}")
     return lines
