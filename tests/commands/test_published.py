@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_the_nearest_pattern_is_taken(zeros: float, pattern: str) -> None:
     assert expected_cost(zeros, 0).startswith(f"{pattern} cost ")
 
 
-def test_help_and_card_recommend_it(
+def test_help_and_outcome_say_what_loses_less(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "2000")
@@ -54,10 +53,5 @@ def test_help_and_card_recommend_it(
     runs = (("m", "s", sparsegpt), ("m", "magnitude", int8), ("s", "rounded", int8))
     said = {name: prune_checkpoint(tmp_path / source, tmp_path / name, how).describe() for source, name, how in runs}
     assert [BY_SIZE in one for one in said.values()] == [False, True, False]
-    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("s", "magnitude", "rounded")}
-    assert re.search(rf"\| to expect \| {re.escape(expected_cost(1 / 3, 0))}; .*{re.escape(BEST)} \|", cards["s"])
-    assert re.search(
-        rf"\| to expect \| many times more loss than by SparseGPT; .*{re.escape(BEST)} \|", cards["magnitude"]
-    )
-    assert "| method | zeros of the source kept; what was done before: README.source.md |" in cards["rounded"]
-    assert "to expect" not in cards["rounded"]
+    card = (tmp_path / "rounded/README.md").read_text()
+    assert "| method | zeros of the source kept; what was done before: README.source.md |" in card
