@@ -32,7 +32,10 @@ def refused(capsys: pytest.CaptureFixture[str], dense: str, *more: str) -> str:
 
 def test_the_base_never_takes_another_revision_silently(hub: SmallHub, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "maker/small", "--revision", "v1")
-    assert "got --revision v1, which is PRUNED's; needed the revision of --dense as well; add --dense-revision" in said
+    assert (
+        "got --revision v1, which is the pruned model's; needed the revision of --dense as well; add --dense-revision"
+        in said
+    )
     assert hub.asked == []
 
 
