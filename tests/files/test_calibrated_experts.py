@@ -14,6 +14,8 @@ from checkpoints import add_tokenizer, same_tensors, write_text
 from small_models import make
 
 import slidesparse
+from slidesparse.base.rank_tensors import RankTensors
+from slidesparse.base.ranks import ALONE
 from slidesparse.base.traced_tensor import TracedTensor, origin_of
 from slidesparse.checkpoints.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
 from slidesparse.errors import UnsupportedError
@@ -21,6 +23,7 @@ from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import Experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
+from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
@@ -148,7 +151,8 @@ def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name:
     ids = windows(tmp_path, model, text)
     samples = record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
     everything = [*sets, *([key] for key in weights)]
-    list(prune_layers(model, layers, everything, patterns, pruner, samples, experts=weights))
+    prune_layer = SharedLayers(RankTensors(ALONE, torch.device("cpu")), 1).prune_layer
+    list(prune_layers(model, layers, everything, patterns, pruner, samples, prune_layer, experts=weights))
     expected, found = model.state_dict(), slidesparse.load(tmp_path / "s").state_dict()
     assert len(summary.experts) * 4 == len(weights)
     for layer in summary.experts:

@@ -15,14 +15,16 @@ from correlated_linears import correlated_inputs
 from small_models import make
 from torch import nn
 
-from slidesparse.base.ranks import Ranks
+from slidesparse.base.rank_tensors import RankTensors
+from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
 from slidesparse.models import layerwise
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs
-from slidesparse.models.layerwise import prune_layers
+from slidesparse.models.layerwise import PruneLayer, prune_layers
 from slidesparse.models.match_layer import Example, Matching, match_layer
+from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.pruning import get_pruner
@@ -121,6 +123,10 @@ def test_a_layer_that_comes_no_nearer_keeps_its_bits() -> None:
     assert all(torch.equal(found[name], layer.get_parameter(name)) for name in FREE)
 
 
+def alone_on(samples: list[Sample]) -> PruneLayer:
+    return SharedLayers(RankTensors(ALONE, torch.device("cpu")), len(samples)).prune_layer
+
+
 @pytest.mark.parametrize("largest", [1.0, 40000.0])
 def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: float) -> None:
     """Large models have such a channel at the first token; what a layer shall give was Inf there, and none moved."""
@@ -134,7 +140,15 @@ def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: flo
         samples = [Sample(x, [ARGUMENTS]) for x in hidden.split(16)]
         sets, pattern = [["layers.0.down"]], Pattern.parse("2:4")
         layer_list = find_layer_list(model, sets[0])
-        given = (model, layer_list, sets, {"layers.0.down": pattern}, get_pruner("sparsegpt"), samples)
+        given = (
+            model,
+            layer_list,
+            sets,
+            {"layers.0.down": pattern},
+            get_pruner("sparsegpt"),
+            samples,
+            alone_on(samples),
+        )
         assert len(list(prune_layers(*given, matching=matching))) == 1
         weight: torch.Tensor = model.get_parameter("layers.0.down.weight")
         return weight
@@ -236,7 +250,7 @@ def test_the_dense_layers_read_nothing_of_the_pruned_ones(monkeypatch: pytest.Mo
     layers = find_layer_list(stack, names)
     samples, patterns = record_inputs(stack, layers, [{"x": x}]), dict.fromkeys(names, Pattern.parse("2:4"))
     alone, method = [[name] for name in names], get_pruner("wanda")
-    steps = prune_layers(stack, layers, alone, patterns, method, samples, matching=Matching(2))
+    steps = prune_layers(stack, layers, alone, patterns, method, samples, alone_on(samples), matching=Matching(2))
     assert len(list(steps)) == 3
     for found, dense in zip(seen, wanted, strict=True):
         assert torch.equal(found, dense)

@@ -24,8 +24,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slidesparse.base.rank_tensors import RankTensors
+from slidesparse.base.ranks import ALONE
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
+from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pruning import Linears
@@ -114,7 +117,9 @@ def round_model(model: Any, windows: torch.Tensor | None, symmetric: bool) -> No
     method, layers = Gptq(symmetric), find_layer_list(model, linears)
     sets = sets_to_prune(model, linears, patterns, method, run_once(model))
     samples = record_inputs(model, layers, batches(windows, model))
-    for number, losses in enumerate(prune_layers(model, layers, sets, patterns, method, samples)):
+    alone = SharedLayers(RankTensors(ALONE, samples[0].hidden.device), len(samples))
+    steps = prune_layers(model, layers, sets, patterns, method, samples, alone.prune_layer)
+    for number, losses in enumerate(steps):
         print(f"layer {number}: {max(loss.loss for loss in losses):.2e} of the outputs' energy", flush=True)
 
 

@@ -132,16 +132,14 @@ def marker_name(tensor: str, dimensions: int) -> str:
     return name if dimensions == 3 else re.sub(r"(.*)\.\d+(\.|$)", r"\1.*\2", name, count=1)
 
 
-def read_experts(
-    checkpoint: Checkpoint, name: str, tensor: ExpertTensor, device: str | torch.device = "cpu"
-) -> Iterator[torch.Tensor]:
+def read_experts(checkpoint: Checkpoint, name: str, tensor: ExpertTensor) -> Iterator[torch.Tensor]:
     """Yield the weights [out, in] of a tensor of experts, as they are stored, one at a time."""
     shape = checkpoint.stored(name).shape
     if len(shape) == 2:
-        yield tensor.matrix(checkpoint.tensor(name, device))
+        yield tensor.matrix(checkpoint.tensor(name))
         return
     for index in range(shape[0]):
-        yield tensor.matrix(checkpoint.part(name, index, device))
+        yield tensor.matrix(checkpoint.part(name, index))
 
 
 class ExpertReader:

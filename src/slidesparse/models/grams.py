@@ -195,12 +195,3 @@ def collect_grams(
         raise InputError(f"{silent[0]} is never called, so it cannot be calibrated", remedy="put it on the ignore list")
     add_layer_sums(grams, experts)
     return grams
-
-
-def take_inputs(name: str, linear: object, grams: dict[str, torch.Tensor]) -> Inputs:
-    """Remove the inputs of a set of linears from the sums of a layer, and return them."""
-    gram = grams.pop(name)
-    if not isinstance(linear, ExpertWeight):
-        return Inputs(gram, rounding=float(grams.pop(error_key(name))))
-    tokens, layer_tokens = (int(grams[tokens_key(key)]) for key in (name, linear.layer))
-    return expert_inputs(name, gram, tokens, grams[linear.layer], layer_tokens)

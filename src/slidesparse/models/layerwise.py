@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.models.expert_weights import ExpertWeight, only_experts
-from slidesparse.models.grams import Inputs, collect_grams, in_parts, take_inputs
+from slidesparse.models.expert_weights import ExpertWeight
+from slidesparse.models.grams import Inputs
 from slidesparse.models.layer_stack import LayerList, Sample, advance, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
-from slidesparse.pruning import Linears, Pruner, RoundForOutputs, output_error, rounding_error
+from slidesparse.pruning import Linears, Pruner, output_error, rounding_error
 from slidesparse.weights.pattern import DENSE, Pattern
 
 
@@ -93,8 +93,8 @@ def prune_layers(
     patterns: Mapping[str, Pattern],
     pruner: Pruner,
     samples: Sequence[Sample],
+    prune_layer: PruneLayer,
     store: LayerStore | None = None,
-    prune_layer: PruneLayer | None = None,
     experts: Mapping[str, ExpertWeight] | None = None,
     matching: Matching | None = None,
     rounder: Pruner | None = None,
@@ -108,14 +108,14 @@ def prune_layers(
         patterns: Linear -> pattern; ``DENSE`` ones are left alone.
         pruner: The method.
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
-        store: Loads the layers' weights, and keeps the pruned ones.
-        prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
+        prune_layer: :meth:`slidesparse.models.shared_layers.SharedLayers.prune_layer`.
+        store: Loads the layers' weights, and keeps the pruned ones; None: all are in the model.
         experts: Weights of experts by name, each of which is a set of its own.
         matching: Trains each layer's outputs to match the dense model's on the samples; None: no matching. Layers with
             pruned experts cannot be matched.
         rounder: Rounds each layer's weights in the end; None: no rounding.
     """
-    store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
+    store, experts = store or LayerStore(), experts or {}
     dense = [] if matching is None else [sample.fork() for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
@@ -174,29 +174,6 @@ def _matched(
     leaf_of = {id(module): leaf for leaf, module in layer.named_modules()}
     free = {f"{leaf_of[id(linears[name])]}.weight": weight.dtype for name, weight in pruned.items()}
     return dict(zip(pruned, match_layer(layer, free, examples, matching).values(), strict=True))
-
-
-def _prune_layer(
-    layer: nn.Module,
-    index: int,
-    sets: Sequence[Sequence[str]],
-    linears: Mapping[str, Any],
-    patterns: Mapping[str, Pattern],
-    pruner: Pruner,
-    samples: Sequence[Sample],
-    store: LayerStore,
-) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
-    pruned: dict[str, torch.Tensor] = {}
-    losses = []
-    for part in in_parts(sets, only_experts(linears)):
-        heads = {names[0]: linears[names[0]] for names in part}
-        grams = collect_grams(layer, index, heads, samples, isinstance(pruner, RoundForOutputs))
-        for names in part:
-            inputs = take_inputs(names[0], linears[names[0]], grams)
-            new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs, store)
-            losses.append(loss)
-            pruned |= new
-    return pruned, losses
 
 
 def prune_set(

@@ -74,10 +74,10 @@ def prune_in_memory(
     parts = windows.to(device).split(windows_of_a_batch(windows))
     batches = [{"input_ids": part, "use_cache": False} for part in parts]
     shared = SharedLayers(RankTensors(ALONE, device), len(batches))  # so that sums have the order of ``prune``'s
-    how: Any = {"prune_layer": shared.prune_layer, "matching": matching, "rounder": rounder}
+    how: Any = {"matching": matching, "rounder": rounder}
     with _borrowed(model, linears), progress_bar(pruner.name, len(layer_list.layers), unit="layers") as advance:
         samples = record_inputs(model, layer_list, batches)
-        for losses in prune_layers(model, layer_list, sets, patterns, pruner, samples, **how):
+        for losses in prune_layers(model, layer_list, sets, patterns, pruner, samples, shared.prune_layer, **how):
             worst = max((loss.loss for loss in losses), default=0.0)
             advance(1, f"loss {worst:.2e}" if worst else "")
         return {name: linear.weight.data for name, linear in linears.items()}

@@ -170,7 +170,7 @@ def _range(values: list[float], digits: int) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
+def inspect_checkpoint(path: str | Path) -> Inspection:
     """Find the tightest patterns of all linears and experts of a local checkpoint."""
     source = Source.of(Checkpoint(path))
     checkpoint, marker, meta = source.checkpoint, source.marker, source.meta
@@ -179,7 +179,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
     faults = _faults(meta, checkpoint, present)
-    with progress_bar("inspect", len(present), unit="layers", show=progress) as advance:
+    with progress_bar("inspect", len(present), unit="layers") as advance:
         for name, tensor in present.items():
             weight = checkpoint.tensor(tensor)
             try:
@@ -189,7 +189,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
             else:
                 layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    experts = inspect_experts(source, progress=progress)
+    experts = inspect_experts(source)
     problems = list(dict.fromkeys(faults))
     return Inspection(str(path), layers, targets.dense, problems, targets.other, source.experts, experts)
 

@@ -58,7 +58,7 @@ class ExpertLayer:
     problem: str | None
 
 
-def inspect_experts(source: Source, *, progress: bool | None = None) -> list[ExpertLayer]:
+def inspect_experts(source: Source) -> list[ExpertLayer]:
     """Return the experts of a checkpoint, except those of unknown layout."""
     layers: dict[str, dict[str, ExpertTensor]] = {}
     for one in source.experts:
@@ -67,7 +67,7 @@ def inspect_experts(source: Source, *, progress: bool | None = None) -> list[Exp
                 layers.setdefault(tensor.layer, {})[name] = tensor
         except UnsupportedError:
             continue
-    with progress_bar("inspect", len(layers), unit="layers of experts", show=progress) as advance:
+    with progress_bar("inspect", len(layers), unit="layers of experts") as advance:
         inspected = []
         for layer, tensors in layers.items():
             inspected.append(_inspect(layer, tensors, source.checkpoint, source.marker))
