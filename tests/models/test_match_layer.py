@@ -140,16 +140,8 @@ def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: flo
         samples = [Sample(x, [ARGUMENTS]) for x in hidden.split(16)]
         sets, pattern = [["layers.0.down"]], Pattern.parse("2:4")
         layer_list = find_layer_list(model, sets[0])
-        given = (
-            model,
-            layer_list,
-            sets,
-            {"layers.0.down": pattern},
-            get_pruner("sparsegpt"),
-            samples,
-            alone_on(samples),
-        )
-        assert len(list(prune_layers(*given, matching=matching))) == 1
+        given = (model, layer_list, sets, {"layers.0.down": pattern}, get_pruner("sparsegpt"), samples)
+        assert len(list(prune_layers(*given, alone_on(samples), matching=matching))) == 1
         weight: torch.Tensor = model.get_parameter("layers.0.down.weight")
         return weight
 
