@@ -10,13 +10,11 @@ parser.add_argument("--out", default="6of8", help="folder to make")
 parser.add_argument("--text", help="text like the model's use (default: Python's standard library)")
 arguments = parser.parse_args()
 
-options = {"dtype": "int8", "method": "sparsegpt", "calibration": arguments.text}
-
-# What would be done, and how large it would be. Nothing is written.
-print(ss.prune(arguments.model, arguments.out, "6:8", **options, dry_run=True).describe())
+# What would be done, how large it would be, and how long it takes. Nothing is written.
+print(ss.prune(arguments.model, arguments.out, "6:8", calibration=arguments.text, dry_run=True).describe())
 
 # Do it: minutes on a GPU for a model of 7 B. A call that was interrupted goes on where it was.
-done = ss.prune(arguments.model, arguments.out, "6:8", **options)
+done = ss.prune(arguments.model, arguments.out, "6:8", calibration=arguments.text)
 print(done.describe())
 
 # The outcome is data, too: which linears lost most?
