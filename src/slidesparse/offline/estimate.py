@@ -13,6 +13,7 @@ import time
 import torch
 
 from slidesparse.models.gram_tree import BATCH_TOKENS
+from slidesparse.offline.calibrate.layer_store import LayersToPrune
 from slidesparse.offline.plan import Plan
 from slidesparse.pruning import SparseGPT
 from slidesparse.weights.pattern import DENSE
@@ -26,12 +27,10 @@ OVERHEAD = 2.0
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
     """Return the estimated seconds for the layers of a plan on a device; None without calibration."""
-    return None if plan.layers is None else OVERHEAD * _operations(plan) / _operations_a_second(device)
+    return None if plan.layers is None else OVERHEAD * _operations(plan, plan.layers) / _operations_a_second(device)
 
 
-def _operations(plan: Plan) -> float:
-    layers = plan.layers
-    assert layers is not None
+def _operations(plan: Plan, layers: LayersToPrune) -> float:
     solves = isinstance(layers.pruner, SparseGPT)
     steps = 0 if layers.matching is None else layers.matching.steps
     total = 0.0

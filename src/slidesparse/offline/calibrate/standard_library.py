@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 CHARACTERS = 200_000
 """Characters of prose, and of code: together some 100 thousand tokens."""
@@ -19,28 +23,27 @@ LONGEST = 20_000
 
 def standard_library() -> list[str]:
     """Return topics of Python's reference and modules of its library, in an order that is the same on each call."""
-    return [*_first(_topics()), *_first(_modules())]
+    topics = _topics()
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    read = partial(Path.read_text, encoding="utf-8", errors="replace")
+    return [*_first(sorted(topics), topics.__getitem__), *_first(modules, read)]
 
 
-def _topics() -> list[str]:
+def _topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # which some distributions package apart
-        return []
-    return [topics[name] for name in sorted(topics)]
+        return {}
+    return topics
 
 
-def _modules() -> list[str]:
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
-
-
-def _first(texts: Iterable[str]) -> list[str]:
-    """Return texts in a shuffled order, as many as fill :data:`CHARACTERS`."""
-    mixed, taken = list(texts), list[str]()
+def _first(names: Sequence[T], read: Callable[[T], str]) -> list[str]:
+    """Return texts of shuffled names, as many as fill :data:`CHARACTERS`; no others are read."""
+    mixed, texts, left = list(names), list[str](), CHARACTERS
     random.Random(0).shuffle(mixed)
-    for text in mixed:
-        if sum(map(len, taken)) >= CHARACTERS:
+    for name in mixed:
+        if left <= 0:
             break
-        taken.append(text[:LONGEST])
-    return taken
+        texts.append(read(name)[:LONGEST])
+        left -= len(texts[-1])
+    return texts
