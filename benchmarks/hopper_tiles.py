@@ -77,7 +77,7 @@ def measure(
     dtype: str, model: str, layer: str, pattern: str, tokens: int, backend: Hopper, stopwatch: CudaStopwatch
 ) -> dict[str, object]:
     (out, columns), device = SIZES[model][LAYERS.index(layer)], torch.device("cuda")
-    packed = operands.packed_weight(pattern, dtype, out, columns, device, operands.recipe_for(backend.name, dtype))
+    packed = operands.packed_weight(pattern, dtype, out, columns, device, operands.rounding_for(backend.name, dtype))
     operand = operands.operand(backend.name, pattern, dtype, out, columns, device)
     x = operands.gaussian(tokens, columns, dtype=torch.bfloat16, device=device)
     lifted, scale_x = operands.lifted(x, packed, backend.layout, "hopper")

@@ -402,9 +402,9 @@ def test_the_command_measures(
 
 def test_a_backend_of_six_bits_is_measured_with_such_weights() -> None:
     size = ("6:8", "int8", 64, 128, torch.device("cpu"))
-    assert operands.packed_weight(*size, operands.recipe_for("hopper-6bit", "int8")).bits == 6
+    assert operands.packed_weight(*size, operands.rounding_for("hopper-6bit", "int8")).bits == 6
     eight, six = (operands.operand(name, *size)[0] for name in ("hopper", "hopper-6bit"))
     assert six.nbytes * 5 == eight.nbytes * 4
     asked = [operands.problem_of(case(), "6:8", size[-1], name).bits for name in ("hopper", "hopper-6bit")]
     assert asked == [8, 6]
-    assert operands.recipe_for("hopper-6bit", "fp8") == "absmax"  # which the backend refuses
+    assert operands.rounding_for("hopper-6bit", "fp8") == "absmax"  # which the backend refuses

@@ -24,7 +24,7 @@ from slidesparse_bench.kernels.operands import (
     operand,
     packed_weight,
     problem_of,
-    recipe_for,
+    rounding_for,
     weight_bytes,
 )
 from slidesparse_bench.problems import HEADLINE, ideal_speedup
@@ -152,7 +152,7 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
         return Refusal(label, name, reason)
     x = activations(case, variant, session.device)
     weight = (variant, case.dtype, case.out_features, case.in_features, session.device)
-    packed, multiplied = packed_weight(*weight, recipe_for(name, case.dtype)), operand(name, *weight)
+    packed, multiplied = packed_weight(*weight, rounding_for(name, case.dtype)), operand(name, *weight)
     values, scale = lifted(x, packed, backend.layout, name)
     out_dtype = float_type(case.dtype)
     bare = isinstance(backend, Bare) and not case.scaled

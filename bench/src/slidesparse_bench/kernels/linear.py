@@ -24,7 +24,7 @@ from slidesparse_bench.kernels.operands import (
     float_type,
     packed_weight,
     problem_of,
-    recipe_for,
+    rounding_for,
     weight_bytes,
 )
 from slidesparse_bench.problems import HEADLINE, ideal_speedup
@@ -61,7 +61,7 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
     Raises:
         UnsupportedError: The backend cannot run it.
     """
-    rounding = recipe_for(name, case.dtype)
+    rounding = rounding_for(name, case.dtype)
     packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device, rounding)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)

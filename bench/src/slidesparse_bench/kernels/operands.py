@@ -65,7 +65,7 @@ AUTO_SIX_BITS = "auto-6bit"
 """The choice ``auto`` of a served model whose weights have six bits."""
 
 
-def recipe_for(backend: str, dtype: str) -> Rounding:
+def rounding_for(backend: str, dtype: str) -> Rounding:
     """Return how the weights are rounded that a backend is measured with."""
     return "6bit" if backend in (HopperSixBits.name, AUTO_SIX_BITS) and dtype == "int8" else "absmax"
 
@@ -73,7 +73,7 @@ def recipe_for(backend: str, dtype: str) -> Rounding:
 @lru_cache(maxsize=KEPT)
 def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
     """Return a backend's form of :func:`packed_weight`."""
-    rounding = recipe_for(backend, dtype)
+    rounding = rounding_for(backend, dtype)
     return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device, rounding))
 
 
@@ -86,7 +86,7 @@ def problem_of(case: Case, variant: str, device: torch.device, backend: str) -> 
     """Return the case as a problem of backends, with the weights that one of them is measured with."""
     pattern, columns = pattern_and_columns(variant, case.in_features)
     dtype = parse_dtype(case.dtype)
-    bits = rounded_bits(recipe_for(backend, case.dtype), dtype)
+    bits = rounded_bits(rounding_for(backend, case.dtype), dtype)
     return Problem(pattern, dtype, case.out_features, columns, device, bits=bits)
 
 

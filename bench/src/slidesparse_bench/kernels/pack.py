@@ -15,7 +15,7 @@ from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.support import as_bits
 from slidesparse_bench.comparison import Refusal, Session, Subject, compare
-from slidesparse_bench.kernels.operands import expected, float_type, lifted, packed_weight, problem_of, recipe_for
+from slidesparse_bench.kernels.operands import expected, float_type, lifted, packed_weight, problem_of, rounding_for
 from slidesparse_bench.records import CONTROL, Case, Record
 
 CHECK_TOKENS = 64
@@ -51,7 +51,7 @@ def measure(session: Session, case: Case) -> list[Record]:
                 refusals.append(Refusal(f"prepare {variant}", name, reason))
                 continue
             size = (case.dtype, case.out_features, case.in_features, session.device)
-            own = packed_weight(variant, *size, recipe_for(name, case.dtype))
+            own = packed_weight(variant, *size, rounding_for(name, case.dtype))
             subjects.append(
                 Subject(
                     variant=f"prepare {variant}",

@@ -17,7 +17,7 @@ from slidesparse.weights.quant import parse_dtype
 from slidesparse_bench.engine.eagle_head import write_eagle_head
 from slidesparse_bench.engine.four_bits import ACTIVATIONS, GROUP
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse_bench.kernels.operands import recipe_for
+from slidesparse_bench.kernels.operands import rounding_for
 from slidesparse_bench.serve.serve_profile import DTYPES, ServeProfile
 from slidesparse_bench.served_records import EngineKey
 
@@ -52,7 +52,7 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern, and as many bits, share it."""
     pattern = key.pattern.replace(":", "of")
-    rounding = recipe_for(key.backend, key.weights)
+    rounding = rounding_for(key.backend, key.weights)
     return scratch / f"{key.model}-{key.layers}-{key.weights}-{pattern}{'' if rounding == 'absmax' else f'-{rounding}'}"
 
 
@@ -137,7 +137,7 @@ def _write(folder: Path, key: EngineKey) -> None:
     if key.weights in ACTIVATIONS:
         write_checkpoint(partial, config, torch.bfloat16, pattern, device, four_bits=key.weights)
     else:
-        rounding, lm_head = recipe_for(key.backend, key.weights), ARCHITECTURES[key.model].lm_head
+        rounding, lm_head = rounding_for(key.backend, key.weights), ARCHITECTURES[key.model].lm_head
         write_checkpoint(partial, config, parse_dtype(key.weights), pattern, device, rounding, lm_head)
     torch.cuda.empty_cache()
     partial.rename(folder)
