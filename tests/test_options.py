@@ -24,7 +24,6 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*WANDA, "--match-steps", "-3"], "steps of matching; got -3; needed 0 or more"),
     ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf16"),
     ([*PRUNE, "--rounding", "ternary", "--dtype", "fp8"], "the ternary rounding ends in INT8 storage"),
-    ([*PRUNE, "--rounding", "6bit", *DENSE], f"{IDLE} --rounding 6bit without a pattern"),
     ([*PRUNE, "--match-steps", "9", *DENSE], f"{IDLE} --match-steps without a pattern"),
     ([*WANDA, "--dtype", "bf16", *DENSE], f"{IDLE} --method wanda without a pattern"),
     ([*WANDA, "--rounding", "ternary"], "the ternary rounding cannot be calibrated; got wanda"),

@@ -14,6 +14,7 @@ from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.weights.quant import quantize_weight
+from slidesparse.weights.support import value_bits
 
 FIRST = [f"model.layers.0.{leaf}_proj.weight" for leaf in ("self_attn.q", "self_attn.o", "mlp.up", "mlp.down")]
 
@@ -45,3 +46,28 @@ def test_values_are_not_the_nearest_and_scales_are(match: int, how: dict[str, An
         assert not bool((values.float()[weight == 0] != 0).any())
         assert "rounding" not in how or not bool((away % 4).any())
         assert 0.05 < float((away > 0)[weight != 0].double().mean()) < 0.9
+
+
+def test_dense_weights_in_six_bits_are_rounded_for_their_outputs(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.bfloat16)
+    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
+    options: dict[str, Any] = {"rounding": "6bit", "calibration": text, "smooth": False}
+    rounded = prune_checkpoint(source, tmp_path / "rounded", PruneOptions("dense", **options))
+    assert all(1e-5 < cost < 6e-4 for cost in rounded.weight_rounding.values())
+    assert len(rounded.weight_rounding) == len(rounded.losses) > 0 == sum(rounded.losses.values())
+    floats, integers = Checkpoint(source), Checkpoint(tmp_path / "rounded")
+    for name in FIRST:
+        values, scale = integers.tensor(name), integers.tensor(f"{name}_scale")
+        nearest = quantize_weight(floats.tensor(name), torch.int8, rounding="6bit")
+        assert torch.equal(scale, nearest.scale)
+        assert value_bits(values) == 6
+        assert 0.05 < float((values != nearest.values).double().mean()) < 0.9
+
+
+def test_a_dense_exception_to_a_pattern_keeps_eight_bits(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.bfloat16)
+    options = PruneOptions("6:8", rounding="6bit", method="magnitude", layers={"re:.*o_proj": "dense"})
+    prune_checkpoint(source, tmp_path / "out", options)
+    made = Checkpoint(tmp_path / "out")
+    bits = {name: value_bits(made.tensor(name)) for name in made.files if name.endswith("proj.weight")}
+    assert {name: 8 if "o_proj" in name else 6 for name in bits} == bits

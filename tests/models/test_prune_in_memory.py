@@ -41,15 +41,18 @@ def windows(length: int = 32) -> torch.Tensor:
         ("wanda", "fp32", {"match_steps": 12}),
         ("sparsegpt", "fp8", {}),
         ("sparsegpt", "int8", {"rounding": "6bit"}),
+        ("sparsegpt", "int8", {"rounding": "6bit", "pattern": "dense"}),
     ],
 )
 def test_as_prune_does(tmp_path: Path, method: str, dtype: str, how: dict[str, Any]) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     text = Calibration(str(tmp_path / "text.txt"), samples=24, length=64)  # two batches
-    prune_checkpoint(source, tmp_path / "out", PruneOptions("6:8", dtype, method, text, smooth=False, **how))
+    how = {"pattern": "6:8"} | how
+    options = PruneOptions(dtype=dtype, method=method, calibration=text, smooth=False, **how)
+    prune_checkpoint(source, tmp_path / "out", options)
     model = load(source).train()
     calibration = calibration_windows(source, model.config, text)
-    ss.sparsify_(model, "6:8", dtype, method=method, calibration=calibration, **how)
+    ss.sparsify_(model, dtype=dtype, method=method, calibration=calibration, **how)
     assert model.training
     written, made = Checkpoint(tmp_path / "out"), model.state_dict()
     for name in written.files:

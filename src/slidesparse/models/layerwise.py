@@ -22,7 +22,7 @@ from slidesparse.models.grams import Inputs
 from slidesparse.models.layer_stack import LayerList, Sample, advance, run_layer
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.pruning import Linears, Pruner, output_error, rounding_error
-from slidesparse.weights.pattern import DENSE, Pattern
+from slidesparse.weights.pattern import Pattern
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def prune_layers(
         model: The whole model.
         layer_list: Its layers, from :func:`find_layer_list`.
         sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
-        patterns: Linear -> pattern; ``DENSE`` ones are left alone.
+        patterns: Linear -> pattern; ``DENSE`` ones are rounded only.
         pruner: The method.
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
         prune_layer: :meth:`slidesparse.models.shared_layers.SharedLayers.prune_layer`.
@@ -120,7 +120,7 @@ def prune_layers(
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
-            here = [list(names) for names in sets if names[0].startswith(f"{name}.") and patterns[names[0]] != DENSE]
+            here = [list(names) for names in sets if names[0].startswith(f"{name}.")]
             inside = (linear for names in here for linear in names)
             linears: dict[str, Any] = {linear: experts.get(linear) or model.get_submodule(linear) for linear in inside}
             advance(layer, index, dense)

@@ -38,7 +38,16 @@ from slidesparse.pruning import Linears, Pruner, get_pruner
 from slidesparse.pruning.round_outputs import rounder_after
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
+from slidesparse.weights.quant import (
+    FLOATS,
+    QUANTISED,
+    Rounding,
+    check_rounding,
+    dtype_name,
+    parse_dtype,
+    rounded_bits,
+    rounding_of,
+)
 from slidesparse.weights.support import check_pattern, check_weight, checked_bias
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
@@ -76,21 +85,18 @@ def sets_to_prune(
     pruner: Pruner,
     run: Callable[[], object] | None,
 ) -> list[list[str]]:
-    """Return the sets of layers that a method must see together; an uncoupled layer is a set of its own.
+    """Return the sets of layers that a method must see together; without calibration each is a set of its own.
 
     Different patterns in a set, or a model that cannot be run, is an InputError.
     """
-    coupled = {name for name, p in patterns.items() if p != DENSE and pruner.needs_calibration}
-    if not coupled:
+    if not linears or not pruner.needs_calibration:
         return [[name] for name in linears]
     if run is None:
         raise InputError("cannot tell which linears read the same input", remedy="use --method magnitude")
-    sets = []
-    for names in input_sets(model, linears, run):
-        together = [name for name in names if name in coupled]
-        if len({patterns[name] for name in together}) > 1:
-            raise _unlike(together, patterns)
-        sets += [[name] for name in names if name not in coupled] + ([together] if together else [])
+    sets = input_sets(model, linears, run)
+    for names in sets:
+        if len({patterns[name] for name in names}) > 1:
+            raise _unlike(names, patterns)
     return sets
 
 
@@ -238,8 +244,8 @@ def sparsify_(
         match_steps: Training steps of each pruned layer towards the dense one's outputs; 0: none.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: Backend of ``auto`` for layers that no accelerated backend can run.
-        rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Layers at
-            ``dense`` keep eight.
+        rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU. Exceptions
+            at ``dense`` keep eight.
 
     Returns:
         The model.
@@ -256,14 +262,14 @@ def sparsify_(
     require_kind(model, nn.Module, "model", "a torch.nn.Module")
     storage = parse_dtype(dtype)
     check_rounding(rounding, storage)
-    bits = rounded_bits(rounding, storage)
     pruner = _pruner(model, method, calibration, match_steps)
     chooser = Chooser(backend, fallback)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
     targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
-    patterns = layer_patterns(targets.linears, pattern, layers)
+    patterns, common = layer_patterns(targets.linears, pattern, layers), Pattern.parse(pattern)
+    roundings = {name: rounding_of(rounding, one, common) for name, one in patterns.items()}
     for name, linear in targets.linears.items():  # all checks come before the first replacement
         weight = linear.weight.detach()
         check_weight(weight, name)
@@ -274,18 +280,17 @@ def sparsify_(
         if method is None:
             check_pattern(weight, patterns[name], name=name)
         size = linear.out_features, linear.in_features
-        slid = patterns[name] != DENSE
+        slid, bits = patterns[name] != DENSE, rounded_bits(roundings[name], storage)
         chooser.choose_unmeasured(Problem(patterns[name], storage, *size, weight.device, slid, bits))
     pruned: dict[str, torch.Tensor] = {}
     if calibration is not None and pruner is not None:
-        sparse = {name: linear for name, linear in targets.linears.items() if patterns[name] != DENSE}
+        rounder = rounder_after(pruner, storage, rounding)
+        six_bits = rounder is not None and common == DENSE and rounding == "6bit"
+        changed = {name: one for name, one in targets.linears.items() if patterns[name] != DENSE or six_bits}
         run = run_once(model)
-        how: Any = {
-            "matching": Matching(match_steps) if match_steps else None,
-            "rounder": rounder_after(pruner, storage, rounding),
-        }
-        sets = sets_to_prune(model, sparse, patterns, pruner, run)
-        pruned = prune_in_memory(model, sparse, sets, patterns, pruner, calibration, run=run, **how)
+        how: Any = {"matching": Matching(match_steps) if match_steps else None, "rounder": rounder}
+        sets = sets_to_prune(model, changed, patterns, pruner, run)
+        pruned = prune_in_memory(model, changed, sets, patterns, pruner, calibration, run=run, **how)
     aliases: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(name)
@@ -293,7 +298,7 @@ def sparsify_(
         weight = pruned.pop(name) if name in pruned else linear.weight.detach()
         if calibration is None and pruner is not None and patterns[name] != DENSE:
             weight = pruner.prune(Linears({name: weight}, patterns[name]))[name]
-        packed = pack_weight(weight, patterns[name], storage, rounding, name=name)
+        packed = pack_weight(weight, patterns[name], storage, roundings[name], name=name)
         run_by: Any = {"backend": backend, "fallback": fallback, "choice": chooser.choose(packed)}
         layer = SlideLinear(packed, linear.bias, dense_dtype=linear.weight.dtype, **run_by).train(linear.training)
         move_hooks(linear, layer)

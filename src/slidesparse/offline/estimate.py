@@ -39,9 +39,9 @@ def _operations(plan: Plan, layers: LayersToPrune) -> float:
             rows, columns = sum(job.outputs[name].shape[-2] for name in names), job.outputs[names[0]].shape[-1]
             tokens = layers.windows.numel() // (1 if job.expert is None else len(job.becomes))
             total += 4 * tokens * rows * columns + 6 * steps * min(tokens, BATCH_TOKENS) * rows * columns
-            if job.pattern != DENSE:
+            if job.layer in layers.changed:
                 total += 2 * tokens * columns**2
-                total += (4 * columns**3 + 55 * rows * columns**2) * solves
+                total += (4 * columns**3 + (5 if job.pattern == DENSE else 55) * rows * columns**2) * solves
     return total
 
 

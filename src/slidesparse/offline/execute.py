@@ -51,7 +51,8 @@ class Weights:
         """Return the new tensors of a weight in a treated tensor, at place ``index``, 0 for a linear."""
         storage, absmean = self.plan.storage, None
         scale = None if storage.source is None else self.checkpoint.tensor(f"{tensor}_scale", self.device)
-        if job.pattern != DENSE and self.layers is not None:
+        changed = self.plan.layers.changed if self.plan.layers is not None else ()
+        if job.layer in changed and self.layers is not None:
             weight = self._calibrated(self.layers, tensor, job, index)
         else:
             weight = self._read(tensor, job, index)

@@ -28,7 +28,7 @@ SERVE = "## Serve and load"
 
 ROUNDED: dict[PruneRounding, str] = {
     "absmax": "",
-    "6bit": ", of six bits where pruned",
+    "6bit": ", of six bits",
     "ternary": ", of three values (BitNet b1.58)",
 }
 """PruneRounding -> its words after the type."""

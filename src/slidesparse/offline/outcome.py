@@ -22,7 +22,7 @@ NOT_IN_TRANSFORMERS = (
     "the installed transformers cannot load it in 8 bits: vLLM may, slidesparse.load does, and a float --dtype fits all"
 )
 
-SIX_BITS = "pruned weights have six bits: files hold them as INT8, a Hopper GPU takes 0.8 of the memory for them"
+SIX_BITS = "weights have six bits: files hold them as INT8, a Hopper GPU takes 0.75 to 0.8 of the memory for them"
 
 BY_SIZE = "pruned by magnitude, for a smoke test only: --method sparsegpt loses many times less"
 
@@ -78,7 +78,7 @@ class PruneOutcome:
         prunes = any(pattern != str(DENSE) for pattern in patterns)
         facts = {
             # Sizes of files do not show six bits.
-            SIX_BITS: self.rounding == "6bit" and prunes,
+            SIX_BITS: self.rounding == "6bit",
             EXPERTS_FOLLOW: bool(self.treated_experts),
             head: self.dense_head is not None,
             NO_TOKENIZER: self.lacks_tokenizer,

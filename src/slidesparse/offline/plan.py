@@ -76,7 +76,7 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
         InputError: An option does not fit the source.
         UnsupportedError: Its experts cannot be treated in their stored form.
     """
-    storage = Storage(*resolve_dtypes(checkpoint, options), options.rounding)
+    storage = Storage(*resolve_dtypes(checkpoint, options), options.rounding, Pattern.parse(options.pattern))
     source = Source.of(checkpoint)
     refuse_faults(source.meta, checkpoint)
     treated = find_treated(source, options, storage)
@@ -97,7 +97,7 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
         shard: {name: jobs.get(name) or TensorJob({name: stored}) for name, stored in tensors.items()}
         for shard, tensors in checkpoint.shards.items()
     }
-    config = new_config(source, storage, Pattern.parse(options.pattern), treated, jobs)
+    config = new_config(source, storage, storage.common, treated, jobs)
     layers = _layers(source, options, storage, treated, patterns)
     smoothing = plan_smoothing(source, options, storage, layers)
     return Plan(source, options, storage, treated, patterns, shards, config, layers, smoothing)
@@ -129,7 +129,7 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
 def _layers(
     source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern]
 ) -> LayersToPrune | None:
-    """Return the layers to prune with a calibration text; None without one.
+    """Return the layers to prune or round with a calibration text; None without one.
 
     Dense linears outside of the layers need no text, and are left out.
     """
@@ -141,7 +141,11 @@ def _layers(
     here = {name: patterns[name] for name in linears if patterns[name] != DENSE or name.startswith(inside)}
     require_single_passes(model, find_layer_list(model, here), source.run)
     windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
-    experts = {name: one for name, one in treated.experts.items() if patterns[one.layer] != DENSE}
+    pruner = get_pruner(options.method)
+    rounder = rounder_after(pruner, storage.dtype, storage.weight_rounding) if storage.rounds else None
+    six_bits = rounder is not None and storage.rounding_of(DENSE) == "6bit"  # for eight a text gains nothing
+    changed = {name: pattern for name, pattern in patterns.items() if pattern != DENSE or six_bits}
+    experts = {name: one for name, one in treated.experts.items() if one.layer in changed}
     rows = ExpertRowsByName(find_expert_rows(source.experts, source.meta, source.checkpoint, experts), experts)
     if options.match_steps and experts:
         raise InputError(
@@ -149,14 +153,14 @@ def _layers(
             got=f"experts such as {next(iter(experts.values())).layer}",
             remedy=f"leave out --match-steps, or leave experts dense with {LEAVE_DENSE}",
         )
-    pruner, of_linears = get_pruner(options.method), {name: patterns[name] for name in linears}
-    sets = sets_to_prune(model, linears, of_linears, pruner, source.run)
+    coupled = {name: linears[name] for name in here if name in changed}
+    sets = sets_to_prune(model, coupled, changed, pruner, source.run)
     return LayersToPrune(
         windows=windows,
         pruner=pruner,
-        sets=[*(names for names in sets if names[0] in here), *([name] for name in rows.layer_of)],
+        sets=[*sets, *([name] for name in rows.layer_of)],
         patterns={**here, **{name: patterns[layer] for name, layer in rows.layer_of.items()}},
         experts=rows,
         matching=Matching(options.match_steps, options.calibration.seed) if options.match_steps else None,
-        rounder=rounder_after(pruner, storage.dtype, storage.weight_rounding) if storage.rounds else None,
+        rounder=rounder,
     )

@@ -36,8 +36,8 @@ class PruneOptions:
         method: Pruning method.
         calibration: Text for methods that need it. None: Python's standard library.
         rounding: Rounding of INT8 weights: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per channel
-            to multiples of 4 where the pattern is not dense
-            (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`).
+            to multiples of 4 (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`). Dense exceptions to a
+            pattern keep 8 bits.
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
@@ -116,7 +116,7 @@ def check_options(options: PruneOptions) -> None:
     """Raise an InputError for options that are wrong or contradictory for any source."""
     require_kind(options.layers, Mapping, "layers", "a dict from names to patterns")
     patterns = {Pattern.parse(pattern) for pattern in (options.pattern, *options.layers.values())}
-    idle = {"--rounding 6bit": options.rounding == "6bit", "--match-steps": options.match_steps > 0}
+    idle = {"--match-steps": options.match_steps > 0}
     floats = options.dtype is not None and parse_dtype(options.dtype) not in QUANTISED
     idle[f"--method {options.method}"] = floats and options.calibration is not None  # in 8 bits a text smooths
     if patterns == {DENSE} and (given := [name for name, holds in idle.items() if holds]):

@@ -42,11 +42,13 @@ class Storage:
         source: Type of a source in 8 bits, whose scales are kept; None: it is in a float type.
         dtype: Type of the new weights.
         rounding: Rounding of INT8 weights.
+        common: The common pattern.
     """
 
     source: torch.dtype | None
     dtype: torch.dtype
     rounding: PruneRounding
+    common: Pattern
 
     @property
     def quantised(self) -> bool:
@@ -60,8 +62,12 @@ class Storage:
 
     @property
     def weight_rounding(self) -> Rounding:
-        """Rounding of pruned weights; ternary ones have three values already."""
+        """Rounding of weights of the common pattern; ternary ones have three values already."""
         return "6bit" if self.rounding == "6bit" else "absmax"
+
+    def rounding_of(self, pattern: Pattern) -> Rounding:
+        """Return the rounding of weights of a pattern."""
+        return rounding_of(self.weight_rounding, pattern, self.common)
 
     def job(
         self,
@@ -106,8 +112,6 @@ class Storage:
             if absmean is not None:
                 stored[name], stored[f"{name}_scale"] = ternary_weight(rows, absmean, self.dtype, name=name)
             else:
-                rounded = quantize_weight(
-                    rows, self.dtype, name=name, rounding=rounding_of(self.weight_rounding, pattern)
-                )
+                rounded = quantize_weight(rows, self.dtype, name=name, rounding=self.rounding_of(pattern))
                 stored[name], stored[f"{name}_scale"] = loadable(rounded)
         return stored

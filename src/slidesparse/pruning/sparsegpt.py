@@ -20,7 +20,7 @@ from slidesparse.pruning.base import Linears, register_pruner
 from slidesparse.pruning.gram import checked_gram
 from slidesparse.pruning.mask import cheapest, positive_where
 from slidesparse.pruning.solve_kept import better_rows, solve_kept
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import is_nonzero
 
 DAMPING = 0.01
@@ -42,6 +42,8 @@ class SparseGPT:
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.pruning.base.Pruner`. Existing zeros stay."""
         weights, gram = linears.weights, checked_gram(linears)
+        if linears.pattern == DENSE:  # to be rounded only
+            return dict(weights)
         factor, damping = inverse_factor(gram, ", ".join(weights))
         stacked = torch.cat([weight.to(torch.float32) for weight in weights.values()])
         swept = sweep(stacked, factor, linears.pattern)

@@ -102,7 +102,7 @@ class Pair:
             raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy="leave it out")
         dtype = parse_dtype(options.dtype or "int8")
         linears = self.student.linears(marker)
-        roundings = {name: rounding_of(options.rounding, marker.pattern_of(name)) for name in linears}
+        roundings = {name: rounding_of(options.rounding, marker.pattern_of(name), marker.pattern) for name in linears}
         round_linears_(self.student.model, roundings, dtype)
 
 

@@ -10,7 +10,7 @@ from slidesparse.base.device import runs_triton
 from slidesparse.weights import packed
 from slidesparse.weights.packed import PackedWeight, Packer, Shard
 from slidesparse.weights.pattern import Pattern
-from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, loadable, quantize_weight, rounding_of
+from slidesparse.weights.quant import QUANTISED, Rounding, check_rounding, loadable, quantize_weight
 from slidesparse.weights.support import check_form, require_dense
 
 
@@ -75,7 +75,6 @@ def pack_weight(
     """
     check_rounding(rounding, dtype)
     if dtype in QUANTISED:
-        rounded = quantize_weight(weight, dtype, name=name, rounding=rounding_of(rounding, pattern))
-        values, scale = loadable(rounded)
+        values, scale = loadable(quantize_weight(weight, dtype, name=name, rounding=rounding))
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

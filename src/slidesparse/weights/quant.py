@@ -62,9 +62,7 @@ ActivationRounding = Literal["vllm", "sglang"]
 """The server whose rounding of activations to 8 bits is reproduced."""
 
 Rounding = Literal["absmax", "6bit"]
-"""Rounding of weights, one scale a channel: to all values of their type, or INT8 to values of six bits.
-
-Six bits are for weights with a pattern (:func:`rounding_of`)."""
+"""Rounding of weights, one scale a channel: to all values of their type, or INT8 to values of six bits."""
 
 
 class Quantised(NamedTuple):
@@ -95,9 +93,9 @@ def rounded_bits(rounding: Rounding, dtype: torch.dtype) -> int:
     return 6 if rounding == "6bit" else 8 * dtype.itemsize
 
 
-def rounding_of(rounding: Rounding, pattern: Pattern) -> Rounding:
-    """Return the rounding of a weight by its pattern: six bits would cost a dense one accuracy for nothing."""
-    return "absmax" if pattern == DENSE else rounding
+def rounding_of(rounding: Rounding, pattern: Pattern, common: Pattern) -> Rounding:
+    """Return the rounding of a weight: a dense exception to its model's common pattern keeps all bits of its type."""
+    return "absmax" if pattern == DENSE != common else rounding
 
 
 def check_rounding(rounding: object, dtype: torch.dtype) -> None:

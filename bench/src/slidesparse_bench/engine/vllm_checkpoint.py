@@ -20,7 +20,7 @@ from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.offline.known_models import MODELS
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.quant import Rounding, quantize_weight, rounding_of
+from slidesparse.weights.quant import Rounding, quantize_weight
 from slidesparse_bench.engine.four_bits import four_bit_config, four_bit_tensors
 
 HEAD = 128
@@ -253,7 +253,7 @@ class _Writer:
             elif self.dtype == torch.bfloat16:
                 tensors[f"{name}.weight"] = part
             else:
-                values, scale = quantize_weight(part, self.dtype, rounding=rounding_of(self.rounding, self.pattern))
+                values, scale = quantize_weight(part, self.dtype, rounding=self.rounding)
                 tensors[f"{name}.weight"] = values
                 tensors[f"{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ NO_EXPERTS = ExpertRowsByName((), {})
 
 @dataclass(frozen=True)
 class LayersToPrune:
-    """Layers to prune one by one: the arguments of :func:`slidesparse.models.layerwise.prune_layers` and two more.
+    """Layers to prune or round one by one: arguments of :func:`slidesparse.models.layerwise.prune_layers` and two more.
 
     Attributes:
         windows: The calibration windows: int64 [samples, length].
@@ -57,6 +58,11 @@ class LayersToPrune:
     experts: ExpertRowsByName = NO_EXPERTS
     matching: Matching | None = None
     rounder: Pruner | None = None
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """The linears and kinds of experts' weights that change with the text."""
+        return frozenset(self.experts.layer_of.get(name, name) for names in self.sets for name in names)
 
 
 @dataclass(eq=False)
