@@ -84,23 +84,35 @@ RIVALS = {
     "int4 gptq, asymmetric": "INT4, groups of 128 with zero points, GPTQ",
 }
 LARGER, SMALLER_BY_GPU = (PUBLISHED.with_name(f"{name}.jsonl") for name in ("qwen2.5-coder-1.5b", "smollm2-135m-h200"))
-LONGEST = {
-    PUBLISHED: ("0.5B", {"6:8": "recover 80M", "4:6": "recover 100M", "2:4": "recover 80M"}),
-    LARGER: ("1.5B", {"6:8": "recover 12M", "4:6": "recover 12M"}),
-}
-"""Record -> its model, and by pattern what ends the tag of the one that was trained on longest, if there is one."""
+LONGEST = {"6:8": "recover 80M", "4:6": "recover 100M", "2:4": "recover 80M"}
+"""Pattern -> what ends the tag of the judged model that was trained on longest."""
 
 OF_THE_LOG = re.compile(r"^plan | (rotate|reorder|chats)$|^2:4 recover 20M$")
 """Tags that the page on accuracy leaves out."""
 
-HEADLINE = {
-    "burst": "16 prompts of 1024 tokens",
-    "mixed": "1000 mixed requests, GPU time",
-    "decode 64 at 80": "decoding 64 sequences",
-}
-"""README's words."""
-
 STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
+DENSE_SIX_BITS = f"{DENSE_VARIANT} {SIX_BITS}"
+
+CURVE: dict[str, tuple[str, str, str]] = {
+    "stock INT8": (STOCK, "dense int8", ""),
+    "stock FP8": ("stock FP8", "dense fp8", ""),
+    "stock W4A8": ("stock W4A8", "", ""),
+    "stock W4A16": ("stock W4A16", "int4 nearest", "int4 nearest recover 20M"),
+    "dense INT8, fused": (CONTROL, "dense int8", ""),
+    "dense, six bits": (DENSE_SIX_BITS, "dense 6bit", ""),
+    **{
+        IN_SIX_BITS[f"{pattern} {SIX_BITS}"]: (f"{pattern} {SIX_BITS}", f"{pattern} match", f"{pattern} {longest}")
+        for pattern, longest in LONGEST.items()
+    },
+}
+"""README's rows: name -> engine, and the tags of the judged model in one shot and trained on."""
+
+CURVE_LOADS = {
+    "burst": "prompts",
+    "mixed": "mixed load",
+    **{f"decode {n} at 80": f"decoding {n}" for n in (16, 64, 256)},
+}
+"""Workload -> README's word."""
 
 NEWEST_LOADS = {
     "burst": "burst: 16 prompts of 1024 tokens",
@@ -144,19 +156,18 @@ def headline_speedup(engine: str, load: str, model: str = "7B") -> float | None:
     return None if found is None else found[1]
 
 
-def served_headline() -> str:
-    """README: engines under load."""
-    rows = []
-    for model, load in (
-        ("7B", "burst"),
-        ("7B", "mixed"),
-        ("7B", "decode 64 at 80"),
-        ("32B", "mixed"),
-        ("32B", "decode 64 at 80"),
-    ):
-        found = (headline_speedup(engine, load, model) for engine in (*STOCK_RIVALS, *IN_SIX_BITS))
-        rows.append([f"{model}, {HEADLINE[load]}", *("-" if one is None else f"{one:.2f}x" for one in found)])
-    return markdown(("over stock INT8", *STOCK_RIVALS, *PATTERNS), rows)
+def curve() -> str:
+    """README: what each way to serve a model gains over stock INT8, and what it costs."""
+    found, rows = published_records(), []
+    for name, (engine, *tags) in CURVE.items():
+        speeds = (headline_speedup(engine, load) for load in CURVE_LOADS)
+        judged = [found.get(tag) for tag in tags]
+        rises = ["-" if one is None else rise(one, found["dense"]) for one in judged]
+        best = next((one for one in reversed(judged) if one is not None), None)
+        dense = found["dense"]["humaneval"]["sampled"]
+        answers = "-" if best is None else compare.points(best["humaneval"]["sampled"], dense)
+        rows.append([name, *("-" if one is None else f"{one:.2f}x" for one in speeds), *rises, answers])
+    return markdown(("", *CURVE_LOADS.values(), "perplexity, one shot", "trained on", "HumanEval"), rows)
 
 
 def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
@@ -284,19 +295,6 @@ def published_rivals() -> str:
     return markdown(("", "perplexity of code"), [[name, rise(one, found["dense"])] for name, one in ordered])
 
 
-def published_loss() -> str:
-    """README: what patterns cost published models, in one shot and recovered."""
-    rows = []
-    for path, (model, recovered) in LONGEST.items():
-        found = published_records(path)
-        for pattern, longest in recovered.items():
-            both = [found.get(f"{pattern} {what}") for what in ("match", longest)]
-            rises = [rise(one, found["dense"]) if one else "-" for one in both]
-            rows.append([model, pattern, *rises, *(solved(one) if one else "-" for one in (found["dense"], *both))])
-    heads = ("perplexity, one shot", "recovered", "HumanEval, dense", "one shot", "recovered")
-    return markdown(("model", "pattern", *heads), rows, 2)
-
-
 def solved(one: dict[str, Any]) -> str:
     """How many problems of HumanEval ten samples solve, in percent."""
     share = one["humaneval"]["sampled"]
@@ -306,7 +304,7 @@ def solved(one: dict[str, Any]) -> str:
 def recipe() -> str:
     """The recipe: what patterns cost a published model before and after it was trained on."""
     found, rows = published_records(), []
-    for pattern, longest in LONGEST[PUBLISHED][1].items():
+    for pattern, longest in LONGEST.items():
         both = [found[f"{pattern} match"], found[f"{pattern} {longest}"]]
         rows.append([pattern, longest.split()[1], *(rise(one, found["dense"]) for one in both), *map(solved, both)])
     heads = ("perplexity of code, after step 2", "after step 3", "HumanEval, after step 2", "after step 3")
@@ -382,7 +380,7 @@ def authors() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "served-headline": served_headline,
+    "curve": curve,
     "served-0.33": partial(
         served_newest,
         "7B",
@@ -404,7 +402,6 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "served-sglang": partial(served_newest, "7B in SGLang", IN_SIX_BITS, *USUAL_LOADS),
     "layers": partial(layers, "NVIDIA H200", TUNED),
-    "published-loss": published_loss,
     "published-models": published_models,
     "published-models-1.5b": partial(published_models, LARGER),
     "published-models-135m": partial(published_models, SMALLER_BY_GPU),

@@ -25,6 +25,9 @@ PANELS = {"": "pruned or rounded in one shot", " recover 20M": "and trained on b
 """What a record's tag ends with."""
 
 DEPTH = "depth 1.18"
+DENSE = (("INT8", "stock", "dense int8"), ("fused", "control", "dense int8"), ("six bits", MEASURED["DENSE_SIX_BITS"], "dense 6bit"))
+"""Points of dense models, which are not trained on: name, engine, and tag of the record."""
+
 INK, FAINT = "#222222", "#8a8a8a"
 TIMES = "\N{MULTIPLICATION SIGN}"
 MOST = 60.0
@@ -42,7 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "pattern": Kind("a pattern, before rounding", "#0072b2", "o", "-"),
-    "dense": Kind("INT8, nothing pruned", "#222222", "v", "none"),
+    "dense": Kind("dense: stock INT8, fused, in six bits", "#222222", "v", "none"),
     "four": Kind("INT4 to nearest (W4A16)", "#009e73", "D", "none"),
     "fewer": Kind("20 of 24 layers", "#d55e00", "s", "none"),
 }
@@ -71,7 +74,8 @@ def points(end: str) -> list[Point]:
         point("pattern", engine.split()[0], speed(engine, "mixed"), f"{engine.split()[0]}{shot}")
         for engine in MEASURED["IN_SIX_BITS"]
     ]
-    drawn.append(Point("dense", "INT8", 1.0, 0.0))
+    for name, engine, tag in DENSE:
+        drawn.append(point("dense", name, speed(engine, "mixed"), tag))
     drawn.append(point("four", "INT4", speed("stock W4A16", "mixed"), f"int4 nearest{end}"))
     drawn.append(point("fewer", "20 layers", float(DEPTH.split()[1]), f"{DEPTH}{end}"))
     return drawn
