@@ -160,7 +160,9 @@ def curve() -> str:
     """README: what each way to serve a model gains over stock INT8, and what it costs."""
     found, rows = published_records(), []
     for name, (engine, *tags) in CURVE.items():
-        speeds = (headline_speedup(engine, load) for load in CURVE_LOADS)
+        speeds = (
+            [1.0] * len(CURVE_LOADS) if engine == STOCK else [headline_speedup(engine, load) for load in CURVE_LOADS]
+        )
         judged = [found.get(tag) for tag in tags]
         rises = ["-" if one is None else rise(one, found["dense"]) for one in judged]
         best = next((one for one in reversed(judged) if one is not None), None)

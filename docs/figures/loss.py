@@ -25,7 +25,11 @@ PANELS = {"": "pruned or rounded in one shot", " recover 20M": "and trained on b
 """What a record's tag ends with."""
 
 DEPTH = "depth 1.18"
-DENSE = (("INT8", "stock", "dense int8"), ("fused", "control", "dense int8"), ("six bits", MEASURED["DENSE_SIX_BITS"], "dense 6bit"))
+DENSE = (
+    ("INT8", "stock", "dense int8"),
+    ("fused", "control", "dense int8"),
+    ("six bits", MEASURED["DENSE_SIX_BITS"], "dense 6bit"),
+)
 """Points of dense models, which are not trained on: name, engine, and tag of the record."""
 
 INK, FAINT = "#222222", "#8a8a8a"
