@@ -9,7 +9,7 @@ import pytest
 import torch
 from tuning_fakes import pretend_hopper
 
-from slidesparse.gemm import expert_times, select, speed_files
+from slidesparse.gemm import select, speed_files
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import (
     NOT_MEASURED,
@@ -40,7 +40,7 @@ def times(*shares: float | None, tokens: tuple[int, ...] = TOKENS) -> LayerSpeed
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend_hopper(monkeypatch, tmp_path, select, expert_times)
+    pretend_hopper(monkeypatch, tmp_path, select)
     monkeypatch.setattr(speed_files, "PACKAGED", tmp_path / "packaged")
 
 
@@ -72,7 +72,7 @@ def test_an_m_without_a_time_of_stock_says_nothing_for_packed_experts() -> None:
 def test_experts_on_no_gpu_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_expert_times(KIND, times(0.5, 0.5, 0.5, 0.5, 0.5), ["hopper"])
     assert was_wrong(KIND)
-    monkeypatch.setattr(expert_times, "can_be_timed", lambda device: False)
+    monkeypatch.setattr(select, "can_be_timed", lambda device: False)
     assert (measured_here(KIND), was_wrong(KIND)) == ((), False)
 
 

@@ -301,7 +301,7 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
     assert "dense" in str(error.value)
 
 
-@pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
 def test_a_gpu_backend_refuses_activations_on_a_cpu(backend: str) -> None:
     x = torch.zeros(4, 128, dtype=torch.int8)
     operand = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.uint8) for _ in range(2))

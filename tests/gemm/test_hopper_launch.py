@@ -186,9 +186,9 @@ def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> No
     assert second == (SIZES | addresses, 1132, STREAM + 3)  # nothing of the launch before
 
 
-ORDER = ColumnOrder(192, 8, 0, 24, 384, slid=True)
+ORDER = ColumnOrder(192, 8, 0, 24, 384)
 """Three slabs."""
-BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
+BUNDLED = ColumnOrder(512, 8, 0, 64, 768, bundle=32)
 """Two bundles of three slabs."""
 
 OUT = 300

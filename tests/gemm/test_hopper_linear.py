@@ -19,7 +19,7 @@ from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
-ORDER = ColumnOrder(64, 6, 0, 11, 128, slid=True)
+ORDER = ColumnOrder(64, 6, 0, 11, 128)
 FORM = SparseForm.of_order(ORDER, 1)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""

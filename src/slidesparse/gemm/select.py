@@ -59,7 +59,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "hopper": Hopper,
     "hopper-6bit": HopperSixBits,
     "cusparselt": CuSparseLt,
-    "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
 
@@ -185,7 +184,7 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     ]
     answers = {backend.name: backend.why_not(problem) for backend in known}
     able = [name for name, why_not in answers.items() if why_not is None]
-    wrong = _wrong_among(able, problem)
+    wrong = wrong_among(able, problem)
     answers |= dict.fromkeys(wrong, WRONG_HERE)
     able = [name for name in able if name not in wrong]
     for backend in known:
@@ -195,7 +194,7 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     return answers
 
 
-def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
+def wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
     """Return the backends with a wrong result when such a problem was measured here."""
     if not names or not can_be_timed(problem.device):
         return []
@@ -207,7 +206,7 @@ def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
 def wrong_form(problem: Problem, backend: str) -> WrongForm:
     """Return the entry of a wrong backend for a problem in a file."""
     name = times_key(backend, str(problem.pattern))
-    return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name)
+    return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name, problem.experts)
 
 
 def _only(backend: str, reason: str, able: str | None = None) -> Choice:
@@ -231,7 +230,8 @@ def find_among(
     """
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
-    nearest = find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    layer = dtype_name(problem.dtype), str(problem.pattern), *size, problem.experts
+    nearest = find_nearest(tables, compared, *layer)
     others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
     if nearest is not None or not others:
         return nearest

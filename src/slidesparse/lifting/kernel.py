@@ -14,15 +14,15 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError
 from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
-from slidesparse.lifting.launch import EARLY_ARCH, FEW_TOKENS, FP8_ARCH, Launch, configure, device_arch, make_variant
+from slidesparse.lifting.launch import FEW_TOKENS, Launch, configure, make_variant, starts_early
 from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS
 from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.variant import LiftVariant
 from slidesparse.lifting.walking import walking_kernel
-from slidesparse.weights.quant import FLOATS, QUANTISED
+from slidesparse.weights.quant import QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
 KEPT = (
@@ -38,7 +38,7 @@ class KernelLift:
     A row with NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
-        spec: The lift, of bfloat16, float16 or float32.
+        spec: The lift, for which :func:`slidesparse.lifting.choose.why_no_kernel` returns None.
         tokens: M.
         device: The device of the activations.
 
@@ -51,25 +51,17 @@ class KernelLift:
         quantised: Whether there are scales.
 
     Raises:
-        InputError: A layout that does not fit.
-        UnsupportedError: FP8 on a GPU without FP8 conversions.
+        InputError: A type or a layout that does not fit.
     """
 
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
     def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
         prologue, source, target, _, layout, _ = spec
-        if source not in FLOATS:
-            raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
-        arch = device_arch(device)
-        if target == torch.float8_e4m3fn and arch < FP8_ARCH:
-            raise UnsupportedError(
-                "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
-            )
         self.prologue, self.source, self.target, self.layout = prologue, source, target, layout
         self.spec, self.device, self.order = spec, device, spec.columns
         self.config = configure(tokens, self.order, source.itemsize, prologue, target in QUANTISED)
-        self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)
+        self.variant = make_variant(spec, self.config, early=starts_early(device))
         self.launcher = _launcher(self.variant, self.config, source, device)
         self.index = -1 if device.index is None else device.index
         self.quantised = self.variant.quant != "none"

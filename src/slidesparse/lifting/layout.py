@@ -48,7 +48,6 @@ class ColumnOrder:
         k_offset: Position inside its group of input column 0.
         groups: Groups of a row.
         k_packed: Packed columns K', padding included.
-        slid: Whether the weight is slid; False for a dense one.
         bundle: Groups whose windows are interleaved: 1 for none, or :data:`BUNDLE` (:func:`in_bundles`).
     """
 
@@ -57,7 +56,6 @@ class ColumnOrder:
     k_offset: int
     groups: int
     k_packed: int
-    slid: bool
     bundle: int = 1
 
     @classmethod
@@ -73,7 +71,7 @@ class ColumnOrder:
         pattern, columns = packed.form, packed.shape[1]
         groups = pattern.groups(columns, packed.k_offset)
         k_packed = _padded(_padded(groups, bundle) * pattern.slid_group, multiple)
-        return cls(columns, pattern.group, packed.k_offset, groups, k_packed, packed.slid, bundle)
+        return cls(columns, pattern.group, packed.k_offset, groups, k_packed, bundle)
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
@@ -82,7 +80,7 @@ class ColumnOrder:
         k_packed = _padded(columns, multiple)
         if k_packed % 2:
             raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
-        return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed, slid=False)
+        return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed)
 
     @property
     def numbers(self) -> list[int]:
@@ -92,26 +90,16 @@ class ColumnOrder:
 
 @dataclass(frozen=True)
 class Slabs:
-    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of rows][128 bytes]``.
+    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of 8][128 bytes]``.
 
     Any tile of tokens by 128 bytes of K' is contiguous: one bulk copy moves it. Rows past M repeat the last one.
-
-    Attributes:
-        rows: A multiple of 8, after which the swizzle repeats.
-        swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
-            for copies that do not swizzle themselves.
+    16-byte chunk ``c`` of row ``r`` is at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands, for copies
+    that do not swizzle themselves.
     """
 
-    rows: int = 8
-    swizzle: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rows <= 0 or self.rows % 8:
-            raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
-
     def padded(self, tokens: int) -> int:
-        """Return M, padded to a multiple of ``rows``."""
-        return tokens + -tokens % self.rows
+        """Return M, padded to a multiple of 8, after which the swizzle repeats."""
+        return tokens + -tokens % 8
 
     def shape(self, tokens: int, k_packed: int, itemsize: int) -> tuple[int, int, int]:
         """Return the shape of the output in elements."""
@@ -127,8 +115,7 @@ class Slabs:
         chunk = CHUNK_BYTES // values.element_size()
         padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
         chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
-        if self.swizzle:
-            chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
+        chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
         return chunks.reshape(slabs, rows, slab).view(values.dtype)
 
 
