@@ -29,7 +29,6 @@ from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.layout import with_rows
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
