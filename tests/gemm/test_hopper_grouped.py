@@ -11,8 +11,7 @@ from expert_weights import packed_experts
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
-from slidesparse.gemm.hopper.compile import compile_sources, options, sources
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
@@ -24,18 +23,6 @@ from slidesparse.weights.pattern import COUNTED, Pattern
 from slidesparse.weights.quant import Rounding
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
-
-
-@pytest.mark.parametrize(("dtype", "count_bits"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
-@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
-def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, count_bits: int) -> None:
-    code, log = compile_sources(
-        sources(count_bits), [*options(tile, dtype, BF16, True, count_bits), "--ptxas-options=-v"]
-    )
-    assert code[:4] == b"\x7fELF"
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
-    assert "C75" not in log, log
-    assert "warning" not in log, log
 
 
 @pytest.mark.parametrize("rounding", ["absmax", "6bit"])
@@ -58,21 +45,6 @@ def test_experts_take_the_bytes_of_their_form(pattern: str, rounding: Rounding, 
     share = parsed.bytes_per_weight("counts" if parsed.windows in COUNTED else "2:4", bits)
     nbytes = HopperExperts().prepare(experts).weights.nbytes
     assert nbytes == pytest.approx(2 * out * columns * float(share), rel=2e-3)
-
-
-@pytest.mark.parametrize("pairs", [1, 64, 4096, 131072])
-@pytest.mark.parametrize("experts", [8, 128])
-def test_the_tiles_of_a_layer_have_one_number_of_tokens(pairs: int, experts: int) -> None:
-    tiles = choose_grouped(pairs, experts, ((1536, 24), (2048, 9)))
-    assert len({tile.tokens for tile in tiles}) == 1
-    assert all(tile.split == 1 for tile in tiles)
-
-
-def test_more_tokens_take_larger_tiles() -> None:
-    sizes = [choose_grouped(pairs, 128, ((1536, 24),))[0].tokens for pairs in (512, 4096, 16384, 131072)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 16
-    assert sizes[-1] >= 96
 
 
 class Listener:
