@@ -197,15 +197,6 @@ def test_weights_that_changed_are_checked_again() -> None:
     assert found is not ONE_BY_ONE
     torch.testing.assert_close(found[0], one_by_one(linears, tensors, x, residual)[0])
     assert linears[0].checks == 3
-    tensors[2] = tensors[2].clone()  # another object
-    assert chain(*inputs(), tensors) is not ONE_BY_ONE
-    assert linears[0].checks == 4
-    for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
-        before, tensors[2].data = tensors[2].data, change(tensors[2].data)
-        checks = linears[0].checks
-        assert chain(*inputs(), tensors) is not ONE_BY_ONE
-        assert linears[0].checks == checks + 1
-        tensors[2].data = before
 
 
 def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:

@@ -166,54 +166,6 @@ def test_a_whole_linear_has_the_bits_of_its_parts(
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_whole_linear_is_captured_and_runs_on_other_streams(answers: list[bool]) -> None:
-    layer, stream = _layer("6:8", "int8", columns=ALIGNED), torch.cuda.Stream()
-    x = torch.randn(200, ALIGNED, dtype=BF16, device="cuda")
-    expected = [layer(x), layer(2 * x + 1)]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        aside = layer(x)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x)
-    assert all(answers[1:])
-    x.mul_(2).add_(1)
-    graph.replay()
-    assert torch.equal(aside, expected[0])
-    assert torch.equal(captured, expected[1])
-
-
-def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answers: list[bool]) -> None:
-    layer = _layer("6:8", "int8", biased=False, columns=ALIGNED)
-    x, bias = torch.randn(64, ALIGNED, dtype=BF16, device="cuda"), torch.randn(OUT, device="cuda")
-    tensors = layer.forms[0].tensors
-    expected, weight = layer(x), (tensors, layer.weight_scale)
-    answers.clear()
-    unaligned = torch.randn(64 * ALIGNED + 1, dtype=BF16, device="cuda")[1:].view(64, ALIGNED)
-    unaligned.copy_(x)
-    assert torch.equal(layer(unaligned), expected)
-    assert torch.equal(layer(x.t().contiguous().t()), expected)
-    for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
-        with pytest.raises(InputError):
-            ops.linear(x, *weight, wrong, layer.spec)
-        with pytest.raises(InputError):
-            ops.linear(x, tensors, wrong, None, layer.spec)
-    with pytest.raises(InputError):
-        ops.linear(x.cpu(), *weight, None, layer.spec)
-    with pytest.raises(InputError):
-        ops.linear(x[:, :-8].contiguous(), *weight, None, layer.spec)
-    gain = torch.ones(ALIGNED, dtype=BF16, device="cuda")
-    for wrong in (gain[:-1], gain.float(), gain.cpu()):
-        with pytest.raises(InputError):
-            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer.spec)
-    with pytest.raises(InputError):
-        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer.spec)
-    assert not any(answers)
-    assert torch.equal(layer(x), expected)
-    assert answers[-1]
-
-
 def test_two_streams(columns: int) -> None:
     assert_same_on_two_streams([_layer(pattern, "int8", columns=columns) for pattern in ("6:8", "4:6")], columns)
 
@@ -280,18 +232,7 @@ def test_what_the_kernel_does_not_read_is_refused() -> None:
             backend.matmul(activations, scale_x, operand, scale, bias, OUT, out_dtype)
 
 
-def test_a_thread_that_has_never_called_cuda() -> None:
-    packed, backend = packed_weight(INT8, "6:8", OUT, COLUMNS), get_backend("hopper")
-    x, operand, results = in_slabs(tokens_of(INT8, 100, COLUMNS), packed), backend.prepare(packed), []
-    arguments = (x, None, operand, packed.scale, None, OUT, BF16)
-    expected = backend.matmul(*arguments)
-    thread = threading.Thread(target=lambda: results.append(backend.matmul(*arguments)))
-    thread.start()
-    thread.join()
-    assert torch.equal(results[0], expected)
-
-
-def test_a_layer_in_such_a_thread(columns: int) -> None:
+def test_a_layer_in_a_thread_that_has_never_called_cuda(columns: int) -> None:
     layer, x = _layer("6:8", "int8", columns=columns), torch.randn(100, columns, dtype=BF16, device="cuda")
     layer(x)  # compiles
     expected, results = layer(x), []
