@@ -169,14 +169,12 @@ class Backend(ABC):
         name: The name that users write.
         accelerated: Whether ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
-        stand_in: The backend whose times are a prior while this one has none; None without one.
         bits: The only supported :attr:`Problem.bits`; None: all.
     """
 
     name: str
     accelerated: bool
     layout: Layout
-    stand_in: str | None = None
     bits: int | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:

@@ -126,15 +126,8 @@ def _is_decoding(tokens: int) -> bool:
 
 
 def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
-    """Return the nearest times of a kind of experts: measured here, else a prior; None without any.
-
-    Times of eight bits are a prior for six, which take fewer bytes.
-    """
-    nearest = find_measured(kind.problem, (DENSE_FORM, GROUPED))
-    if nearest is not None or kind.bits == 8:
-        return nearest
-    wider = find_expert_times(replace(kind, bits=8))
-    return None if wider is None else replace(wider, here=(), others=(*wider.others, ("8 bits", f"{kind.bits} bits")))
+    """Return the nearest times of a kind of experts: measured here, else a prior; None without any."""
+    return find_measured(kind.problem, (DENSE_FORM, GROUPED))
 
 
 def measured_here(kind: ExpertKind) -> tuple[int, ...]:

@@ -31,14 +31,15 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
     MeasuredLayer,
-    SpeedTable,
     WrongForm,
     find_nearest,
     is_wrong,
@@ -61,6 +62,9 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "cusparselt": CuSparseLt,
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
+
+OF_EIGHT_BITS = {"hopper-6bit": "hopper"}
+"""Backend for values of six bits -> the one for eight that runs in the same way."""
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
@@ -214,29 +218,34 @@ def _only(backend: str, reason: str, able: str | None = None) -> Choice:
 
 
 def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
-    """Return the measured layer that decides between backends for a problem on a GPU; None without one."""
+    """Return the measured layer that decides between backends for a problem on a GPU; None without one.
+
+    Times of eight bits are a prior for six, which take fewer bytes.
+    """
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
-    return find_among(tables_for(here), here, problem, names)
-
-
-def find_among(
-    tables: Sequence[SpeedTable], here: Installation, problem: Problem, names: Sequence[str]
-) -> MeasuredLayer | None:
-    """Return the layer of tables that decides between backends on an installation; None without one.
-
-    For a backend without times, another one may stand in (:attr:`Backend.stand_in`).
-    """
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
-    size = problem.out_features, problem.in_features
-    layer = dtype_name(problem.dtype), str(problem.pattern), *size, problem.experts
-    nearest = find_nearest(tables, compared, *layer)
-    others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
-    if nearest is not None or not others:
+    sizes = problem.out_features, problem.in_features
+    layer = dtype_name(problem.dtype), str(problem.pattern), *sizes, problem.experts
+    nearest = find_nearest(tables_for(here), compared, *layer)
+    if nearest is not None or problem.bits != 6:
         return nearest
-    prior = find_among(tables, here, problem, [others.get(name, name) for name in names])
-    return None if prior is None else prior.stands_in(others)
+    experts = None if problem.experts is None else replace(problem.experts, bits=8)
+    names_of_eight = {name: OF_EIGHT_BITS.get(name, name) for name in names}
+    eight = find_measured(replace(problem, bits=8, experts=experts), list(names_of_eight.values()))
+    return None if eight is None else eight.as_prior({of_eight: name for name, of_eight in names_of_eight.items()})
+
+
+def grouped_product(problem: Problem) -> GroupedProduct | str:
+    """Return the grouped product for experts, on a CPU the definition; or the reason why none runs on this GPU.
+
+    ``problem`` is that of one expert's weight.
+    """
+    if problem.device.type == "cpu":
+        return GroupedProduct()
+    reason = Hopper().why_not(problem)
+    return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"
 
 
 def can_be_timed(device: torch.device) -> bool:

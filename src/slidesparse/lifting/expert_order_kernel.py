@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import is_current
 from slidesparse.base.triton_launcher import Launcher
 
 CHUNK = 1024
@@ -149,18 +148,11 @@ def takes(experts: int) -> bool:
 def arrange(
     chosen: torch.Tensor, experts: int, tile: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of a :class:`slidesparse.lifting.expert_order.Arrangement`; nothing is checked.
+    """Return :func:`slidesparse.lifting.expert_order.arrange` of contiguous integers [M, k]; nothing is checked.
 
-    Args:
-        chosen: Contiguous integers [M, k].
-        experts: Number of experts on this GPU, for which :func:`takes` holds.
-        tile: Tokens of a tile.
-        rows: P, from :func:`slidesparse.lifting.expert_order.rows_needed`.
+    :func:`takes` must hold for ``experts``; ``rows`` are :func:`~slidesparse.lifting.expert_order.rows_needed`.
     """
     index, device = chosen.get_device(), chosen.device
-    if index >= 0 and not is_current(index):
-        with torch.cuda.device(index):
-            return arrange(chosen, experts, tile, rows)
     of_pairs = torch.empty(chosen.shape, dtype=torch.int64, device=device)
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
     of_tiles = torch.empty(rows // tile, dtype=torch.int32, device=device)

@@ -93,13 +93,7 @@ class KernelLift:
         return self.run(with_contiguous_columns(x), rows, tensors.norm_weight, eps)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float) -> Lifted:
-        """Lift tokens.
-
-        Args:
-            x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
-            residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-            weight: [K] in x's type, the norm's weight.
-            eps: The norm's epsilon.
+        """Lift tokens as :meth:`__call__`, of any row stride, columns contiguous.
 
         Raises:
             InputError: Other sizes, types, strides or device than this lift was made for.

@@ -64,14 +64,7 @@ class Launch:
 
 @lru_cache(maxsize=4096)
 def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
-    """Choose the launch of a quantise-and-lift kernel.
-
-    Args:
-        tokens: Rows M.
-        order: The packed column order.
-        itemsize: Bytes of an input value.
-        prologue: A :data:`slidesparse.lifting.prologue.Prologue`.
-        quantised: False to lift only.
+    """Choose the launch of a quantise-and-lift kernel, or of one that only lifts, for inputs of ``itemsize`` bytes.
 
     >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)

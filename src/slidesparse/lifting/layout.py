@@ -60,14 +60,7 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
-        """Return the order of ``column_map(packed, multiple, bundle)``.
-
-        Args:
-            packed: The weight that will multiply.
-            multiple: Columns are padded with zeros to a multiple of this: 1 or an even number.
-            bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
-        """
-        _check_multiple(multiple)
+        """Return the order of ``column_map(packed, multiple, bundle)``; ``multiple`` is 1 or even."""
         pattern, columns = packed.form, packed.shape[1]
         groups = pattern.groups(columns, packed.k_offset)
         k_packed = _padded(_padded(groups, bundle) * pattern.slid_group, multiple)
@@ -75,11 +68,8 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the identical order, for a dense GEMM; the number of columns must be even."""
-        _check_multiple(multiple)
+        """Return the identical order, for a dense GEMM; the number of columns, or ``multiple``, must be even."""
         k_packed = _padded(columns, multiple)
-        if k_packed % 2:
-            raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
         return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed)
 
     @property
@@ -160,7 +150,7 @@ class Layout:
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return ColumnOrder.of(packed, multiple, self.bundle(packed))
-        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
+        even = multiple % 2 == 0 or packed.shape[1] % 2 == 0  # the kernels write pairs of columns
         return ColumnOrder.identity(packed.shape[1], multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
@@ -173,15 +163,9 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its windows in bundles.
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its windows in bundles: int64 [K'].
 
-    Args:
-        packed: The weight that will multiply.
-        multiple: Columns are padded to a multiple of this.
-        bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
-
-    Returns:
-        int64 [K'], the input column of every packed column, -1 for padding.
+    Groups are padded to a multiple of ``bundle``, 1 or :data:`BUNDLE`, then columns to one of ``multiple``.
     """
     if bundle == 1:
         return packed.column_map(multiple)
@@ -321,9 +305,3 @@ def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 def _padded(columns: int, multiple: int) -> int:
     return columns + -columns % multiple
-
-
-def _check_multiple(multiple: int) -> None:
-    # The kernels write pairs of columns; groups and windows are even, so only the padding could break a pair.
-    if multiple < 1 or (multiple > 1 and multiple % 2):
-        raise InputError("multiple of packed columns", got=multiple, needed="1 or an even number")
