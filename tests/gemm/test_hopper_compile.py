@@ -10,7 +10,6 @@ import torch
 
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, compile_sources, cubin, options, sources
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 
@@ -23,15 +22,12 @@ MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
 """Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 
-BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
-VARIANTS = [
-    *((dtype, out_dtype, 0, 8) for dtype in TYPES for out_dtype in OUTPUTS),
-    *((dtype, BF16, count_bits, 8) for dtype, count_bits in ((INT8, 3), (INT8, 4), (FP8, 3))),
-    *((INT8, out_dtype, 0, 6) for out_dtype in OUTPUTS),
+PLAIN = [(dtype, out_dtype, 0, 8) for dtype in TYPES for out_dtype in OUTPUTS]
+BUNDLES = [
+    (dtype, torch.bfloat16, count_bits, 8)
+    for dtype, count_bits in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
 ]
-"""Types of operands and product, bits of a count and of a value."""
-
-Variant = tuple[torch.dtype, torch.dtype, int, int]
+SIX_BITS = [(torch.int8, out_dtype, 0, 6) for out_dtype in OUTPUTS]
 
 
 def sizes_of(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> str:
@@ -48,9 +44,12 @@ def sizes_of(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> str
     return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items())
 
 
-def assert_compiles_well(tile: Tile, variant: Variant, grouped: bool) -> None:
-    dtype, out_dtype, count_bits, value_bits = variant
-    opts = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+@pytest.mark.parametrize(("dtype", "out_dtype", "count_bits", "value_bits"), PLAIN + BUNDLES + SIX_BITS, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_variant_compiles_well(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, count_bits: int, value_bits: int
+) -> None:
+    opts = options(tile, dtype, out_dtype, count_bits=count_bits, value_bits=value_bits)
     files = sources(count_bits, value_bits)
     files[next(iter(files))] += sizes_of(tile, dtype.itemsize, count_bits, value_bits)
     code, log = compile_sources(files, [*opts, "--ptxas-options=-v"])
@@ -58,18 +57,6 @@ def assert_compiles_well(tile: Tile, variant: Variant, grouped: bool) -> None:
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised
     assert "warning" not in log, log
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_variant_compiles_well(tile: Tile, variant: Variant) -> None:
-    assert_compiles_well(tile, variant, grouped=False)
-
-
-@pytest.mark.parametrize(("dtype", "count_bits"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
-@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
-def test_every_variant_for_experts_compiles_well(tile: Tile, dtype: torch.dtype, count_bits: int) -> None:
-    assert_compiles_well(tile, (dtype, BF16, count_bits, 8), grouped=True)
 
 
 @pytest.mark.parametrize(

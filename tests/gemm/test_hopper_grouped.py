@@ -12,6 +12,7 @@ from expert_weights import packed_experts
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
+from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
@@ -23,6 +24,18 @@ from slidesparse.weights.pattern import COUNTED, Pattern
 from slidesparse.weights.quant import Rounding
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "count_bits"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
+@pytest.mark.parametrize("tile", GROUPED_TILES, ids=str)
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, count_bits: int) -> None:
+    code, log = compile_sources(
+        sources(count_bits), [*options(tile, dtype, BF16, True, count_bits), "--ptxas-options=-v"]
+    )
+    assert code[:4] == b"\x7fELF"
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "C75" not in log, log
+    assert "warning" not in log, log
 
 
 @pytest.mark.parametrize("rounding", ["absmax", "6bit"])

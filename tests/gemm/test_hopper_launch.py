@@ -142,9 +142,9 @@ def test_the_struct_has_the_fields_of_the_source_in_their_order() -> None:
     assert ctypes.sizeof(Arguments) == offset + -offset % 8
 
 
-ORDER = ColumnOrder(192, 8, 0, 24, 384)
+ORDER = ColumnOrder(192, 8, 0, 24, 384, slid=True)
 """Three slabs."""
-BUNDLED = ColumnOrder(512, 8, 0, 64, 768, bundle=32)
+BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
 """Two bundles of three slabs."""
 
 OUT = 300

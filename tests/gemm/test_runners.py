@@ -22,7 +22,7 @@ from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
-ORDER = ColumnOrder(64, 6, 0, 11, 128)
+ORDER = ColumnOrder(64, 6, 0, 11, 128, slid=True)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values of the Hopper kernel, padded tokens included."""
 

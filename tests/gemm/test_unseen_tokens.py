@@ -39,7 +39,7 @@ MOST_S, MOST_CALLS = 500e-6, 210
 def linear(out: int, columns: int, prologue: Prologue) -> LinearSpec:
     """A linear at 6:8 that the Hopper kernel runs at any number of tokens."""
     slid = -(-(columns // 8 * 12) // SLAB_BYTES) * SLAB_BYTES
-    form = FormSpec("hopper", (columns, 8, 0, columns // 8, slid), 2)
+    form = FormSpec("hopper", (columns, 8, 0, columns // 8, slid, 1), 2)
     eps = 1e-6 if prologue == "add_rms_norm" else 0.0
     return LinearSpec(prologue, eps, True, False, WeightSpec(out, "int8", (form,), (Route(0, "hopper"),)))
 

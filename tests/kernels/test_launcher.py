@@ -24,7 +24,7 @@ from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec
 from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.walking import walking_kernel
 
-ORDER = ColumnOrder(64, 8, 0, 8, 96)
+ORDER = ColumnOrder(64, 8, 0, 8, 96, slid=True)
 SPEC = LiftSpec("add_rms_norm", torch.bfloat16, torch.int8, tuple(ORDER.numbers), Layout())
 
 

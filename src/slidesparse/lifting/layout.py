@@ -48,6 +48,7 @@ class ColumnOrder:
         k_offset: Position inside its group of input column 0.
         groups: Groups of a row.
         k_packed: Packed columns K', padding included.
+        slid: Whether the weight is slid; False for a dense one.
         bundle: Groups whose windows are interleaved: 1 for none, or :data:`BUNDLE` (:func:`in_bundles`).
     """
 
@@ -56,6 +57,7 @@ class ColumnOrder:
     k_offset: int
     groups: int
     k_packed: int
+    slid: bool
     bundle: int = 1
 
     @classmethod
@@ -64,13 +66,13 @@ class ColumnOrder:
         pattern, columns = packed.form, packed.shape[1]
         groups = pattern.groups(columns, packed.k_offset)
         k_packed = _padded(_padded(groups, bundle) * pattern.slid_group, multiple)
-        return cls(columns, pattern.group, packed.k_offset, groups, k_packed, bundle)
+        return cls(columns, pattern.group, packed.k_offset, groups, k_packed, packed.slid, bundle)
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
         """Return the identical order, for a dense GEMM; the number of columns, or ``multiple``, must be even."""
         k_packed = _padded(columns, multiple)
-        return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed)
+        return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed, slid=False)
 
     @property
     def numbers(self) -> list[int]:
