@@ -90,18 +90,6 @@ def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
-def test_what_a_launch_is_told_is_kept_for_each_grid_and_stream(listen: Any) -> None:
-    listener, loaded = listen(), kernel(PLAIN)
-    for tiles, stream in ((7, 0), (7, 0), (1000, 0), (2000, 0), (7, STREAM)):
-        loaded.launch(Arguments(), loaded.grid(tiles), stream)
-    first, again, most, more, elsewhere = (config for config, _ in listener.launches)
-    assert first is again
-    assert most is more
-    assert len({id(config) for config in (first, most, elsewhere)}) == 3
-    kernel(PLAIN).launch(Arguments(), 7, 0)
-    assert listener.launches[-1][0] is not first  # another kernel keeps its own
-
-
 def test_a_thread_without_a_context_gets_the_kernels(listen: Any) -> None:
     listener = listen(int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT))
     kernel(PLAIN).launch(Arguments(), 7, STREAM)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hopper_emulator as emulator
-import numpy as np
 import pytest
 import torch
 from gpu_products import assert_same_every_time, in_slabs, needs_hopper, packed_weight, tokens_of
 from hopper_forms import Bundles, SixBitBundles
-from slab_views import slab_view
 from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse import ops
@@ -16,7 +13,6 @@ from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.matmul import matmul
@@ -204,24 +200,6 @@ def test_floats_stay_within_the_table(backend: type[Hopper], pattern: str, dtype
         exact = scale * (x.double() @ weight.T) + bias.double()
         magnitude = scale * (x.double().abs() @ weight.abs().T) + bias.double().abs()
         assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
-
-
-def test_the_emulator_reads_what_the_kernel_reads() -> None:
-    for backend, dtype, pattern in (
-        *((Hopper, INT8, "6:8"), (Hopper, INT8, "4:6"), (Hopper, BF16, "8:10"), (Hopper, BF16, "2:4")),
-        *((Bundles, INT8, "4:6"), (Bundles, INT8, "6:8"), (Bundles, INT8, "14:16")),
-    ):
-        packed = packed_weight(dtype, pattern, 70, 320)
-        operand = backend().prepare(packed)
-        decoded = emulator.weights(operand[0].cpu().numpy(), dtype.itemsize)
-        # One token a column of K': the product is the operand itself, element by element.
-        width = decoded.shape[1]
-        identity = torch.eye(width, device="cuda").to(dtype)
-        x = SLABS.arrange(identity).view(-1, width)[:width]
-        assert slab_view(x, SLABS).shape[1] == width
-        y = backend().matmul(x, None, operand, None, None, 70, FP32)
-        bits = torch.from_numpy(decoded[:70].view(np.int8 if dtype == INT8 else np.int16).copy()).cuda()
-        assert torch.equal(y.T, (bits if dtype == INT8 else bits.view(dtype)).float())
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "6:8"])

@@ -131,14 +131,6 @@ def test_walked_rows_are_held_rows(
         assert one is None if other is None else same_bits(one, other)
 
 
-@pytest.mark.parametrize("multiple", [1, 32])
-def test_columns_as_they_are(device: str, multiple: int) -> None:
-    x = torch.randn(3, 90, dtype=torch.bfloat16, device=device)
-    values, scale = quantize_rows(x, torch.int8)
-    padded = torch.nn.functional.pad(values, (0, -90 % multiple))
-    assert_same(quantize_lift(x, ColumnOrder.identity(90, multiple), torch.int8), (padded, scale))
-
-
 # -- the numbers ---------------------------------------------------------------------------------------------------
 
 
