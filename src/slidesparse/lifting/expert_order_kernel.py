@@ -24,7 +24,7 @@ FEW_PAIRS = 4096
 COUNTS_AT_ONCE = 8
 """Chunks whose counts a program adds in a step."""
 MOST_EXPERTS = 1023
-"""Most experts whose counts fit in a program."""
+"""Most experts whose counts fit in a program, and so in :func:`arrange`."""
 
 
 @triton.jit
@@ -140,17 +140,12 @@ def place_kernel(
         tl.store(used, last)
 
 
-def takes(experts: int) -> bool:
-    """Return whether the kernels can count so many experts."""
-    return experts <= MOST_EXPERTS
-
-
 def arrange(
     chosen: torch.Tensor, experts: int, tile: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return :func:`slidesparse.lifting.expert_order.arrange` of contiguous integers [M, k]; nothing is checked.
 
-    :func:`takes` must hold for ``experts``; ``rows`` are :func:`~slidesparse.lifting.expert_order.rows_needed`.
+    ``rows`` are :func:`~slidesparse.lifting.expert_order.rows_needed`.
     """
     index, device = chosen.get_device(), chosen.device
     of_pairs = torch.empty(chosen.shape, dtype=torch.int64, device=device)

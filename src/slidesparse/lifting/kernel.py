@@ -136,10 +136,12 @@ class KernelLift:
 
     def refusal_of_norm_weight(self, weight: torch.Tensor | None) -> InputError | None:
         """Return an error for a wrong weight of the norm, the same in every call; None if right."""
-        if self.prologue in NORMS and not self._is_norm_weight(weight):
-            needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
-            return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
-        return None
+        if self.prologue not in NORMS:
+            return None
+        if weight is not None and is_vector(weight, self.order.in_features, self.device, (self.source,)):
+            return None
+        needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
+        return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
         """Return whether this lift can read these activations, or this residual."""
@@ -150,9 +152,6 @@ class KernelLift:
     def is_here(self) -> bool:
         """Return whether the lift's device is the current one."""
         return is_current(self.index)
-
-    def _is_norm_weight(self, weight: torch.Tensor | None) -> bool:
-        return weight is not None and is_vector(weight, self.order.in_features, self.device, (self.source,))
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
