@@ -71,7 +71,7 @@ def time_candidates(
     return {name: finals.get(name, times[name]) for name in times}
 
 
-def capture(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], Any]], pool: Any = None) -> Any:
+def capture_calls(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], Any]], pool: Any = None) -> Any:
     """Capture calls, and return the result of the last one; graphs of one ``pool`` must run one after another.
 
     ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most
@@ -100,7 +100,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 def _captured(run: Callable[[int], None], copies: int, launches: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    capture(graph, [partial(run, i % copies) for i in range(launches)])
+    capture_calls(graph, [partial(run, i % copies) for i in range(launches)])
     graph.replay()
     return graph
 
