@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slidesparse.gemm.autotune import cold_copies, l2_bytes
+from slidesparse.gemm.autotune import capture_calls, cold_copies, l2_bytes
 
 MAX_COPIES = 512
 """Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
@@ -185,7 +185,7 @@ class CudaStopwatch:
         if capture:
             graph = torch.cuda.CUDAGraph()
             try:
-                result = capture(graph, calls, self._pool)
+                result = capture_calls(graph, calls, self._pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
