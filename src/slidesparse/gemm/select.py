@@ -35,7 +35,7 @@ from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.spec import Route, describe_routes
+from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
@@ -103,8 +103,13 @@ class Choice:
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
-        """Return the routes in words: ``dense up to 4095 tokens, cusparselt beyond``."""
-        return describe_routes(self.routes)
+        """Return the routes in words: ``dense up to 69 tokens, fast up to 1154, slow beyond``."""
+        ends = [f"up to {after.from_tokens - 1}" for after in self.routes[1:]]
+        parts = [f"{route.backend} {end}" for route, end in zip(self.routes, [*ends, "beyond"], strict=True)]
+        if len(parts) == 1:
+            return f"{self.routes[0].backend} for any number of tokens"
+        parts[0] += " tokens"
+        return ", ".join(parts)
 
     def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
         """Return M -> microseconds of a layer of a size, and of dense, and whether they were measured here."""

@@ -184,12 +184,8 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
 
         one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
 
-    Args:
-        windows: [..., groups, windows of a group, items].
-        value: Padding of the last bundle.
-
-    Returns:
-        [..., bundles, windows of a group, 32, items].
+    [..., groups, windows of a group, items] -> [..., bundles, windows of a group, 32, items]; the last bundle is padded
+    with ``value``.
     """
     windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
     bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
@@ -293,12 +289,9 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
+    """Put chunk ``c`` of every row of [..., rows, chunks, elements] at ``c ^ key[row]``, as wgmma expects of operands.
 
-    Args:
-        chunks: [..., rows, chunks, elements].
-        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
-            rows of 64.
+    The PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes in shared memory, ``row / 2 % 4`` for 64.
     """
     chunk = torch.arange(chunks.shape[-2], device=chunks.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.

@@ -151,11 +151,7 @@ class MatmulPlan:
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
         """Compute ``y = x @ W^T`` on the current device and stream, or ``y += x @ W^T`` in float32 with ``accumulate``.
 
-        Args:
-            weight: From :func:`compress_matrix`.
-            x_pointer: Address of the activations, a multiple of 16.
-            y: [rows, out], contiguous.
-            accumulate: Add to the contents of ``y``.
+        ``weight`` is from :func:`compress_matrix`; ``x_pointer`` is a multiple of 16; ``y`` [rows, out] is contiguous.
         """
         # Alive until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
