@@ -24,14 +24,12 @@ def quantize_lift(
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
     slabs: Slabs | None = None,
-    rows: int = 0,
     activation_rounding: ActivationRounding = "vllm",
 ) -> Lifted:
     """Lift by a kernel; see :class:`slidesparse.lifting.kernel.KernelLift`."""
     from slidesparse.lifting.kernel import find_kernel_lift  # needs Triton
 
-    layout = Layout(slabs=slabs, rows=lambda _: rows)
-    spec = LiftSpec(prologue, x.dtype, target, tuple(order.numbers), layout, activation_rounding)
+    spec = LiftSpec(prologue, x.dtype, target, tuple(order.numbers), Layout(slabs=slabs), activation_rounding)
     lift = find_kernel_lift(spec, len(x), x.device)
     return lift.run(x, residual, norm_weight, eps)
 

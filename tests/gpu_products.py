@@ -27,17 +27,25 @@ def skip_without_fp8(dtype: torch.dtype | str) -> None:
 
 
 def packed_weight(
-    dtype: torch.dtype, pattern: str, out: int, columns: int, *, scaled: bool | None = None
+    dtype: torch.dtype,
+    pattern: str,
+    out: int,
+    columns: int,
+    *,
+    scaled: bool | None = None,
+    bits: int = 8,
+    k_offset: int = 0,
 ) -> PackedWeight:
-    """A random weight, with scales where its type is quantised unless told otherwise."""
+    """A random weight, with scales where its type is quantised unless told otherwise; INT8 of 8 bits or 6."""
+    size = out, k_offset + columns
     if dtype == INT8:
-        weight = torch.randint(-128, 128, (out, columns), dtype=INT8, device="cuda")
-        weight = weight * prune_mask(weight, pattern)
+        whole = torch.randint(-128, 128, size, dtype=INT8, device="cuda") & (-4 if bits == 6 else -1)
     else:
-        weight = torch.randn(out, columns, device="cuda")
-        weight = (weight * prune_mask(weight, pattern)).to(dtype)
+        whole = torch.randn(size, device="cuda")
+    weight = (whole * prune_mask(whole, pattern)).to(dtype)[:, k_offset:].contiguous()
     scaled = dtype.itemsize == 1 if scaled is None else scaled
-    return pack_by(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
+    scale = torch.rand(out, device="cuda") * 1e-3 if scaled else None
+    return pack_by(weight, pattern, scale=scale, k_offset=k_offset)
 
 
 def tokens_of(dtype: torch.dtype, m: int, columns: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,7 @@ from slab_views import slab_view
 from torch.autograd import forward_ad
 
 from slidesparse import InputError, SlideLinear, UnsupportedError, ops, pack
-from slidesparse.gemm import select
-from slidesparse.gemm.reference import Reference
+from slidesparse.gemm import get_backend
 from slidesparse.lifting.choose import TorchLift
 from slidesparse.lifting.layout import Layout, LiftSpec, LinearTensors, Slabs
 from slidesparse.lifting.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
@@ -27,7 +25,7 @@ from slidesparse.weights.support import as_bits
 K, TOKENS, EPS = 92, 9, 1e-6
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 FUSED = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu_mul": silu_mul}
-SLABS = Slabs(16, swizzle=True)
+SLABS = Slabs()
 
 
 def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> PackedWeight:
@@ -161,54 +159,9 @@ def test_silu_is_rounded_after_the_product(dtype: torch.dtype) -> None:
 # -- layouts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layout]:
-    """A backend that wants slabs."""
-
-    class Tiled(Reference):
-        name = "tiled"
-        layout = Layout(multiple=6, slabs=SLABS)
-
-    monkeypatch.setitem(select.BACKENDS, "tiled", Tiled)
-    return Tiled.layout
-
-
-@pytest.mark.parametrize("pattern", ["6:8", "4:6", "dense"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_columns_fill_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
-    packed = packed_weight(pattern, dtype)
-    columns = in_tiles.order(packed)
-    assert columns.k_packed * dtype.itemsize % 128 == 0
-    assert columns.k_packed % 6 == 0
-    assert columns.k_packed == len(in_tiles.column_map(packed))
-    assert columns.slid == (pattern != "dense")
-
-
-@pytest.mark.parametrize("how", ["lift", "quantize_lift", *FUSED])
-def test_every_lift_writes_slabs(in_tiles: Layout, how: Any) -> None:
-    packed = packed_weight("4:6", torch.bfloat16 if how == "lift" else torch.int8)
-    column_map, x = in_tiles.column_map(packed), torch.randn(TOKENS, K, dtype=torch.bfloat16)
-    runs = {
-        "lift": lambda backend: ops.lift(x, column_map, backend),
-        "quantize_lift": lambda backend: ops.quantize_lift(x, column_map, torch.int8, backend)[0],
-    }
-    given = activations(how) if how in FUSED else ()
-    run = runs.get(how, lambda backend: fused_lift(how, given, column_map, torch.int8, backend)[0])
-    plain, tiled = run("reference"), run("tiled")
-    assert tiled.shape == plain.shape
-    view = slab_view(tiled, SLABS)
-    assert tuple(view.shape) == SLABS.shape(*plain.shape, plain.element_size())
-    for row in (0, TOKENS - 1):
-        for slab in (0, view.shape[0] - 1):
-            chunks = view[slab, row].view(torch.uint8).view(8, 16)
-            wanted = plain[row].view(torch.uint8).view(-1, 8, 16)[slab]
-            assert all(torch.equal(chunks[c ^ row % 8], wanted[c]) for c in range(8))
-
-
-def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
-    packed = packed_weight()
-    x = torch.randn(TOKENS, K)
-    values, _ = ops.quantize_lift(x, in_tiles.column_map(packed), torch.int8, "tiled")
+def test_slabs_that_were_copied_are_refused() -> None:
+    column_map = get_backend("hopper").layout.column_map(packed_weight())
+    values, _ = ops.quantize_lift(torch.randn(TOKENS, K), column_map, torch.int8, "hopper")
     slab_view(values, SLABS)
     with pytest.raises(InputError, match="activations in slabs"):
         slab_view(values.clone(), SLABS)

@@ -6,15 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles import e4m3_values, sglang_fp8, sglang_int8, vllm_fp8, vllm_int8
-from tolerances import DEQUANTISED
 
 from slidesparse import InputError
 from slidesparse.weights.quant import (
     DTYPES,
-    FP8_MIN_SCALE,
     ROWS_AT_ONCE,
     ActivationRounding,
     _ties_away,
@@ -98,33 +94,6 @@ def test_the_oracles_e4m3_is_torchs() -> None:
     assert np.array_equal(codes.to(torch.float64).numpy(), e4m3_values())
 
 
-@pytest.mark.parametrize("storage", DEQUANTISED, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", ["gaussian", "zero", "one outlier"])
-def test_dequantising_gives_the_input_back(rows: str, dtype: torch.dtype, storage: torch.dtype) -> None:
-    x = ROWS[rows]().to(dtype)
-    back = dequantize(*quantize_rows(x, storage))
-    absmax = x.float().abs().amax(-1, keepdim=True)
-    assert bool(((back - x.float()).abs() <= DEQUANTISED[storage] * absmax).all())
-
-
-@given(exponent=st.integers(-126, 120), seed=st.integers(0, 2**31))
-def test_int8_follows_vllm_at_any_magnitude(exponent: int, seed: int) -> None:
-    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    values, scale = quantize_rows(x, torch.int8)
-    expected, expected_scale = vllm_int8(x.numpy())
-    assert np.array_equal(values.numpy(), expected)
-    assert np.array_equal(scale.numpy(), expected_scale)
-
-
-def test_zero_rows() -> None:
-    values, scale = quantize_rows(torch.zeros(1, 8), torch.int8)
-    assert (values.tolist(), scale.tolist()) == ([[0] * 8], [[0.0]])
-    values, scale = quantize_rows(torch.zeros(1, 8), torch.float8_e4m3fn)
-    assert not values.view(torch.int8).any()
-    assert scale.item() == np.float32(FP8_MIN_SCALE)
-
-
 @pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_faulty_row_stays_visible_and_alone(storage: torch.dtype, bad: float) -> None:
@@ -144,23 +113,6 @@ def test_no_rows_and_leading_dimensions(storage: torch.dtype) -> None:
     flat, flat_scale = quantize_rows(x.flatten(0, 1), storage)
     assert torch.equal(values.flatten(0, 1).view(torch.int8), flat.view(torch.int8))
     assert torch.equal(scale.flatten(0, 1), flat_scale)
-
-
-@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_weights_keep_their_zeros(storage: torch.dtype) -> None:
-    weight = torch.randn(16, 64)
-    weight[:, ::3] = 0
-    values, scale = quantize_weight(weight, storage)
-    assert not values[:, ::3].to(torch.float32).any()
-    assert scale.shape == (16, 1)
-
-
-@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_scales_of_a_parameter_join_no_graph(storage: torch.dtype) -> None:
-    parameter = torch.nn.Parameter(torch.randn(8, 16))
-    values, scale = quantize_weight(parameter, storage)
-    assert (scale.requires_grad, values.requires_grad) == (False, False)
-    assert torch.equal(scale, quantize_weight(parameter.detach(), storage).scale)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles import random_int8, sparse_int8
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +14,6 @@ from slidesparse.weights.support import (
     check_pattern,
     check_weight,
     group_counts,
-    grouped,
     is_finite,
     is_nonzero,
     satisfies,
@@ -88,16 +85,6 @@ def test_no_temporary_is_much_larger_than_the_weight(dtype: torch.dtype) -> None
 def test_malformed_weights_are_refused(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_weight(weight, "proj")
-
-
-@given(columns=st.integers(1, 40), n=st.integers(2, 16), data=st.data())
-def test_groups_are_cut_at_the_parents_boundaries(columns: int, n: int, data: st.DataObject) -> None:
-    pattern = Pattern(2 * n - 2, 2 * n)
-    k_offset = data.draw(st.integers(0, 2 * n - 1))
-    parent = [-1] * k_offset + list(range(columns))
-    parent += [-1] * (-len(parent) % (2 * n))
-    cut = grouped(torch.arange(columns), pattern, k_offset, fill=-1)
-    assert cut.tolist() == [parent[i : i + 2 * n] for i in range(0, len(parent), 2 * n)]
 
 
 def test_violation_names_tensor_row_group_and_count() -> None:

@@ -45,14 +45,6 @@ EPILOGUE = 4 * 2.0**-24
 SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}
 """Output type -> its smallest subnormal; below the normal range a rounding errs by at most half of it."""
 
-DEQUANTISED = {
-    # Half a step of the grid, absmax / 127 wide; float32 arithmetic of scale and product adds a few 2^-24 of absmax.
-    torch.int8: 0.5 / 127 + 2.0**-20,
-    # 4 significant bits: half an ulp is 1/16 of the value. Relative to absmax that is the worst case, at the top.
-    torch.float8_e4m3fn: 2.0**-4,
-}
-"""Quantised type -> allowed error of ``values * scale``, relative to the row's absmax."""
-
 
 def assert_product(
     y: torch.Tensor,

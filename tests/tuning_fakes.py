@@ -100,9 +100,6 @@ class FakeStopwatch:
         self.prepared.append((backend, tokens, capture, len(calls)))
         return _Pass(backend, self.us(backend, tokens), len(calls), "graph" if capture else "events", self)
 
-    def host_us(self, call: Callable[[], Any]) -> float:
-        return 0.0
-
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch, cache: Path, *modules: ModuleType) -> None:
     """Let the CPU pass for a Hopper GPU without times of its own, which may be timed as far as these modules see."""

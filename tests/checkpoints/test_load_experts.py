@@ -22,7 +22,7 @@ import slidesparse
 from slidesparse.checkpoints import load_experts
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import PatternViolation, UnsupportedError
-from slidesparse.gemm import expert_times
+from slidesparse.gemm import expert_times, select
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
@@ -133,7 +133,7 @@ def test_eval_counts_the_layers_whose_experts_were_pruned(tmp_path: Path, option
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On it the definition multiplies."""
-    pretend_hopper(monkeypatch, tmp_path, expert_times)
+    pretend_hopper(monkeypatch, tmp_path, select)
     monkeypatch.setattr(load_experts, "grouped_product", lambda problem: Grouped())
     # Linears choose by themselves, whatever is asked for: they are not what these tests are about.
     monkeypatch.setattr(

@@ -12,16 +12,15 @@ from chained_linears import EPS, Weight, chained, linear_spec, one_by_one
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
-from slidesparse.gemm import BACKENDS, get_backend
-from slidesparse.gemm.backend import Backend, LiftThenMultiply, OneByOne, Problem
+from slidesparse.gemm import get_backend
+from slidesparse.gemm.backend import LiftThenMultiply, OneByOne
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.spec import FormSpec, Route, Slots, WeightSpec, chain_text, parse_chain, parse_weight
 from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
 from slidesparse.lifting.choose import TorchLift
-from slidesparse.lifting.layout import Layout, LiftSpec
+from slidesparse.lifting.layout import LiftSpec
 from slidesparse.ops.resolve import resolve_chain, resolve_linear
 from slidesparse.pruning import prune_mask
-from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 
@@ -111,43 +110,6 @@ def test_a_backend_without_a_faster_way_lifts_then_multiplies(name: str) -> None
     assert (runner.backend, runner.lift, runner.out_features) == (backend, lift, 8)
     slots = Slots(range(3), None, None, None, False, 0.0)
     assert type(backend.chain_runner([(runner, slots), (runner, slots)])) is OneByOne
-
-
-def test_a_backend_needs_no_runner_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    products: list[tuple[int, ...]] = []
-
-    class Plain(Backend):
-        """What a backend must have."""
-
-        name, accelerated, layout = "plain", False, Layout(multiple=4)
-
-        def why_not(self, problem: Problem) -> str | None:
-            return None
-
-        def library(self) -> str:
-            return "none"
-
-        def prepare(self, packed: PackedWeight) -> tuple[torch.Tensor, ...]:
-            width = len(self.layout.column_map(packed))
-            return (torch.nn.functional.pad(packed.columns(), (0, width - packed.columns().shape[1])),)
-
-        def columns(self, operand: tuple[torch.Tensor, ...], *_: Any) -> torch.Tensor:
-            return operand[0]
-
-        def matmul(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-            products.append(tuple(x.shape))
-            return get_backend("reference").matmul(x, *rest)
-
-    monkeypatch.setitem(BACKENDS, "plain", Plain)
-    linear = torch.nn.Linear(WIDE, HIDDEN).bfloat16()
-    layers = [
-        SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend=name)
-        for name in ("plain", "reference")
-    ]
-    x = torch.randn(TOKENS, WIDE).bfloat16()
-    assert torch.equal(layers[0](x), layers[1](x))
-    assert products == [(TOKENS, len(layers[0].forms[0].column_map))]
-    assert torch.equal(layers[0].unpack(), layers[1].unpack())
 
 
 def test_a_linear_is_resolved_once_for_a_number_of_tokens(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tuning_fakes import pretend_hopper
 
-from slidesparse.gemm import expert_times, select, speed_files
+from slidesparse.gemm import select, speed_files
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import (
     NOT_MEASURED,
@@ -40,7 +40,7 @@ def times(*shares: float | None, tokens: tuple[int, ...] = TOKENS) -> LayerSpeed
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend_hopper(monkeypatch, tmp_path, select, expert_times)
+    pretend_hopper(monkeypatch, tmp_path, select)
     monkeypatch.setattr(speed_files, "PACKAGED", tmp_path / "packaged")
 
 
@@ -60,20 +60,9 @@ def test_neither_decoding_nor_prompts_may_get_slower(shares: tuple[float | None,
     assert pays(times(*shares)) == packed
 
 
-def test_an_engine_of_few_tokens_has_no_prompts_to_weigh() -> None:
-    assert pays(times(0.9, 1.0, tokens=(16, 256)))
-
-
 def test_an_m_without_a_time_of_stock_says_nothing_for_packed_experts() -> None:
     layer = times(0.5, 0.5, 0.5, 0.5, 0.5)
     assert not pays(replace(layer, us={**layer.us, "dense": (100.0, None, 100.0, 100.0, 100.0)}))
-
-
-def test_experts_on_no_gpu_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_expert_times(KIND, times(0.5, 0.5, 0.5, 0.5, 0.5), ["hopper"])
-    assert was_wrong(KIND)
-    monkeypatch.setattr(expert_times, "can_be_timed", lambda device: False)
-    assert (measured_here(KIND), was_wrong(KIND)) == ((), False)
 
 
 def test_nothing_measured_is_dense() -> None:
@@ -103,17 +92,6 @@ def test_experts_with_two_patterns_have_times_of_their_own() -> None:
     assert not choose_experts(replace(both, pattern=Pattern(2, 4)), TOKENS).sparse
     layers = speed_files.load_speeds(speed_files.tuned_path(select.installation(CPU))).layers
     assert [layer.experts for layer in layers] == [Experts(8, 8, 2), Experts(8, 8, 2, down="2:4")]
-
-
-@pytest.mark.parametrize(
-    ("experts", "text"),
-    [
-        (Experts(128, 128, 8), "128 experts, 8 a token"),
-        (Experts(64, 128, 8, "4:6", 6), "64 of 128 experts, 8 a token, down 4:6, 6 bits"),
-    ],
-)
-def test_experts_as_text(experts: Experts, text: str) -> None:
-    assert str(experts) == text
 
 
 def test_experts_of_six_bits_have_times_of_their_own_and_those_of_eight_as_a_prior() -> None:

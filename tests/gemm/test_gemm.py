@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from oracles import scaled_product
-from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select, speed_files
@@ -69,21 +68,6 @@ def test_every_backend_multiplies_what_it_prepared(backend: str, text: str) -> N
     y = chosen.matmul(lifted, scale_x, chosen.prepare(packed), packed.scale, None, 9, torch.float32)
     exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
     assert np.array_equal(y.numpy(), scaled_product(exact, scale_x.numpy(), packed.scale.numpy(), None))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "dense"])
-def test_float_products_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype, backend: str) -> None:
-    weight = torch.randn(16, 250)
-    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
-    x = torch.randn(7, 250).to(dtype)
-    packed = pack(weight, "6:8")
-    chosen = get_backend(backend)
-    lifted = gather(x, chosen.layout.column_map(packed))
-    y = chosen.matmul(lifted, None, chosen.prepare(packed), None, None, 16, out_dtype)
-    wide_x, wide_w = x.to(torch.float64), weight.to(torch.float64)
-    assert_product(y, wide_x @ wide_w.T, wide_x.abs() @ wide_w.abs().T, dtype)
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------
@@ -220,7 +204,7 @@ def test_weights_of_six_bits_have_a_backend_of_their_own_and_times_of_eight_are_
     assert "hopper-6bit" in choice.backends
     assert [route.from_tokens for route in choice.routes] == [route.from_tokens for route in choose(eight).routes]
     assert "; prior: measured at 4608x3584 with " in choice.reason
-    assert " and hopper; this is " in choice.reason
+    assert choice.reason.partition("; this is ")[0].endswith(" and 8 bits")
     assert choice.measured is not None
     assert choose(six, "hopper").backends == ("hopper",)  # as asked for
     with pytest.raises(UnsupportedError):
@@ -301,7 +285,7 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
     assert "dense" in str(error.value)
 
 
-@pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
 def test_a_gpu_backend_refuses_activations_on_a_cpu(backend: str) -> None:
     x = torch.zeros(4, 128, dtype=torch.int8)
     operand = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.uint8) for _ in range(2))

@@ -167,21 +167,6 @@ def test_a_chain_that_adds_nothing_hands_the_residual_on() -> None:
     assert given[1] is residual
 
 
-def test_a_norm_weight_that_is_not_aligned_is_left_to_the_linears() -> None:
-    chain, linears, tensors = block(PROLOGUES[:2])
-    memory = torch.rand(linears[1].columns + 4)
-    for start, taken in ((0, True), (1, False)):
-        tensors[-1] = memory[start : start + linears[1].columns]
-        assert (chain(*inputs(), tensors) is not ONE_BY_ONE) == taken
-
-
-def test_weights_are_checked_once() -> None:
-    chain, linears, tensors = block()
-    for _ in range(3):
-        assert chain(*inputs(), tensors) is not ONE_BY_ONE
-    assert [linear.checks for linear in linears] == [1, 1, 1, 1]
-
-
 def test_weights_that_changed_are_checked_again() -> None:
     chain, linears, tensors = block()
     other = [tensor.clone() for tensor in tensors]
@@ -197,15 +182,6 @@ def test_weights_that_changed_are_checked_again() -> None:
     assert found is not ONE_BY_ONE
     torch.testing.assert_close(found[0], one_by_one(linears, tensors, x, residual)[0])
     assert linears[0].checks == 3
-    tensors[2] = tensors[2].clone()  # another object
-    assert chain(*inputs(), tensors) is not ONE_BY_ONE
-    assert linears[0].checks == 4
-    for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
-        before, tensors[2].data = tensors[2].data, change(tensors[2].data)
-        checks = linears[0].checks
-        assert chain(*inputs(), tensors) is not ONE_BY_ONE
-        assert linears[0].checks == checks + 1
-        tensors[2].data = before
 
 
 def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:

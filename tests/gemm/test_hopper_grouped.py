@@ -11,7 +11,7 @@ from expert_weights import packed_experts
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
+from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
 from slidesparse.gemm.hopper.compile import compile_sources, options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.kernel import Arguments
@@ -58,21 +58,6 @@ def test_experts_take_the_bytes_of_their_form(pattern: str, rounding: Rounding, 
     share = parsed.bytes_per_weight("counts" if parsed.windows in COUNTED else "2:4", bits)
     nbytes = HopperExperts().prepare(experts).weights.nbytes
     assert nbytes == pytest.approx(2 * out * columns * float(share), rel=2e-3)
-
-
-@pytest.mark.parametrize("pairs", [1, 64, 4096, 131072])
-@pytest.mark.parametrize("experts", [8, 128])
-def test_the_tiles_of_a_layer_have_one_number_of_tokens(pairs: int, experts: int) -> None:
-    tiles = choose_grouped(pairs, experts, ((1536, 24), (2048, 9)))
-    assert len({tile.tokens for tile in tiles}) == 1
-    assert all(tile.split == 1 for tile in tiles)
-
-
-def test_more_tokens_take_larger_tiles() -> None:
-    sizes = [choose_grouped(pairs, 128, ((1536, 24),))[0].tokens for pairs in (512, 4096, 16384, 131072)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 16
-    assert sizes[-1] >= 96
 
 
 class Listener:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,11 +15,10 @@ import torch
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.choose_tiles import Band, cheapest
 from slidesparse.gemm.hopper.compile import sources
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
-from slidesparse.gemm.hopper.launch import GemmLaunch, WeightAddresses, find_launch
-from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile
+from slidesparse.gemm.hopper.launch import WeightAddresses, find_launch
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SparseForm
 from slidesparse.lifting.layout import ColumnOrder
 
@@ -92,18 +90,6 @@ def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
-def test_what_a_launch_is_told_is_kept_for_each_grid_and_stream(listen: Any) -> None:
-    listener, loaded = listen(), kernel(PLAIN)
-    for tiles, stream in ((7, 0), (7, 0), (1000, 0), (2000, 0), (7, STREAM)):
-        loaded.launch(Arguments(), loaded.grid(tiles), stream)
-    first, again, most, more, elsewhere = (config for config, _ in listener.launches)
-    assert first is again
-    assert most is more
-    assert len({id(config) for config in (first, most, elsewhere)}) == 3
-    kernel(PLAIN).launch(Arguments(), 7, 0)
-    assert listener.launches[-1][0] is not first  # another kernel keeps its own
-
-
 def test_a_thread_without_a_context_gets_the_kernels(listen: Any) -> None:
     listener = listen(int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT))
     kernel(PLAIN).launch(Arguments(), 7, STREAM)
@@ -144,48 +130,6 @@ def test_the_struct_has_the_fields_of_the_source_in_their_order() -> None:
     assert ctypes.sizeof(Arguments) == offset + -offset % 8
 
 
-def test_the_kernel_takes_the_struct_alone() -> None:
-    assert sources()["sparse_gemm.cuh"].endswith("CLUSTER sparse_gemm\n")
-    for count_bits, value_bits in itertools.product((0, 3), (8, 6)):
-        compiled = next(iter(sources(count_bits, value_bits).values()))
-        assert re.search(r"KERNEL\(const __grid_constant__ Arguments \w+\)", compiled)
-
-
-class Told:
-    """Stands for a loaded kernel, and keeps what its launches were told."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[dict[str, int | None], int, int]] = []
-
-    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
-        told = {name: getattr(arguments, name) for name, _ in Arguments._fields_}
-        self.launches.append((told, grid, stream))
-
-    tile: Any = SimpleNamespace(count=lambda tokens, channels: tokens * channels)
-
-    def grid(self, tiles: int) -> int:
-        return 1000 + tiles
-
-
-NO_EXPERTS = {"experts": None, "used": None, "dense": None, "dense_slabs": 0}
-SIZES = {"tokens": 11, "channels": 12, "sparse_slabs": 14, "group": 15, "windows": 16, "row": 12, "band": 0}
-
-
-def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
-    told: Any = Told()
-    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: told)
-    launch = GemmLaunch([Band(PLAIN, 12)], (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096, 0)
-    launch.launch(1, 2, WeightAddresses(weights=4, scale=5, bias=6, bias_type=7), 8)
-    launch.launch(21, None, WeightAddresses(weights=24, scale=None, bias=None, bias_type=0), 28)
-    first, second = told.launches
-    addresses = {"x": 1, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
-    assert first == (SIZES | addresses | NO_EXPERTS, 1132, STREAM + 3)
-    addresses = {"x": 21, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
-    addresses |= {"bias_type": 0} | NO_EXPERTS
-    assert second == (SIZES | addresses, 1132, STREAM + 3)  # nothing of the launch before
-
-
 ORDER = ColumnOrder(192, 8, 0, 24, 384, slid=True)
 """Three slabs."""
 BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
@@ -198,34 +142,6 @@ def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, tor
     """The form of a weight, and the shape of its tensor."""
     form = SparseForm.of_order(order, itemsize)
     return form, form.shape(out, itemsize)
-
-
-@pytest.mark.parametrize("tile", [None, PLAIN])
-def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
-    loaded: list[tuple[Any, ...]] = []
-    told: Any = Told()
-
-    def load(*given: Any) -> Any:
-        loaded.append(given)
-        told.tile = given[0]
-        return told
-
-    monkeypatch.setattr(hopper_launch, "load_kernel", load)
-    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
-    hopper_launch._launch.cache_clear()
-    sizes = torch.Size((70, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
-    launch = find_launch(*sizes, tile)
-    assert find_launch(*sizes, tile) is launch
-    chosen = cheapest(70, OUT, 3) if tile is None else tile
-    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8, False)]
-    assert launch.slab_bytes == 3 * 72 * 128
-    launch.launch(1, 2, WeightAddresses(4, None, None, 0), 8)
-    ((arguments, grid, _),) = told.launches
-    numbers = {"tokens": 70, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 3, "group": GROUP, "windows": 0}
-    assert {name: arguments[name] for name in numbers} == numbers
-    assert grid == 1000 + chosen.count(70, OUT)
-    assert find_launch(*sizes, next(t for t in TILES if t != chosen)) is not launch
-    hopper_launch._launch.cache_clear()  # it holds a kernel that is none
 
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse import InputError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
@@ -109,10 +108,3 @@ def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
     assert packed.scale.is_contiguous()
     layer = SlideLinear(packed, bias=torch.rand(8, 3)[:, 0])
     assert layer.bias.is_contiguous()
-
-
-@pytest.mark.parametrize("bias", [torch.rand(5), torch.ones(8, dtype=torch.int32)])
-def test_a_bias_that_does_not_fit(bias: torch.Tensor) -> None:
-    packed = pack_by(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
-    with pytest.raises(InputError):
-        SlideLinear(packed, bias=bias)

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, parse_weight
+from slidesparse.gemm.spec import FormSpec, Route, WeightSpec
 from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
@@ -48,15 +47,6 @@ def _find(
 # -- which layer speaks --------------------------------------------------------------------------------------------
 
 
-def test_times_of_a_layer_by_name_and_of_another_size() -> None:
-    layer = _layer(dense=(8.0, 16.0, 32.0), quick=(None, 4.0, 8.0))
-    assert [layer.at("quick", m) for m in TOKENS] == [None, 4.0, 8.0]
-    assert layer.at("absent", TOKENS[0]) is None
-    other = layer.of_size(2048, 2048)
-    assert (other.out, other.columns) == (2048, 2048)
-    assert other.us == {"dense": (2.0, 4.0, 8.0), "quick": (None, 1.0, 2.0)}
-
-
 def test_the_nearest_layer_speaks() -> None:
     near = _layer(4096, 8192, dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
@@ -71,8 +61,10 @@ def test_the_nearest_layer_speaks() -> None:
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
-    found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    found = _find([_table(users), _table(packages, libraries={**LIBRARIES, "dense": "torch 2.10"})], LIBRARIES)
     assert found.layer.tokens == (64, 256, 512, 1024, 16384)
+    prior = "prior: measured at 4096x4096 with torch 2.10; this is torch 2.11"
+    assert found.describe() == f"measured here from 256 to 512 tokens; past them {prior}"
     assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
     # A backend that the package has no times of has none there.
     both = replace(users, us={**users.us, "sparse 6:8": (0.4, 0.4)})
@@ -121,15 +113,6 @@ def test_times_of_the_same_libraries_go_before_nearer_ones_of_two_others() -> No
     assert dense_time(old, same, older_kernel) == 8.0
     assert dense_time(old, older_kernel) == 8.0
     assert dense_time(old, _table(_layer(4096, 9000, dense=(7.0,) * 3, **QUICK))) == 9.0  # beyond the reach
-
-
-def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named() -> None:
-    users = LayerSpeed("int8", 4096, 4096, (256,), {"dense": (1.0,), "quick 6:8": (0.5,)})
-    packaged = _table(_layer(dense=(2.0,) * 3, **QUICK), packaged=True, libraries={**LIBRARIES, "dense": "torch 2.10"})
-    found = _find([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
-    assert found.layer.tokens == (64, 256, 1024, 16384)
-    prior = "prior: measured at 4096x4096 with torch 2.10; this is torch 2.11"
-    assert found.describe() == f"measured here from 256 to 256 tokens; past them {prior}"
 
 
 # -- here, or a prior ------------------------------------------------------------------------------------------------
@@ -208,15 +191,6 @@ def test_a_form_is_wrong_where_nothing_changed_since(there: dict[str, Any], wron
 
 
 # -- the spec of a weight ------------------------------------------------------------------------------------------
-
-
-def test_a_spec_picks_the_form_and_its_tensors() -> None:
-    forms = FormSpec("dense", (64, 4), 3), FormSpec("quick", (), 5)
-    spec = WeightSpec(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
-    assert parse_weight(spec.text) == spec
-    assert spec.weight_dtype == torch.float8_e4m3fn
-    picked = [spec.pick(tokens) for tokens in (0, 15, 16, 63, 64, 10**9)]
-    assert picked == [(forms[0], 0), (forms[0], 0), (forms[1], 3), (forms[1], 3), (forms[0], 0), (forms[0], 0)]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def block() -> tuple[LinearSpec, ...]:
 def forget(*more: Any) -> None:
     """What was made for other numbers of tokens, and for another GPU."""
     forget_runners()
-    for cache in (hopper_launch._launch, lift_launch.device_arch, *more):
+    for cache in (hopper_launch._launch, lift_launch.starts_early, *more):
         cache.cache_clear()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from gpu_products import needs_hopper
 from runner_listener import forget_runners, listen
 from torch import nn
 
-from slidesparse import InputError, ops
+from slidesparse import ops
 from slidesparse.base.log import LOG
 from slidesparse.gemm.backend import OneByOne
 from slidesparse.gemm.hopper import chain as hopper_chain
@@ -142,20 +145,43 @@ def test_many_chains_without_a_pause_do_not_disturb_each_other(answers: list[boo
     assert all(answers)
 
 
-def test_what_a_chain_does_not_take_is_run_or_refused_by_its_linears(answers: list[bool]) -> None:
-    given, (x, residual, gains) = weights("6:8", "int8"), inputs(64)
-    expected = one_by_one(x, residual, gains, given)
-    tensors, text = chained(given, gains)
-    assert same(ops.chain(x.t().contiguous().t(), residual, tensors, text), expected)
-    unaligned = torch.empty(residual.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(residual).copy_(residual)
-    assert same(ops.chain(x, unaligned, tensors, text), expected)
-    for arguments in ((x, residual[:-1], tensors), (x[:, :-8], residual, tensors)):
-        with pytest.raises(InputError):
-            ops.chain(*arguments, text)
-    for i, tensor in enumerate(tensors):
-        if tensor.dtype == torch.float32 or (tensor.dtype == BF16 and tensor.numel() == HIDDEN):
-            with pytest.raises(InputError):
-                ops.chain(x, residual, [*tensors[:i], tensor[:-1], *tensors[i + 1 :]], text)
-    assert not any(answers)
-    assert same(ops.chain(x, residual, tensors, text), expected)
-    assert answers[-1]
+@pytest.fixture
+def _threads_take_turns_often() -> Iterator[None]:
+    """Python lets a thread run for 5 ms, a hundred calls, before another has its turn."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+@pytest.mark.parametrize("chain", [False, True])
+def test_two_threads_share_one_operator(chain: bool) -> None:
+    """Each on a stream of its own, with tokens of several tiles: the bits of calls made alone."""
+    tokens, calls, gains = (1, 700, 16, 130, 64, 300), 300, inputs(1)[2]
+    given = [[inputs(m)[:2] for m in tokens] for _ in range(2)]
+    together = threading.Barrier(2)
+
+    def build() -> Callable[[int, int], tuple[torch.Tensor, ...]]:
+        torch.manual_seed(0)
+        made = weights("6:8", "int8")
+        tensors, text = chained(made, gains)
+        if chain:
+            return lambda thread, i: ops.chain(*given[thread][i], tensors, text)
+        return lambda thread, i: (ops.linear(given[thread][i][0], *made[0]),)
+
+    def run(thread: int) -> list[tuple[torch.Tensor, ...]]:
+        stream = torch.cuda.Stream()
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            together.wait(timeout=60)
+            found = [shared(thread, i % len(tokens)) for i in range(calls)]
+        stream.synchronize()
+        return found
+
+    alone, shared = build(), build()  # two, so that what an operator finds out of its weights is new to the threads
+    expected = [[alone(thread, i) for i in range(len(tokens))] for thread in range(2)]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(2) as pool:
+        for thread, found in enumerate(pool.map(run, range(2))):
+            wrong = [n for n, results in enumerate(found) if not same(results, expected[thread][n % len(tokens)])]
+            assert not wrong, f"{len(wrong)} of {calls} calls of thread {thread}, the first one number {wrong[0]}"

@@ -29,7 +29,6 @@ from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.lifting.layout import with_rows
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
@@ -80,23 +79,9 @@ def _layer(pattern: str, dtype: str, *, biased: bool = True, backend: str = "cus
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_int8_accumulators_are_exact(pattern: str) -> None:
-    packed = _packed(INT8, pattern)
-    for m in TOKENS[1:]:
-        lifted = _lifted(_tokens(INT8, m), packed)
-        rows, columns = token_bucket(m), lifted.shape[1]
-        out = OUT + -OUT % 32
-        acc = torch.full((rows, out), 7, dtype=torch.int32, device="cuda")
-        x = with_rows(lifted, rows)
-        plan = plan_for(Shape(0, out, columns, rows, INT8, torch.int32))
-        plan.run(get_backend("cusparselt").prepare(packed)[0], x.data_ptr(), acc)
-        assert torch.equal(acc[:m, :OUT], product(lifted[:, : packed.columns().shape[1]], packed.columns()))
-
-
 def test_large_int8_accumulators_are_as_good_as_exact() -> None:
     # The library's alpha is a float32, and what reads its accumulators converts them to float32: rounding to nearest
-    # twice is rounding once, so that no output changes. (Accumulators below 2^24 are exact, as the test above shows.)
+    # twice is rounding once, so that no output changes.
     weight = torch.full((32, 8192), -128, dtype=INT8, device="cuda").view(32, -1, 4)
     weight[..., 2:] = 0
     weight[:, 0, 0] = 127
@@ -107,7 +92,7 @@ def test_large_int8_accumulators_are_as_good_as_exact() -> None:
     assert int(exact.max()) > 2**25
     assert bool((exact % 2 == 1).any())
     acc = torch.empty(32, 32, dtype=torch.int32, device="cuda")
-    plan = plan_for(Shape(0, 32, 8192, 32, INT8, torch.int32))
+    plan = plan_for(Shape(0, 32, 8192, 32, INT8))
     plan.run(get_backend("cusparselt").prepare(packed)[0], x.data_ptr(), acc)
     assert torch.equal(acc.float(), exact.float())
 
@@ -171,22 +156,6 @@ def test_16_bit_output_is_of_the_weights_type() -> None:
         backend.matmul(_lifted(_tokens(BF16, 3), packed), None, backend.prepare(packed), None, None, OUT, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-def test_a_bf16_intermediate_costs_one_rounding(dtype: torch.dtype) -> None:
-    packed = _packed(dtype, "6:8")
-    assert packed.scale is not None
-    x, scale_x = _tokens(dtype, 199), torch.rand(199, 1, device="cuda")
-    results = {}
-    for name in ("cusparselt", "cusparselt-bf16"):
-        backend = get_backend(name)
-        lifted = _lifted(x, packed)
-        results[name] = backend.matmul(lifted, scale_x, backend.prepare(packed), packed.scale, None, OUT, torch.float32)
-    exact, rounded = results["cusparselt"], results["cusparselt-bf16"]
-    # Half an ulp of 8 bits, and the float32 roundings of the scales.
-    assert bool(((rounded - exact).abs() <= (2.0**-8 + 2.0**-20) * exact.abs()).all())
-    assert not torch.equal(rounded, exact)
-
-
 def test_rows_past_the_tokens_do_not_matter() -> None:
     packed = _packed(INT8, "6:8")
     backend = get_backend("cusparselt")
@@ -233,12 +202,11 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
     skip_without_fp8(dtype)
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
     ours, library = compress_matrix(matrix), api.load_library()
-    accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
     stream = torch.cuda.current_stream().cuda_stream
     pointer = ctypes.c_void_p
     tried = 0
     for rows in (32, 1024):
-        shape = Shape(0, 128, 256, rows, dtype, accumulator)
+        shape = Shape(0, 128, 256, rows, dtype)
         for number in range(MatmulPlan(shape, None).algorithms):
             try:
                 plan = MatmulPlan(shape, Algorithm(number))
@@ -315,13 +283,6 @@ def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(destroyed) == 4
 
 
-def test_a_bucket_is_one_plan() -> None:
-    layer = _layer("6:8", "int8")
-    for m in range(1, 120):
-        layer(torch.zeros(m, COLUMNS, dtype=BF16, device="cuda"))
-    assert plan_for.cache_info().currsize == len({token_bucket(m) for m in range(1, 120)})
-
-
 # -- search --------------------------------------------------------------------------------------------------------
 
 
@@ -334,12 +295,8 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     assert len(records) == 1
     record = records[0]
     assert load_algorithms(table_path()) == (record,)
-    good = [trial for trial in record.tried if trial.fault is None]
-    assert len(good) > 1
     assert record.time_us <= record.default_us
-    times = {trial.algorithm: trial.time_us for trial in good}
-    assert record.time_us == (record.default_us if record.algorithm is None else times[record.algorithm])
-    shape = Shape(0, 512, 768, token_bucket(100), dtype, {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype))
+    shape = Shape(0, 512, 768, token_bucket(100), dtype)
     assert record.key == shape.key
     x = _tokens(dtype, shape.rows, 768)
     packed = _packed(dtype, "2:4", 512, 768, scaled=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_products import assert_compiled_and_captured, skip_without_fp8
+from gpu_products import assert_compiled_and_captured, packed_weight, skip_without_fp8, tokens_of
 from runner_listener import forget_runners, listen
 from tolerances import ACCUMULATION, FP8_TENSOR_CORE, assert_product
 from torch import nn
@@ -20,7 +20,6 @@ from slidesparse.gemm.dense import DenseLinear
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
 from slidesparse.pruning import prune_mask
-from slidesparse.weights.packed import pack_by
 from slidesparse.weights.packing import pack_weight
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.slide import gather
@@ -59,21 +58,13 @@ def test_quantised_stays_within_the_table(
 ) -> None:
     skip_without_fp8(dtype)
     out, columns = size
-    if dtype == INT8:
-        weight = torch.randint(-128, 128, size, dtype=INT8, device="cuda")
-        weight = weight * prune_mask(weight, "6:8")
-    else:
-        weight = torch.randn(size, device="cuda")
-        weight = (weight * prune_mask(weight, "6:8")).to(FP8)
-    packed = pack_by(weight, "6:8", scale=torch.rand(out, device="cuda") * 1e-3)
-    assert packed.scale is not None
+    packed = packed_weight(dtype, "6:8", out, columns)
+    weight = packed.unpack()
     backend = get_backend("dense")
     operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
     bias = (torch.randn(out, device="cuda") * 1e-2).to(out_dtype) if biased else None
     for m in TOKENS:
-        x = torch.randn(m, columns, device="cuda")
-        x = (x * 40).round().clamp(-128, 127).to(INT8) if dtype == INT8 else x.to(FP8)
-        scale_x = torch.rand(m, 1, device="cuda")
+        x, scale_x = tokens_of(dtype, m, columns), torch.rand(m, 1, device="cuda")
         y = backend.matmul(gather(x, column_map), scale_x, operand, packed.scale, bias, out, out_dtype)
         assert y.shape == (m, out)
         assert y.is_contiguous()
@@ -127,24 +118,6 @@ def test_a_whole_linear_has_the_bits_of_its_parts(
     assert taken == (12 * [True] if expected else [])
 
 
-@pytest.mark.usefixtures("_forgotten")
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", [BF16, torch.float16, torch.float32], ids=str)
-def test_int8_has_the_bits_of_the_reference(
-    size: tuple[int, int], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: None)
-    out, columns = size
-    linear = nn.Linear(columns, out).to(BF16).cuda()
-    layers = [
-        SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend=name)
-        for name in ("dense", "reference")
-    ]
-    for m in TOKENS:
-        x = torch.randn(m, columns, dtype=kind, device="cuda")
-        assert torch.equal(layers[0](x), layers[1](x))
-
-
 @pytest.fixture
 def _full_precision_reductions() -> Iterator[None]:
     settings = torch.backends.cuda.matmul  # it has these names by __getattr__ alone, which monkeypatch cannot undo
@@ -158,9 +131,8 @@ def _full_precision_reductions() -> Iterator[None]:
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.usefixtures("_full_precision_reductions")
 def test_floats_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    weight = torch.randn(100, 333, device="cuda")
-    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
-    packed, bias = pack_by(weight, "6:8"), torch.randn(100, device="cuda").to(dtype)
+    packed, bias = packed_weight(dtype, "6:8", 100, 333), torch.randn(100, device="cuda").to(dtype)
+    weight = packed.unpack()
     backend = get_backend("dense")
     operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
     for m in TOKENS:

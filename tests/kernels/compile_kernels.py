@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slidesparse.lifting.expert_lift_kernel import routed_kernel, spread_kernel
-from slidesparse.lifting.launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
+from slidesparse.lifting.launch import configure, make_variant
 from slidesparse.lifting.layout import ColumnOrder, Layout, LiftSpec, Slabs
 from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.walking import walking_kernel
@@ -111,7 +111,7 @@ def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Pattern, K, source, target, prologue, slabs, and the quantiser unless it is vLLM's."""
-    types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
+    types = [INT8] + ([FP8] if arch >= 89 else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16") for t in types]
     cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6")]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
@@ -123,13 +123,13 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [("6:8", 4096, BF16, types[-1], prologue, None) for prologue in norms]
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
-    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6")]
+    cases += [(p, 4096, BF16, INT8, "none", Slabs()) for p in ("6:8", "4:6")]
     cases += [("6:8", k, BF16, t, "none", None, "sglang") for k in (4096, 40960) for t in types]  # held, and walked
     for pattern, columns, source, target, prologue, slabs, *quantiser in cases:
         packed = order(pattern, columns, 128)
         launch = configure(4096, packed, source.itemsize, prologue, target in QUANTISED)
         spec = LiftSpec(prologue, source, target, tuple(packed.numbers), Layout(slabs=slabs), *quantiser)
-        variant = make_variant(spec, launch, early=arch >= EARLY_ARCH)
+        variant = make_variant(spec, launch, early=arch >= 90)
         pointer = f"*{NAMES[source]}"
         added = variant.adds
         arguments = {
@@ -172,8 +172,8 @@ def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     ):
         packed = order("6:8", columns, 128)
         launch = configure(4096, packed, BF16.itemsize, prologue)
-        spec = LiftSpec(prologue, BF16, INT8, tuple(packed.numbers), Layout(slabs=Slabs(64, swizzle=True)))
-        variant = make_variant(spec, launch, early=arch >= EARLY_ARCH)
+        spec = LiftSpec(prologue, BF16, INT8, tuple(packed.numbers), Layout(slabs=Slabs()))
+        variant = make_variant(spec, launch, early=arch >= 90)
         arguments = {
             "x_ptr": "*bf16",
             "to_ptr" if kernel is spread_kernel else "tokens_ptr": "*i64",

@@ -31,11 +31,6 @@ def test_the_kernel_gives_what_torch_does(
         assert torch.equal(of_tiles[: int(used)], wanted.experts[: int(used)])
 
 
-def test_the_kernels_take_what_they_can_count() -> None:
-    assert expert_order_kernel.takes(1023)
-    assert not expert_order_kernel.takes(1024)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "tiles"), [(300, 19), (4100, 257)])
 def test_all_tokens_may_go_to_one_expert(device: str, pairs: int, tiles: int) -> None:

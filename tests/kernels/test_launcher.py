@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -148,24 +146,7 @@ def _swapped(self: Any, kernel: Any, stream: int, grid_0: int, bound_args: dict[
     kernel.run(grid_0, 1, 1, kernel.function, stream, kernel.packed_metadata, *bound_args.values())
 
 
-def _by_keyword(self: Any, kernel: Any, grid_0: int, grid_1: int, grid_2: int, stream: int, bound_args: Any) -> None:
-    launch_metadata = None
-    kernel.run(
-        grid_0,
-        grid_1,
-        grid_2,
-        stream,
-        kernel.function,
-        kernel.packed_metadata,
-        launch_metadata,
-        knobs.runtime.launch_enter_hook,
-        knobs.runtime.launch_exit_hook,
-        *bound_args.values(),
-        cooperative=False,
-    )
-
-
-@pytest.mark.parametrize("run", [_swapped, _by_keyword, len, None])
+@pytest.mark.parametrize("run", [_swapped, len, None])
 def test_another_order_leaves_every_launch_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run: Any
 ) -> None:
@@ -194,20 +175,6 @@ def _runs_by_triton(kernel: Compiling, caplog: pytest.LogCaptureFixture) -> str:
     assert line.startswith("slidesparse: Triton itself launches all kernels")
     assert "\n" not in line
     return line
-
-
-@pytest.mark.parametrize("knows", ["no knobs", "no runtime", "no hooks"])
-def test_without_hooks_there_are_none_to_take_away(monkeypatch: pytest.MonkeyPatch, knows: str) -> None:
-    if knows == "no knobs":
-        monkeypatch.delattr(triton, "knobs")
-        monkeypatch.setitem(sys.modules, "triton.knobs", None)
-    elif knows == "no runtime":
-        monkeypatch.delattr(knobs, "runtime")
-    else:
-        monkeypatch.setattr(knobs, "runtime", SimpleNamespace())
-    kernel = Compiling(**COMPILED)
-    Launcher(kernel, ()).compile_and_launch(1, (), aligned=True)
-    assert kernel.launches == 1
 
 
 def test_kernels_start_early_where_triton_knows_how(

@@ -16,7 +16,7 @@ from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import Pattern
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
-SLABS = Slabs(8, swizzle=True)
+SLABS = Slabs()
 LAYOUT = Layout(lifted=True, multiple=1, slabs=SLABS)
 ROWS = [[2, 9], [7, -1], [4, -1], [8, -1], [0, 3]]
 TOKENS = [4, -1, 0, 4, 2, -1, -1, 1, 3, 0, -1]

@@ -70,15 +70,6 @@ def test_no_rows(device: str) -> None:
     assert code.shape == (0, 2)
 
 
-def test_a_violation_is_named(device: str) -> None:
-    weight = sparse("6:8", 64, torch.int8)
-    weight[1, 24:32] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1])
-    with pytest.raises(PatternViolation) as error:
-        compress_groups(weight.to(device), Pattern(6, 8), name="q_proj")
-    assert (error.value.row, error.value.group, error.value.count, error.value.violations) == (1, 3, 7, 1)
-    assert error.value.tensor == "q_proj"
-
-
 NON_FINITE = [(torch.float8_e4m3fn, float("nan"))]  # which has no infinity
 NON_FINITE += [(dtype, float(fault)) for dtype in TYPES[2:] for fault in ("nan", "-inf")]
 
@@ -93,20 +84,6 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
 
 
 # -- the whole of pack ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
-@pytest.mark.parametrize("pattern", ["6:8", "4:6", "dense"])
-def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
-    weight = sparse(pattern, 100, dtype)
-    scale = torch.rand(len(weight))
-    wanted = pack_by(weight, pattern, scale=scale)
-    for given in (weight, weight.T.contiguous().T):  # any strides
-        got = pack_by(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
-        assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
-        assert torch.equal(got.scale.cpu(), scale)
-        assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
-        assert got.code is None if wanted.code is None else torch.equal(got.code.cpu(), wanted.code)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6"])

@@ -9,7 +9,7 @@ import torch
 from fused_lifts import quantize_lift
 from slab_views import slab_view
 
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError
 from slidesparse.lifting import kernel as kernels
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.launch import Launch
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+SLABS = Slabs()
 
 
 def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight:
@@ -130,14 +131,6 @@ def test_walked_rows_are_held_rows(
         assert one is None if other is None else same_bits(one, other)
 
 
-@pytest.mark.parametrize("multiple", [1, 32])
-def test_columns_as_they_are(device: str, multiple: int) -> None:
-    x = torch.randn(3, 90, dtype=torch.bfloat16, device=device)
-    values, scale = quantize_rows(x, torch.int8)
-    padded = torch.nn.functional.pad(values, (0, -90 % multiple))
-    assert_same(quantize_lift(x, ColumnOrder.identity(90, multiple), torch.int8), (padded, scale))
-
-
 # -- the numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -219,26 +212,6 @@ def test_any_number_of_tokens(device: str, tokens: int) -> None:
     assert_same(quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
 
 
-@pytest.mark.parametrize("rows", [0, 2, 8])
-def test_rows_past_the_tokens_are_there_to_be_read(device: str, rows: int) -> None:
-    packed = packed_weight("6:8", 64)
-    x = torch.randn(3, 64, dtype=torch.bfloat16, device=device)
-    got = quantize_lift(x, on(device, packed), torch.int8, rows=rows)
-    assert_same(got, expected(x, packed, torch.int8))
-    assert got.values.is_contiguous()
-    assert got.values.untyped_storage().nbytes() == max(3, rows) * 96
-
-
-@pytest.mark.parametrize(("stride", "start"), [(96, 0), (96, 3), (81, 0), (80, 8)])
-def test_rows_may_lie_anywhere(device: str, stride: int, start: int) -> None:
-    packed = packed_weight("6:8", 64)
-    around = torch.full((4, stride), 1e4, dtype=torch.bfloat16, device=device)
-    x = around[:, start : start + 64]
-    x.normal_()
-    assert_same(quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
-    assert_same(quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
-
-
 def test_a_linears_lift_takes_any_strides(device: str) -> None:
     packed = packed_weight("6:8", 64)
     order, where = on(device, packed), torch.randn(1, device=device).device
@@ -259,34 +232,29 @@ def test_one_variant_serves_all_rows(device: str) -> None:
         assert_same(quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8))
 
 
-def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The definition of the slab layout: bytes [M, K'] -> [K' / 128, M padded with its last row, 128]."""
+def in_slabs(values: torch.Tensor) -> torch.Tensor:
+    """The definition of the slab layout: bytes [M, K'] -> [K' / 128, M padded with its last row, 128], swizzled."""
     rows = values.view(torch.uint8)
-    padded = torch.cat([rows, rows[-1:].expand(-len(rows) % slabs.rows, -1)])
+    padded = torch.cat([rows, rows[-1:].expand(-len(rows) % 8, -1)])
     chunks = padded.unflatten(-1, (-1, 8, 16)).transpose(0, 1)
-    if slabs.swizzle:
-        row, chunk = torch.arange(len(padded)).unsqueeze(1), torch.arange(8).unsqueeze(0)
-        swizzled = torch.zeros_like(chunks)
-        swizzled[:, row, chunk ^ row % 8] = chunks[:, row, chunk]
-        chunks = swizzled
-    return chunks.flatten(-2)
+    row, chunk = torch.arange(len(padded)).unsqueeze(1), torch.arange(8).unsqueeze(0)
+    swizzled = torch.zeros_like(chunks)
+    swizzled[:, row, chunk ^ row % 8] = chunks[:, row, chunk]
+    return swizzled.flatten(-2)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6"])
-@pytest.mark.parametrize("slabs", [Slabs(8), Slabs(16, swizzle=True)])
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16])
-def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtype: torch.dtype) -> None:
+def test_slabs_hold_the_same_bytes(device: str, pattern: str, dtype: torch.dtype) -> None:
     packed = packed_weight(pattern, 90)
     x = torch.randn(9, 90, dtype=torch.bfloat16, device=device)
-    columns = on(device, packed, 128)
+    got = quantize_lift(x, on(device, packed, 128), dtype, slabs=SLABS)[0]
     if dtype == torch.bfloat16:
-        got, wanted = quantize_lift(x, columns, dtype, slabs=slabs)[0], gather(x, packed.column_map(128).to(device))
+        wanted = gather(x, packed.column_map(128).to(device))
     else:
-        got, wanted = quantize_lift(x, columns, dtype, slabs=slabs)[0], expected(x, packed, dtype, 128)[0]
+        wanted = expected(x, packed, dtype, 128)[0]
     assert got.shape == wanted.shape
-    view = slab_view(got, slabs)
-    assert tuple(view.shape) == slabs.shape(9, columns.k_packed, dtype.itemsize)
-    assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
+    assert torch.equal(slab_view(got, SLABS).view(torch.uint8).cpu(), in_slabs(wanted.cpu()))
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
@@ -304,46 +272,23 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
 def test_bundles_have_the_columns_of_their_map(
     device: str, pattern: str, columns: int, k_offset: int, dtype: torch.dtype
 ) -> None:
-    packed, slabs = packed_weight(pattern, columns, k_offset).to(device), Slabs(8, swizzle=True)
+    packed = packed_weight(pattern, columns, k_offset).to(device)
     order = ColumnOrder.of(packed, 128, BUNDLE)
     x = torch.randn(3, columns, dtype=torch.bfloat16, device=device)
-    got, (values, scale) = quantize_lift(x, order, dtype, slabs=slabs), quantize_rows(x, dtype)
+    got, (values, scale) = quantize_lift(x, order, dtype, slabs=SLABS), quantize_rows(x, dtype)
     assert torch.equal(got.scale, scale)
-    wanted = slabs.arrange(gather(values, column_map(packed, 128, BUNDLE)))
-    assert torch.equal(slab_view(got.values, slabs).view(torch.uint8), wanted.view(torch.uint8))
-
-
-@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
-@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
-def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str) -> None:
-    packed, slabs = packed_weight(pattern, 90), Slabs(24, swizzle=True)
-    columns = on(device, packed, 128)
-    x, residual = torch.randn(2, 9, 90, dtype=torch.bfloat16, device=device).unbind(0)
-    norm_weight = torch.randn(90, dtype=torch.bfloat16, device=device)
-    given = {
-        "rms_norm": {"x": x, "norm_weight": norm_weight, "eps": 1e-6},
-        "add_rms_norm": {"x": x, "norm_weight": norm_weight, "residual": residual, "eps": 1e-6},
-        "silu_mul": {"x": torch.cat([x, residual], 1)},
-    }[prologue]
-    # The row-major results are tested below; here the same bytes must stand elsewhere, and all else be the same.
-    wanted = quantize_lift(order=columns, target=torch.int8, prologue=prologue, **given)
-    got = quantize_lift(order=columns, target=torch.int8, prologue=prologue, slabs=slabs, **given)
-    view = slab_view(got.values, slabs)
-    assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.values.cpu(), slabs))
-    assert torch.equal(got.scale, wanted.scale)
-    assert (got.residual is None) == (prologue != "add_rms_norm")
-    assert got.residual is None or torch.equal(got.residual, wanted.residual)
+    wanted = SLABS.arrange(gather(values, column_map(packed, 128, BUNDLE)))
+    assert torch.equal(slab_view(got.values, SLABS).view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("slabs", [Slabs(8), Slabs(64, swizzle=True)])
 @pytest.mark.parametrize("tokens", [0, 65])
-def test_slabs_are_arranged_in_torch_as_well(tokens: int, slabs: Slabs, dtype: torch.dtype) -> None:
+def test_slabs_are_arranged_in_torch_as_well(tokens: int, dtype: torch.dtype) -> None:
     values = torch.randn(tokens, 384).mul(9).to(dtype)
-    got = slabs.arrange(values)
-    assert tuple(got.shape) == slabs.shape(tokens, 384, dtype.itemsize)
+    got = SLABS.arrange(values)
+    assert tuple(got.shape) == SLABS.shape(tokens, 384, dtype.itemsize)
     assert got.dtype == dtype
-    assert torch.equal(got.view(torch.uint8), in_slabs(values, slabs))
+    assert torch.equal(got.view(torch.uint8), in_slabs(values))
 
 
 @pytest.mark.gpu
@@ -435,22 +380,12 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     norm, add = {"prologue": "rms_norm", "eps": 1e-6}, {"prologue": "add_rms_norm", "eps": 1e-6, "norm_weight": x[0]}
     for given in (
         *({"x": x[:, :32]}, {"x": torch.randn(64, 4, device=device).T}, {"prologue": "silu_mul"}),
-        *({"target": torch.bfloat16}, {"slabs": Slabs(8)}),
+        *({"target": torch.bfloat16}, {"slabs": SLABS}),
         *(norm, norm | {"norm_weight": x[0, :32]}, norm | {"norm_weight": elsewhere[0]}),
         *(add, add | {"residual": x[:2]}, add | {"residual": elsewhere}),
     ):
         with pytest.raises(InputError):
             quantize_lift(**{"x": x, "order": columns, "target": torch.int8} | given)
-    for make in (lambda: ColumnOrder.of(packed, 3), lambda: ColumnOrder.identity(63), lambda: Slabs(12)):
-        with pytest.raises(InputError):
-            make()
-
-
-def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.find_kernel_lift.cache_clear()
-    monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
-    with pytest.raises(UnsupportedError, match="sm_89"):
-        quantize_lift(torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn)
 
 
 def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

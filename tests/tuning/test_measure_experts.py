@@ -12,7 +12,7 @@ import pytest
 import torch
 from tuning_fakes import FakeStopwatch, pretend_hopper
 
-from slidesparse.gemm import expert_times, select
+from slidesparse.gemm import select
 from slidesparse.gemm.expert_times import NOT_MEASURED, ExpertKind, choose_experts, keep_expert_times, measured_here
 from slidesparse.gemm.speed import Experts, LayerSpeed
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
@@ -117,7 +117,7 @@ def test_memory_ends_it_at_the_largest_number_that_fits() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend_hopper(monkeypatch, tmp_path, select, expert_times, at_load)
+    pretend_hopper(monkeypatch, tmp_path, select, at_load)
 
 
 def tuner(watch: FakeStopwatch, budget_s: float = 12.0, most: int = 256) -> LoadTuner:

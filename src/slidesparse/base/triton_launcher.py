@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.log import LOG, log_once
-from slidesparse.base.torch_private import current_stream
+from slidesparse.base.torch_private import current_stream, is_current
 from slidesparse.errors import first_line
 
 ALIGNMENT = 16
@@ -83,15 +83,18 @@ class Launcher:
         free: tuple[int, ...],
         specialised: tuple[int, ...],
     ) -> None:
-        """Launch on the current stream: directly if possible, else through Triton.
+        """Launch on the current stream of a device: directly if possible, else through Triton.
 
         Args:
             programs: Number of programs.
-            device: Index of the current device; negative where Triton's interpreter runs.
+            device: Index of the device; negative where Triton's interpreter runs.
             tensors: The kernel's first arguments.
             free: Its integers that Triton does not specialise, after them.
             specialised: Its other integers.
         """
+        if device >= 0 and not is_current(device):
+            with torch.cuda.device(device):
+                return self.run(programs, device, tensors, free, specialised)
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits, largest = 0, 0
         for address in addresses:
@@ -101,9 +104,8 @@ class Launcher:
             largest = max(largest, number)
         aligned = bits % ALIGNMENT == 0 and largest <= LARGEST
         if aligned and self.ready:
-            self.launch(programs, current_stream(device), *addresses, *free, *specialised)
-        else:
-            self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
+            return self.launch(programs, current_stream(device), *addresses, *free, *specialised)
+        return self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
 
     def launch(self, programs: int, stream: int, *numbers: object) -> None:
         """Launch the compiled kernel on a ``cudaStream_t`` of the current device; :attr:`ready` must hold.

@@ -17,8 +17,7 @@ from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
 from slidesparse.gemm.grouped import GroupedProduct, grouped_patterns
-from slidesparse.gemm.select import WRONG_HERE, Fallback
-from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.gemm.select import WRONG_HERE, Fallback, grouped_product
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.packed_mixture import PARAMETERS, PackedMixture, why_not_packed

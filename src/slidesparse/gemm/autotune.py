@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,9 +60,9 @@ def time_candidates(
     for name, run in candidates:
         if first is None:
             first = name
-            single = _time_us(_capture(run, copies, copies), copies)
+            single = _time_us(_captured(run, copies, copies), copies)
             launches = min(MOST_LAUNCHES, max(copies, round(WINDOW_US / single)))
-        graphs[name] = _capture(run, copies, launches)
+        graphs[name] = _captured(run, copies, launches)
         times[name] = _time_us(graphs[name], launches)
         if len(graphs) > FINALISTS + 1:  # a graph keeps its workspace, which is large for split K: drop the slowest
             del graphs[max((other for other in graphs if other != first), key=lambda other: times[other])]
@@ -71,26 +71,38 @@ def time_candidates(
     return {name: finals.get(name, times[name]) for name in times}
 
 
-def _capture(run: Callable[[int], None], copies: int, launches: int) -> torch.cuda.CUDAGraph:
-    # torch.cuda.graph() would also empty the allocator's cache, which takes longer than most searches.
-    graph, stream = torch.cuda.CUDAGraph(), capture_stream(torch.cuda.current_device())
+def capture_calls(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], Any]], pool: Any = None) -> Any:
+    """Capture calls, and return the result of the last one; graphs of one ``pool`` must run one after another.
+
+    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most
+    measured times, and would fail if another thread of a server calls CUDA meanwhile.
+    """
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
+    result = None
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
-            for i in range(launches):
-                run(i % copies)
+            for call in calls:
+                result = None  # frees its memory before the next call allocates
+                result = call()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    return graph
+    return result
 
 
 @lru_cache(maxsize=64)
-def capture_stream(device: int) -> torch.cuda.Stream:
+def _capture_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of all captures on a GPU: cuBLAS keeps 32 MB for each stream."""
     return torch.cuda.Stream(device)
+
+
+def _captured(run: Callable[[int], None], copies: int, launches: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    capture_calls(graph, [partial(run, i % copies) for i in range(launches)])
+    graph.replay()
+    return graph
 
 
 def _time_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:

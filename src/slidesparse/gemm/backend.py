@@ -25,6 +25,7 @@ import torch
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
 from slidesparse.gemm.spec import Slots
+from slidesparse.gemm.speed import Experts
 from slidesparse.lifting.choose import Lift
 from slidesparse.lifting.layout import Layout, LinearTensors
 from slidesparse.weights.packed import PackedWeight
@@ -49,6 +50,7 @@ class Problem:
         device: Its device.
         slid: Whether the weight is slid. A weight that runs dense is packed dense, whatever its pattern.
         bits: Bits that every slid value needs (:func:`slidesparse.weights.support.value_bits`).
+        experts: The experts of a mixture, whose sizes are those of gate and up; None of a linear.
     """
 
     pattern: Pattern
@@ -58,6 +60,7 @@ class Problem:
     device: torch.device
     slid: bool = True
     bits: int = 8
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, packed: PackedWeight) -> Problem:
@@ -166,14 +169,12 @@ class Backend(ABC):
         name: The name that users write.
         accelerated: Whether ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
-        stand_in: The backend whose times are a prior while this one has none; None without one.
         bits: The only supported :attr:`Problem.bits`; None: all.
     """
 
     name: str
     accelerated: bool
     layout: Layout
-    stand_in: str | None = None
     bits: int | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:

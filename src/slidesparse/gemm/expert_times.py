@@ -22,18 +22,10 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.gemm.select import WRONG_HERE, can_be_timed, installation
-from slidesparse.gemm.speed import (
-    DENSE_FORM,
-    Experts,
-    LayerSpeed,
-    MeasuredLayer,
-    WrongForm,
-    find_nearest,
-    is_wrong,
-    times_key,
-)
-from slidesparse.gemm.speed_files import add_layers, tables_for
+from slidesparse.gemm.backend import Problem
+from slidesparse.gemm.select import WRONG_HERE, find_measured, installation, wrong_among, wrong_form
+from slidesparse.gemm.speed import DENSE_FORM, Experts, LayerSpeed, MeasuredLayer, times_key
+from slidesparse.gemm.speed_files import add_layers
 from slidesparse.gemm.time_model import MARGIN, explain
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import dtype_name
@@ -88,15 +80,12 @@ class ExpertKind:
         return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down)))) + bits
 
     @property
-    def measured(self) -> Experts:
-        """The experts in a table of times."""
+    def problem(self) -> Problem:
+        """The problem of gate and up, with the experts: its times are those of the whole layer."""
         down = None if self.down == self.pattern else str(self.down)
-        return Experts(self.experts, self.everywhere, self.top_k, down, self.bits)
-
-    def wrong_form(self, form: str) -> WrongForm:
-        """Return the entry of a wrong form in a file."""
-        name = times_key(form, str(self.pattern))
-        return WrongForm(dtype_name(self.dtype), 2 * self.inner, self.hidden, name, self.measured)
+        experts = Experts(self.experts, self.everywhere, self.top_k, down, self.bits)
+        sizes = 2 * self.inner, self.hidden
+        return Problem(self.pattern, self.dtype, *sizes, self.device, bits=self.bits, experts=experts)
 
 
 @dataclass(frozen=True)
@@ -137,20 +126,8 @@ def _is_decoding(tokens: int) -> bool:
 
 
 def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
-    """Return the nearest times of a kind of experts: measured here, else a prior; None without any.
-
-    Times of eight bits are a prior for six, which take fewer bytes.
-    """
-    if not can_be_timed(kind.device):
-        return None
-    here = installation(kind.device)
-    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE_FORM, GROUPED)})
-    layer = dtype_name(kind.dtype), str(kind.pattern), 2 * kind.inner, kind.hidden, kind.measured
-    nearest = find_nearest(tables_for(here), compared, *layer)
-    if nearest is not None or kind.bits == 8:
-        return nearest
-    wider = find_expert_times(replace(kind, bits=8))
-    return None if wider is None else replace(wider, here=(), others=(*wider.others, ("8 bits", f"{kind.bits} bits")))
+    """Return the nearest times of a kind of experts: measured here, else a prior; None without any."""
+    return find_measured(kind.problem, (DENSE_FORM, GROUPED))
 
 
 def measured_here(kind: ExpertKind) -> tuple[int, ...]:
@@ -161,16 +138,13 @@ def measured_here(kind: ExpertKind) -> tuple[int, ...]:
 
 def was_wrong(kind: ExpertKind) -> bool:
     """Return whether packed experts of a kind had a wrong result on this installation."""
-    if not can_be_timed(kind.device):
-        return False
-    here = installation(kind.device)
-    return is_wrong(tables_for(here), here, GROUPED, kind.wrong_form(GROUPED))
+    return bool(wrong_among([GROUPED], kind.problem))
 
 
 def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterable[str] = ()) -> Path | None:
     """Store times of experts, by ``dense`` and :data:`GROUPED`, and wrong forms: see ``add_layers``."""
-    layers = []
+    problem, layers = kind.problem, []
     if layer is not None:
         us = {times_key(name, str(kind.pattern)): times for name, times in layer.us.items()}
-        layers = [replace(layer, us=us, experts=kind.measured)]
-    return add_layers(installation(kind.device), layers, map(kind.wrong_form, wrong))
+        layers = [replace(layer, us=us, experts=problem.experts)]
+    return add_layers(installation(kind.device), layers, [wrong_form(problem, name) for name in wrong])

@@ -16,11 +16,7 @@ from slidesparse.weights.pattern import DENSE, Pattern
 
 
 def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:
-    """Return the patterns of gate and up, and of down, or the reason why such experts run dense.
-
-    Args:
-        gate_up: The distinct patterns of gate and up over all experts of a layer.
-        down: The distinct patterns of down.
+    """Return the patterns of gate and up, and of down, or the reason why experts with these distinct ones run dense.
 
     >>> grouped_patterns({Pattern(6, 8), DENSE}, {Pattern(6, 8)})
     'not all of them were pruned to one pattern'
@@ -84,10 +80,7 @@ class GroupedProduct:
     ) -> tuple[TokenTile, ...]:
         """Return a tile for each linear of the same rows, all with one number of tokens.
 
-        Args:
-            pairs: Number of (token, expert) pairs.
-            operands: The operand of each linear, from :meth:`prepare`.
-            out_features: The rows of one expert's weight, for each linear.
+        ``pairs`` is the number of (token, expert) pairs, ``out_features`` the rows of one expert's weight.
         """
         return tuple(Rows(4) for _ in operands)
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import empty, is_current
+from slidesparse.base.torch_private import empty
 from slidesparse.base.triton_launcher import Launcher
 from slidesparse.weights.support import check_vector
 
@@ -78,9 +78,6 @@ def scale_rows(
     check_vector("token scales for accumulators", scale_x, tokens, acc.device)
     check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
     check_vector("bias for accumulators", bias, out_features, acc.device)
-    if index >= 0 and not is_current(index):
-        with torch.cuda.device(index):
-            return scale_rows(acc, scale_x, scale_w, bias, tokens, out_features, out_dtype)
     y = empty(tokens, out_features, out_dtype, index)
     if not y.numel():
         return y

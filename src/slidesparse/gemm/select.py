@@ -31,14 +31,15 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
+from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.spec import Route, describe_routes
+from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
     MeasuredLayer,
-    SpeedTable,
     WrongForm,
     find_nearest,
     is_wrong,
@@ -59,9 +60,11 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "hopper": Hopper,
     "hopper-6bit": HopperSixBits,
     "cusparselt": CuSparseLt,
-    "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
+
+OF_EIGHT_BITS = {"hopper-6bit": "hopper"}
+"""Backend for values of six bits -> the one for eight that runs in the same way."""
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
@@ -100,8 +103,13 @@ class Choice:
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
-        """Return the routes in words: ``dense up to 4095 tokens, cusparselt beyond``."""
-        return describe_routes(self.routes)
+        """Return the routes in words: ``dense up to 69 tokens, fast up to 1154, slow beyond``."""
+        ends = [f"up to {after.from_tokens - 1}" for after in self.routes[1:]]
+        parts = [f"{route.backend} {end}" for route, end in zip(self.routes, [*ends, "beyond"], strict=True)]
+        if len(parts) == 1:
+            return f"{self.routes[0].backend} for any number of tokens"
+        parts[0] += " tokens"
+        return ", ".join(parts)
 
     def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
         """Return M -> microseconds of a layer of a size, and of dense, and whether they were measured here."""
@@ -185,7 +193,7 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     ]
     answers = {backend.name: backend.why_not(problem) for backend in known}
     able = [name for name, why_not in answers.items() if why_not is None]
-    wrong = _wrong_among(able, problem)
+    wrong = wrong_among(able, problem)
     answers |= dict.fromkeys(wrong, WRONG_HERE)
     able = [name for name in able if name not in wrong]
     for backend in known:
@@ -195,7 +203,7 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     return answers
 
 
-def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
+def wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
     """Return the backends with a wrong result when such a problem was measured here."""
     if not names or not can_be_timed(problem.device):
         return []
@@ -207,7 +215,7 @@ def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
 def wrong_form(problem: Problem, backend: str) -> WrongForm:
     """Return the entry of a wrong backend for a problem in a file."""
     name = times_key(backend, str(problem.pattern))
-    return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name)
+    return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name, problem.experts)
 
 
 def _only(backend: str, reason: str, able: str | None = None) -> Choice:
@@ -215,28 +223,34 @@ def _only(backend: str, reason: str, able: str | None = None) -> Choice:
 
 
 def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
-    """Return the measured layer that decides between backends for a problem on a GPU; None without one."""
+    """Return the measured layer that decides between backends for a problem on a GPU; None without one.
+
+    Times of eight bits are a prior for six, which take fewer bytes.
+    """
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
-    return find_among(tables_for(here), here, problem, names)
-
-
-def find_among(
-    tables: Sequence[SpeedTable], here: Installation, problem: Problem, names: Sequence[str]
-) -> MeasuredLayer | None:
-    """Return the layer of tables that decides between backends on an installation; None without one.
-
-    For a backend without times, another one may stand in (:attr:`Backend.stand_in`).
-    """
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
-    size = problem.out_features, problem.in_features
-    nearest = find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
-    others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
-    if nearest is not None or not others:
+    sizes = problem.out_features, problem.in_features
+    layer = dtype_name(problem.dtype), str(problem.pattern), *sizes, problem.experts
+    nearest = find_nearest(tables_for(here), compared, *layer)
+    if nearest is not None or problem.bits != 6:
         return nearest
-    prior = find_among(tables, here, problem, [others.get(name, name) for name in names])
-    return None if prior is None else prior.stands_in(others)
+    experts = None if problem.experts is None else replace(problem.experts, bits=8)
+    names_of_eight = {name: OF_EIGHT_BITS.get(name, name) for name in names}
+    eight = find_measured(replace(problem, bits=8, experts=experts), list(names_of_eight.values()))
+    return None if eight is None else eight.as_prior({of_eight: name for name, of_eight in names_of_eight.items()})
+
+
+def grouped_product(problem: Problem) -> GroupedProduct | str:
+    """Return the grouped product for experts, on a CPU the definition; or the reason why none runs on this GPU.
+
+    ``problem`` is that of one expert's weight.
+    """
+    if problem.device.type == "cpu":
+        return GroupedProduct()
+    reason = Hopper().why_not(problem)
+    return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"
 
 
 def can_be_timed(device: torch.device) -> bool:

@@ -223,17 +223,3 @@ def parse_chain(text: str) -> tuple[LinearSpec, ...]:
     if not any(linear.prologue in ADDING for linear in linears):
         raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one that adds a residual")
     return linears
-
-
-def describe_routes(routes: tuple[Route, ...]) -> str:
-    """Return routes in words.
-
-    >>> describe_routes((Route(0, "dense"), Route(512, "cusparselt"), Route(4096, "dense")))
-    'dense up to 511 tokens, cusparselt up to 4095, dense beyond'
-    """
-    ends = [f"up to {after.from_tokens - 1}" for after in routes[1:]]
-    parts = [f"{route.backend} {end}" for route, end in zip(routes, [*ends, "beyond"], strict=True)]
-    if len(parts) == 1:
-        return f"{routes[0].backend} for any number of tokens"
-    parts[0] += " tokens"
-    return ", ".join(parts)

@@ -228,12 +228,11 @@ class MeasuredLayer:
         foreign, distance = self.gpu != gpu, self.layer.distance(out, columns)
         return not self.here, foreign, 0 if foreign else len(self.others) + (distance > 0), distance
 
-    def stands_in(self, others: Mapping[str, str]) -> MeasuredLayer:
-        """Return this layer as a prior for other backends: backend -> the one with the times."""
-        names = {other: name for name, other in others.items()}
+    def as_prior(self, names: Mapping[str, str]) -> MeasuredLayer:
+        """Return these times, of eight bits, as a prior for six; ``names``: backend for eight -> that for six."""
         us = {names.get(name, name): times for name, times in self.layer.us.items()}
-        pairs = [(other, name) for name, other in others.items() if other in self.layer.us]
-        return MeasuredLayer(replace(self.layer, us=us), (), (*self.others, *pairs), self.gpu)
+        others = *self.others, ("8 bits", "6 bits")
+        return replace(self, layer=replace(self.layer, us=us), here=(), others=others)
 
     def describe(self) -> str:
         """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
@@ -283,15 +282,8 @@ def find_nearest(
     table are added below its fewest tokens and above its most: a user who measured few numbers of tokens keeps the
     packaged times of the others. None if no layer has a packed time.
 
-    Args:
-        tables: Tables.
-        here: The installation here, with the libraries of the backends to compare. With dense among them, layers
-            without a dense time are left out.
-        dtype: Type of the weight.
-        pattern: Its pattern.
-        out: Its rows.
-        columns: Its columns.
-        experts: Its experts; None of a linear.
+    ``here`` has the libraries of the backends to compare. With dense among them, layers without a dense time are left
+    out. The other arguments are those of a :class:`LayerSpeed`.
     """
     known = (
         _seen_from(here, table, layer, (out, columns))

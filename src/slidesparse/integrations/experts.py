@@ -18,7 +18,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
-from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.gemm.select import grouped_product
 from slidesparse.gemm.speed import DENSE_FORM
 from slidesparse.integrations.names import NamedExperts
 from slidesparse.integrations.options import Experts

@@ -183,7 +183,7 @@ def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
         from slidesparse.lifting import expert_order_kernel
 
         rows = rows_needed(chosen.numel(), experts, tile)
-        if expert_order_kernel.takes(experts):
+        if experts <= expert_order_kernel.MOST_EXPERTS:
             return Arrangement(*expert_order_kernel.arrange(chosen.contiguous(), experts, tile, rows))
     return arrange(chosen, experts, tile)
 

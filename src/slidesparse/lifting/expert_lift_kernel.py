@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import empty, is_current
+from slidesparse.base.torch_private import empty
 from slidesparse.base.triton_launcher import Launcher, early_start
 from slidesparse.lifting.kernel import find_kernel_lift
 from slidesparse.lifting.launch import Launch
@@ -69,9 +69,6 @@ def lift_routed(
     :class:`slidesparse.lifting.expert_order.Arrangement`.
     """
     index, count = x.get_device(), len(tokens)
-    if index >= 0 and not is_current(index):
-        with torch.cuda.device(index):
-            return lift_routed(x, rows, tokens, spec, gather=gather)
     like = find_kernel_lift(spec, count, x.device)
     if not like.variant.resident:
         return None

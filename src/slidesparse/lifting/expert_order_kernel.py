@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import is_current
 from slidesparse.base.triton_launcher import Launcher
 
 CHUNK = 1024
@@ -25,7 +24,7 @@ FEW_PAIRS = 4096
 COUNTS_AT_ONCE = 8
 """Chunks whose counts a program adds in a step."""
 MOST_EXPERTS = 1023
-"""Most experts whose counts fit in a program."""
+"""Most experts whose counts fit in a program, and so in :func:`arrange`."""
 
 
 @triton.jit
@@ -141,26 +140,14 @@ def place_kernel(
         tl.store(used, last)
 
 
-def takes(experts: int) -> bool:
-    """Return whether the kernels can count so many experts."""
-    return experts <= MOST_EXPERTS
-
-
 def arrange(
     chosen: torch.Tensor, experts: int, tile: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of a :class:`slidesparse.lifting.expert_order.Arrangement`; nothing is checked.
+    """Return :func:`slidesparse.lifting.expert_order.arrange` of contiguous integers [M, k]; nothing is checked.
 
-    Args:
-        chosen: Contiguous integers [M, k].
-        experts: Number of experts on this GPU, for which :func:`takes` holds.
-        tile: Tokens of a tile.
-        rows: P, from :func:`slidesparse.lifting.expert_order.rows_needed`.
+    ``rows`` are :func:`~slidesparse.lifting.expert_order.rows_needed`.
     """
     index, device = chosen.get_device(), chosen.device
-    if index >= 0 and not is_current(index):
-        with torch.cuda.device(index):
-            return arrange(chosen, experts, tile, rows)
     of_pairs = torch.empty(chosen.shape, dtype=torch.int64, device=device)
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
     of_tiles = torch.empty(rows // tile, dtype=torch.int32, device=device)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slidesparse.base.torch_private import empty, is_current
+from slidesparse.base.torch_private import empty
 from slidesparse.base.triton_launcher import Launcher
 
 COLUMNS = 1024
@@ -40,9 +40,6 @@ def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> 
     """Sum by the kernel; arguments as of :func:`lifting.expert_sum.weighted_sum`, checked by it."""
     tokens, k = rows.shape
     index = x.get_device()
-    if index >= 0 and not is_current(index):
-        with torch.cuda.device(index):
-            return weighted_sum(x, rows, weights)
     y = empty(tokens, x.shape[1], x.dtype, index)
     if y.numel():
         launcher = _launcher(x.dtype, k, x.device)

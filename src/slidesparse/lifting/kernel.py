@@ -14,15 +14,15 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError
 from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
-from slidesparse.lifting.launch import EARLY_ARCH, FEW_TOKENS, FP8_ARCH, Launch, configure, device_arch, make_variant
+from slidesparse.lifting.launch import FEW_TOKENS, Launch, configure, make_variant, starts_early
 from slidesparse.lifting.layout import Lifted, LiftSpec, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS
 from slidesparse.lifting.resident import resident_kernel
 from slidesparse.lifting.variant import LiftVariant
 from slidesparse.lifting.walking import walking_kernel
-from slidesparse.weights.quant import FLOATS, QUANTISED
+from slidesparse.weights.quant import QUANTISED
 from slidesparse.weights.support import is_vector, with_contiguous_columns
 
 KEPT = (
@@ -38,7 +38,7 @@ class KernelLift:
     A row with NaN or Inf gets a NaN or Inf scale, and undefined values.
 
     Args:
-        spec: The lift, of bfloat16, float16 or float32.
+        spec: The lift, for which :func:`slidesparse.lifting.choose.why_no_kernel` returns None.
         tokens: M.
         device: The device of the activations.
 
@@ -51,25 +51,17 @@ class KernelLift:
         quantised: Whether there are scales.
 
     Raises:
-        InputError: A layout that does not fit.
-        UnsupportedError: FP8 on a GPU without FP8 conversions.
+        InputError: A type or a layout that does not fit.
     """
 
     __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
     def __init__(self, spec: LiftSpec, tokens: int, device: torch.device) -> None:
         prologue, source, target, _, layout, _ = spec
-        if source not in FLOATS:
-            raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
-        arch = device_arch(device)
-        if target == torch.float8_e4m3fn and arch < FP8_ARCH:
-            raise UnsupportedError(
-                "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
-            )
         self.prologue, self.source, self.target, self.layout = prologue, source, target, layout
         self.spec, self.device, self.order = spec, device, spec.columns
         self.config = configure(tokens, self.order, source.itemsize, prologue, target in QUANTISED)
-        self.variant = make_variant(spec, self.config, early=device.type == "cuda" and arch >= EARLY_ARCH)
+        self.variant = make_variant(spec, self.config, early=starts_early(device))
         self.launcher = _launcher(self.variant, self.config, source, device)
         self.index = -1 if device.index is None else device.index
         self.quantised = self.variant.quant != "none"
@@ -101,13 +93,7 @@ class KernelLift:
         return self.run(with_contiguous_columns(x), rows, tensors.norm_weight, eps)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float) -> Lifted:
-        """Lift tokens.
-
-        Args:
-            x: [M, K], any row stride, columns contiguous; [M, 2K] for ``silu_mul``.
-            residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
-            weight: [K] in x's type, the norm's weight.
-            eps: The norm's epsilon.
+        """Lift tokens as :meth:`__call__`, of any row stride, columns contiguous.
 
         Raises:
             InputError: Other sizes, types, strides or device than this lift was made for.
@@ -150,10 +136,12 @@ class KernelLift:
 
     def refusal_of_norm_weight(self, weight: torch.Tensor | None) -> InputError | None:
         """Return an error for a wrong weight of the norm, the same in every call; None if right."""
-        if self.prologue in NORMS and not self._is_norm_weight(weight):
-            needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
-            return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
-        return None
+        if self.prologue not in NORMS:
+            return None
+        if weight is not None and is_vector(weight, self.order.in_features, self.device, (self.source,)):
+            return None
+        needed = f"{self.order.in_features} {self.source} numbers on {self.device}, contiguous"
+        return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
         """Return whether this lift can read these activations, or this residual."""
@@ -164,9 +152,6 @@ class KernelLift:
     def is_here(self) -> bool:
         """Return whether the lift's device is the current one."""
         return is_current(self.index)
-
-    def _is_norm_weight(self, weight: torch.Tensor | None) -> bool:
-        return weight is not None and is_vector(weight, self.order.in_features, self.device, (self.source,))
 
     def _rows(self) -> str:
         return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"

@@ -18,10 +18,7 @@ from slidesparse.lifting.prologue import ADDING
 from slidesparse.lifting.variant import CHUNKS, LiftVariant
 from slidesparse.weights.quant import QUANTISED
 
-FP8_ARCH = 89
-"""The first compute capability that converts to e4m3."""
-
-EARLY_ARCH = 90
+EARLY_CAPABILITY = (9, 0)
 """The first compute capability on which a kernel can start before the one before it has ended."""
 
 WARPS = (1, 2, 4, 8, 16)
@@ -67,14 +64,7 @@ class Launch:
 
 @lru_cache(maxsize=4096)
 def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
-    """Choose the launch of a quantise-and-lift kernel.
-
-    Args:
-        tokens: Rows M.
-        order: The packed column order.
-        itemsize: Bytes of an input value.
-        prologue: A :data:`slidesparse.lifting.prologue.Prologue`.
-        quantised: False to lift only.
+    """Choose the launch of a quantise-and-lift kernel, or of one that only lifts, for inputs of ``itemsize`` bytes.
 
     >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
@@ -109,18 +99,14 @@ def _walk(tokens: int, order: ColumnOrder, itemsize: int, prologue: str) -> Laun
 
 
 @lru_cache
-def device_arch(device: torch.device) -> int:
-    """Return a device's compute capability, 90 for an H200; the newest in Triton's interpreter."""
-    if device.type != "cuda":
-        return 120
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def starts_early(device: torch.device) -> bool:
+    """Return whether a kernel on this device can start before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
 
 
 def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVariant:
     """Return the constants of a launch; ``early``: see :class:`LiftVariant`."""
     prologue, source, target, order, layout, activation_rounding = spec
-    slabs = layout.slabs
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
     return LiftVariant(
@@ -129,8 +115,7 @@ def make_variant(spec: LiftSpec, launch: Launch, early: bool = False) -> LiftVar
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         activation_rounding=activation_rounding,
         itemsize=target.itemsize,
-        slab_rows=0 if slabs is None else slabs.rows,
-        swizzle=slabs is not None and slabs.swizzle,
+        slabs=layout.slabs is not None,
         read=launch.read,
         write=launch.write,
         early=early,

@@ -62,14 +62,7 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
-        """Return the order of ``column_map(packed, multiple, bundle)``.
-
-        Args:
-            packed: The weight that will multiply.
-            multiple: Columns are padded with zeros to a multiple of this: 1 or an even number.
-            bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
-        """
-        _check_multiple(multiple)
+        """Return the order of ``column_map(packed, multiple, bundle)``; ``multiple`` is 1 or even."""
         pattern, columns = packed.form, packed.shape[1]
         groups = pattern.groups(columns, packed.k_offset)
         k_packed = _padded(_padded(groups, bundle) * pattern.slid_group, multiple)
@@ -77,11 +70,8 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the identical order, for a dense GEMM; the number of columns must be even."""
-        _check_multiple(multiple)
+        """Return the identical order, for a dense GEMM; the number of columns, or ``multiple``, must be even."""
         k_packed = _padded(columns, multiple)
-        if k_packed % 2:
-            raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
         return cls(columns, WINDOW, 0, -(-columns // WINDOW), k_packed, slid=False)
 
     @property
@@ -92,26 +82,16 @@ class ColumnOrder:
 
 @dataclass(frozen=True)
 class Slabs:
-    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of rows][128 bytes]``.
+    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of 8][128 bytes]``.
 
     Any tile of tokens by 128 bytes of K' is contiguous: one bulk copy moves it. Rows past M repeat the last one.
-
-    Attributes:
-        rows: A multiple of 8, after which the swizzle repeats.
-        swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
-            for copies that do not swizzle themselves.
+    16-byte chunk ``c`` of row ``r`` is at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands, for copies
+    that do not swizzle themselves.
     """
 
-    rows: int = 8
-    swizzle: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rows <= 0 or self.rows % 8:
-            raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
-
     def padded(self, tokens: int) -> int:
-        """Return M, padded to a multiple of ``rows``."""
-        return tokens + -tokens % self.rows
+        """Return M, padded to a multiple of 8, after which the swizzle repeats."""
+        return tokens + -tokens % 8
 
     def shape(self, tokens: int, k_packed: int, itemsize: int) -> tuple[int, int, int]:
         """Return the shape of the output in elements."""
@@ -127,8 +107,7 @@ class Slabs:
         chunk = CHUNK_BYTES // values.element_size()
         padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
         chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
-        if self.swizzle:
-            chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
+        chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
         return chunks.reshape(slabs, rows, slab).view(values.dtype)
 
 
@@ -173,7 +152,7 @@ class Layout:
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return ColumnOrder.of(packed, multiple, self.bundle(packed))
-        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
+        even = multiple % 2 == 0 or packed.shape[1] % 2 == 0  # the kernels write pairs of columns
         return ColumnOrder.identity(packed.shape[1], multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
@@ -186,15 +165,9 @@ class Layout:
 
 
 def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
-    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its windows in bundles.
+    """Return :meth:`~slidesparse.weights.packed.PackedWeight.column_map` with its windows in bundles: int64 [K'].
 
-    Args:
-        packed: The weight that will multiply.
-        multiple: Columns are padded to a multiple of this.
-        bundle: 1, or :data:`BUNDLE` groups, to whose multiple they are padded first.
-
-    Returns:
-        int64 [K'], the input column of every packed column, -1 for padding.
+    Groups are padded to a multiple of ``bundle``, 1 or :data:`BUNDLE`, then columns to one of ``multiple``.
     """
     if bundle == 1:
         return packed.column_map(multiple)
@@ -211,12 +184,8 @@ def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
 
         one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
 
-    Args:
-        windows: [..., groups, windows of a group, items].
-        value: Padding of the last bundle.
-
-    Returns:
-        [..., bundles, windows of a group, 32, items].
+    [..., groups, windows of a group, items] -> [..., bundles, windows of a group, 32, items]; the last bundle is padded
+    with ``value``.
     """
     windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
     bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
@@ -320,12 +289,9 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
+    """Put chunk ``c`` of every row of [..., rows, chunks, elements] at ``c ^ key[row]``, as wgmma expects of operands.
 
-    Args:
-        chunks: [..., rows, chunks, elements].
-        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
-            rows of 64.
+    The PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes in shared memory, ``row / 2 % 4`` for 64.
     """
     chunk = torch.arange(chunks.shape[-2], device=chunks.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.
@@ -334,9 +300,3 @@ def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 def _padded(columns: int, multiple: int) -> int:
     return columns + -columns % multiple
-
-
-def _check_multiple(multiple: int) -> None:
-    # The kernels write pairs of columns; groups and windows are even, so only the padding could break a pair.
-    if multiple < 1 or (multiple > 1 and multiple % 2):
-        raise InputError("multiple of packed columns", got=multiple, needed="1 or an even number")

@@ -152,7 +152,7 @@ def first_pair(window, P: tl.constexpr):
 @triton.jit
 def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
     """Return the offset of a row in the output, in items of ITEM bytes, 64 bits wide."""
-    ROW_BYTES: tl.constexpr = P.k_packed * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
+    ROW_BYTES: tl.constexpr = _SLAB_BYTES if P.slabs else P.k_packed * P.itemsize
     return row * (ROW_BYTES // ITEM)
 
 
@@ -162,14 +162,12 @@ def offset_in_row(start, step, row, rows, ITEM: tl.constexpr, P: tl.constexpr):
 
     A slab of ``rows`` rows begins at ``start``; terms of ``step`` alone are computed once for all starts.
     """
-    if P.slab_rows == 0:
+    if not P.slabs:
         at = start + step
     else:
         SLAB: tl.constexpr = _SLAB_BYTES // ITEM
         CHUNK: tl.constexpr = _CHUNK_BYTES // ITEM
-        chunk = step % SLAB // CHUNK
-        if P.swizzle:
-            chunk = chunk ^ (row % 8).to(tl.int32)
+        chunk = step % SLAB // CHUNK ^ (row % 8).to(tl.int32)
         pitch = rows.to(tl.int64) * SLAB
         at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
         at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # the exclusive or hides this

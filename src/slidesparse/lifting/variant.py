@@ -21,8 +21,7 @@ class LiftVariant(ColumnOrder):
         quant: ``none``, ``int8`` or ``fp8``.
         activation_rounding: The server whose rounding is reproduced.
         itemsize: Bytes of an output column.
-        slab_rows: Multiple to which the tokens of a slab are padded; 0 for row-major output.
-        swizzle: See :class:`slidesparse.lifting.layout.Slabs`.
+        slabs: Whether the output is in slabs (:class:`slidesparse.lifting.layout.Slabs`); else it is row-major.
         read: Input columns of a step of reading; of a chunk of a row in registers.
         write: Output columns of a step of writing.
         early: Whether the launch is a programmatic dependent one; see :func:`slidesparse.lifting.lift_math.begin`.
@@ -32,8 +31,7 @@ class LiftVariant(ColumnOrder):
     quant: str
     activation_rounding: ActivationRounding
     itemsize: int
-    slab_rows: int
-    swizzle: bool
+    slabs: bool
     read: int
     write: int
     early: bool

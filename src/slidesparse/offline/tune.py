@@ -154,9 +154,8 @@ class Tuned:
 
 def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
     best = None if record.algorithm is None else asdict(record.algorithm)
-    trials = [{"algorithm": asdict(one.algorithm), "time_us": one.time_us, "fault": one.fault} for one in record.tried]
     there = {"key": record.key._asdict(), "rows": record.rows, "best": best}
-    return {**there, "time_us": record.time_us, "default_us": record.default_us, "trials": trials}
+    return {**there, "time_us": record.time_us, "default_us": record.default_us}
 
 
 def tune(job: TuneJob, *, layers: bool = True) -> Tuned:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slidesparse.gemm.autotune import capture_stream, cold_copies, l2_bytes
+from slidesparse.gemm.autotune import capture_calls, cold_copies, l2_bytes
 
 MAX_COPIES = 512
 """Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
@@ -185,7 +185,7 @@ class CudaStopwatch:
         if capture:
             graph = torch.cuda.CUDAGraph()
             try:
-                result = _capture(graph, self._pool, calls)
+                result = capture_calls(graph, calls, self._pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
@@ -203,24 +203,3 @@ class CudaStopwatch:
                 call()
 
         return _CudaPass("events", calls, eager)
-
-
-def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[], Any]]) -> Any:
-    """Capture calls, and return the result of the last one.
-
-    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most
-    measured times, and would fail if another thread of a server calls CUDA meanwhile.
-    """
-    stream = capture_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    result = None
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            for call in calls:
-                result = None  # frees its memory before the next call allocates
-                result = call()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return result

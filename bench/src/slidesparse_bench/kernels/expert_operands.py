@@ -13,7 +13,7 @@ import torch
 
 from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.gemm.select import grouped_product
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.lifting.prologue import silu_mul
 from slidesparse.weights.packed import PackedWeight

@@ -18,12 +18,11 @@ from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 from slidesparse_bench.comparison import Refusal, Session, Subject, compare
 from slidesparse_bench.kernels.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
-from slidesparse_bench.kernels.gemm import error_against, searched, variants_of
+from slidesparse_bench.kernels.gemm import error_against, variants_of
 from slidesparse_bench.kernels.operands import (
     activations,
     float_type,
     packed_weight,
-    problem_of,
     rounding_for,
     weight_bytes,
 )
@@ -76,7 +75,6 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
         n_bytes=_bytes(case, weight_bytes(packed, form.operand), x),
         check=error_against(x, packed, True),
         ideal_speedup=ideal_speedup(variant),
-        searched=partial(searched, chosen, problem_of(case, variant, session.device, name), case.tokens),
     )
 
 

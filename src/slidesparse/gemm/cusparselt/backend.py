@@ -12,19 +12,16 @@ cached: a steady call costs one call into the library and one kernel launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 
 from slidesparse.base.torch_private import empty, is_current
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
 from slidesparse.gemm.cusparselt.plan import (
+    ACCUMULATORS,
     ALIGNMENT,
     MatmulPlan,
     Shape,
@@ -33,7 +30,6 @@ from slidesparse.gemm.cusparselt.plan import (
     handle_of,
     plan_for,
 )
-from slidesparse.gemm.cusparselt.table import AlgorithmRecord, known_algorithms, nearest_record, table_path
 from slidesparse.lifting.layout import Layout, with_rows
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import DENSE
@@ -49,9 +45,6 @@ AT_ONCE = 1024
 
 SMALLEST_BUCKET = 32
 """Fewest padded rows; no kernel has a tile of fewer than 64."""
-
-ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
-"""Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
 
 
 def token_bucket(tokens: int) -> int:
@@ -69,30 +62,18 @@ def token_bucket(tokens: int) -> int:
 _CAPTURED: set[MatmulPlan] = set()
 """Plans that CUDA graphs may have captured: never destroyed, since their kernels may read a plan's memory."""
 
-Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
-
 # -- the backend ---------------------------------------------------------------------------------------------------
 
 
 class CuSparseLt(Backend):
     """The backend that multiplies 2:4 weights by lifted activations through cuSPARSELt.
 
-    Args:
-        intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
-            ``"bf16"``: it writes bfloat16, with half the bytes between the two kernels and one more rounding (2^-9 of a
-            value, before the bias). ``auto`` never takes it.
-
     A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
 
+    name = "cusparselt"
+    accelerated = True
     layout = Layout(lifted=True, multiple=MULTIPLE, rows=token_bucket)
-
-    def __init__(self, intermediate: Literal["exact", "bf16"] = "exact") -> None:
-        if intermediate not in ("exact", "bf16"):
-            raise InputError("unknown intermediate", got=repr(intermediate), needed="exact or bf16")
-        self._accumulators = ACCUMULATORS if intermediate == "exact" else dict.fromkeys(ACCUMULATORS, torch.bfloat16)
-        self.accelerated = intermediate == "exact"
-        self.name = "cusparselt" if intermediate == "exact" else "cusparselt-bf16"
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -124,7 +105,7 @@ class CuSparseLt(Backend):
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        accumulator = self._accumulators.get(dtype)
+        accumulator = ACCUMULATORS.get(dtype)
         return 0 if accumulator is None else accumulator.itemsize
 
     def library(self) -> str:
@@ -165,30 +146,6 @@ class CuSparseLt(Backend):
             parts.append((products + 0).to(dtype).T)  # a sum of zeros may be -0
         return torch.cat(parts, 1)
 
-    def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
-        """Return (name, microseconds, fault) of all algorithms of a search, the chosen one first."""
-        record = self._record(self._shape(problem, tokens))
-        first = sorted(record.tried, key=lambda trial: trial.algorithm != record.algorithm) if record else []
-        return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
-
-    def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
-        """Return the fastest algorithms of a search at this shape, as :meth:`bare`; [] without a search."""
-        shape = self._shape(problem, tokens)
-        record = self._record(shape)
-        timed = [(trial.time_us, trial.algorithm) for trial in (record.tried if record else ()) if trial.time_us]
-        fastest = sorted(timed, key=lambda pair: pair[0])[:count]
-        return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
-
-    def _record(self, shape: Shape) -> AlgorithmRecord | None:
-        return nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
-
-    def _shape(self, problem: Problem, tokens: int) -> Shape:
-        columns = problem.pattern.groups(problem.in_features) * problem.pattern.slid_group
-        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
-        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        rows = token_bucket(tokens)
-        return Shape(device_index(problem.device), out, columns, rows, problem.dtype, accumulator)
-
     def matmul(
         self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
         bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
@@ -201,13 +158,12 @@ class CuSparseLt(Backend):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens = len(x)
-        accumulator = self._accumulators.get(x.dtype, x.dtype)
-        if accumulator == x.dtype and out_dtype != x.dtype:
+        if x.dtype not in ACCUMULATORS and out_dtype != x.dtype:
             raise UnsupportedError(
                 "output of a 16-bit cuSPARSELt GEMM", got=out_dtype, needed=f"{x.dtype}, as the input"
             )
         x = _aligned(with_rows(x, token_bucket(tokens)))
-        if accumulator == x.dtype:
+        if x.dtype not in ACCUMULATORS:
             return self._product(x, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
 
         from slidesparse.gemm.scale import scale_rows
@@ -217,29 +173,18 @@ class CuSparseLt(Backend):
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         """Return the library's product alone: [>= M, >= out], the accumulators."""
-        return self._bare(None, x, operand, out_features)
-
-    def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         with torch.cuda.device(x.get_device()):
-            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), operand[0], out_features, plan=plan)
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), operand[0], out_features)
 
     def _product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        out_features: int,
-        bias: torch.Tensor | None = None,
-        plan: MatmulPlan | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply activations [rows, K'] by the 2:4 matrix, and add the bias."""
-        rows, columns = x.shape
-        out = out_features + -out_features % MULTIPLE
-        accumulator = self._accumulators.get(x.dtype, x.dtype)
-        if plan is None:
-            plan = plan_for(Shape(x.get_device(), out, columns, rows, x.dtype, accumulator))
+        shape = Shape(x.get_device(), out_features + -out_features % MULTIPLE, x.shape[1], x.shape[0], x.dtype)
+        plan = plan_for(shape)
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
-        acc = empty(rows, out, accumulator, x.get_device())
+        acc = empty(shape.rows, shape.out, shape.accumulator, shape.device)
         if bias is not None:
             acc[:, :out_features] = bias
         plan.run(weight, x.data_ptr(), acc, accumulate=bias is not None)

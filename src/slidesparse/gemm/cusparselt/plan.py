@@ -12,13 +12,16 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.table import Algorithm, Key, known_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_algorithms, nearest_record, table_path
 from slidesparse.weights.quant import dtype_name
 
 PLANS = 2048
 """Most cached plans, of some kilobytes each. A model has few shapes, a shape 143 buckets to 65536 tokens."""
 
 ALIGNMENT = 16
+
+ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+"""Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
 
 METADATA_TILE = 2048
 """Bytes added to compressed matrices. Where K' is no multiple of 128, an INT8 kernel of 0.8.0 reads the metadata of a
@@ -50,7 +53,6 @@ class Shape(NamedTuple):
         columns: Columns K', padded.
         rows: Rows of the activations, padded.
         dtype: Type of the operands.
-        accumulator: Type of the product.
     """
 
     device: int
@@ -58,14 +60,17 @@ class Shape(NamedTuple):
     columns: int
     rows: int
     dtype: torch.dtype
-    accumulator: torch.dtype
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """Type of the product."""
+        return ACCUMULATORS.get(self.dtype, self.dtype)
 
     @property
     def key(self) -> Key:
         """The key of a search's result."""
         gpu = torch.cuda.get_device_name(self.device)
-        names = dtype_name(self.dtype), str(self.accumulator).removeprefix("torch.")
-        return Key(gpu, api.load_library().version_text, self.out, self.columns, *names)
+        return Key(gpu, api.load_library().version_text, self.out, self.columns, dtype_name(self.dtype))
 
 
 class MatmulPlan:
@@ -146,11 +151,7 @@ class MatmulPlan:
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
         """Compute ``y = x @ W^T`` on the current device and stream, or ``y += x @ W^T`` in float32 with ``accumulate``.
 
-        Args:
-            weight: From :func:`compress_matrix`.
-            x_pointer: Address of the activations, a multiple of 16.
-            y: [rows, out], contiguous.
-            accumulate: Add to the contents of ``y``.
+        ``weight`` is from :func:`compress_matrix`; ``x_pointer`` is a multiple of 16; ``y`` [rows, out] is contiguous.
         """
         # Alive until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
@@ -193,7 +194,7 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
     """Return the plan of a shape, with a search's algorithm or the library's default."""
-    record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
+    record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
     return MatmulPlan(shape, None if record is None else record.algorithm)
 
 

@@ -7,7 +7,6 @@ same product as the library's default; then all are timed, on Gaussian operands,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -15,9 +14,9 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.autotune import copies_to_rotate, time_candidates
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.backend import ACCUMULATORS, MULTIPLE, token_bucket
+from slidesparse.gemm.cusparselt.backend import MULTIPLE, token_bucket
 from slidesparse.gemm.cusparselt.plan import MatmulPlan, Shape, compress_matrix, plan_for
-from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, Trial, add_records, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, add_record, table_path
 
 SEGMENT_K_ROWS = 512
 """Fewest output rows for segment-K (split_k=-1), which is reported to hang below 400 (bcacdwk/vllmbench)."""
@@ -26,17 +25,9 @@ DEVIATION = 2.0**-8
 
 
 def tune(
-    out: int,
-    columns: int,
-    tokens: int,
-    dtype: torch.dtype,
-    accumulator: torch.dtype | None = None,
-    *,
-    device: torch.device | str = "cuda",
+    out: int, columns: int, tokens: int, dtype: torch.dtype, *, device: torch.device | str = "cuda"
 ) -> AlgorithmRecord:
-    """Search for the fastest algorithm of a weight [out, K'] at the bucket of M ``tokens``.
-
-    ``dtype`` is the type of the operands, ``accumulator`` that of the product, None for the exact one.
+    """Search for the fastest algorithm of a weight [out, K'] of a type at the bucket of M ``tokens``.
 
     Raises:
         InputError: A size below 1.
@@ -46,10 +37,8 @@ def tune(
         raise InputError("a shape to tune", got=(out, columns, tokens), needed="sizes of at least 1")
     with torch.cuda.device(device):
         out, columns, rows = out + -out % MULTIPLE, columns + -columns % MULTIPLE, token_bucket(tokens)
-        product = accumulator or ACCUMULATORS.get(dtype, dtype)
-        shape = Shape(torch.cuda.current_device(), out, columns, rows, dtype, product)
         try:
-            return _search(shape)
+            return _search(Shape(torch.cuda.current_device(), out, columns, rows, dtype))
         except torch.OutOfMemoryError as error:
             raise UnsupportedError(
                 f"not enough GPU memory to tune {out} x {columns} at {rows} tokens",
@@ -75,7 +64,7 @@ def tune_shapes(
     for out, columns in dict.fromkeys(shapes):
         for rows in sizes:
             record = tune(out, columns, rows, dtype, device=device)
-            add_records(table_path(), [record])
+            add_record(table_path(), record)
             plan_for.cache_clear()
             records.append(record)
             if progress is not None:
@@ -124,7 +113,7 @@ class _Bench:
 def _search(shape: Shape) -> AlgorithmRecord:
     bench, default = _Bench(shape), MatmulPlan(shape, None)
     reference = bench.product(default).clone()
-    plans, faults = [default], {}
+    plans = [default]
 
     def checked() -> Iterator[tuple[Algorithm | None, Callable[[int], None]]]:
         yield None, partial(bench.run, default)
@@ -132,20 +121,15 @@ def _search(shape: Shape) -> AlgorithmRecord:
             try:
                 plan = MatmulPlan(shape, algorithm)
                 same = _same(bench.product(plan), reference)
-            except UnsupportedError as error:
-                faults[algorithm] = str(error.got)
+            except UnsupportedError:  # the library has no such kernel
                 continue
-            if not same:
-                faults[algorithm] = "wrong product"
-                continue
-            plans.append(plan)  # graphs hold its kernels
-            yield algorithm, partial(bench.run, plan)
+            if same:
+                plans.append(plan)  # graphs hold its kernels
+                yield algorithm, partial(bench.run, plan)
 
     times = time_candidates(checked(), len(bench.operands))
     best = min(times, key=lambda algorithm: times[algorithm])
-    tried = [Trial(**asdict(one), time_us=time_us, fault=None) for one, time_us in times.items() if one]
-    tried += [Trial(**asdict(one), time_us=None, fault=fault) for one, fault in faults.items()]
-    return AlgorithmRecord(*shape.key, shape.rows, best, times[best], times[None], tuple(tried))
+    return AlgorithmRecord(*shape.key, shape.rows, best, times[best], times[None])
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:

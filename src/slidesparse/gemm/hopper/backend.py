@@ -154,7 +154,6 @@ class HopperSixBits(Hopper):
 
     name = "hopper-6bit"
     value_bits = bits = 6
-    stand_in = Hopper.name
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""

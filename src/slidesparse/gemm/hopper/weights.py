@@ -32,7 +32,7 @@ from slidesparse.weights.pattern import COUNTED, WINDOW, WINDOW_KEEP, Pattern
 from slidesparse.weights.slide import decode_group, metadata
 from slidesparse.weights.support import INT_VIEW, as_bits
 
-SLABS = Slabs(swizzle=True)
+SLABS = Slabs()
 """Layout of the activations."""
 
 ROWS = 64
