@@ -56,7 +56,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sparse_operand(out: int, slabs: int, dtype: torch.dtype, width: int = 8) -> torch.Tensor:
-    """A 2:4 weight that keeps the first two values of every window: see ``weights.sparse_steps``."""
+    """A 2:4 weight that keeps the first two values of every window: see ``weights.pack_steps``."""
     steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1, width), dtype=dtype).view(torch.uint8)
     metadata = steps.unflatten(-1, (-1, 16))[..., 12:] if width == 6 else steps[..., ROWS * STEP_BYTES :]
     metadata[...] = ZERO_NIBBLE * 0x11

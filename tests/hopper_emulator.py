@@ -7,7 +7,7 @@ A GPU test compares both with the kernel itself.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -27,6 +27,15 @@ def read_row(memory: np.ndarray, row: int, row_bytes: int) -> np.ndarray:
     """The bytes of a row, in order."""
     starts = [swizzled(row * row_bytes + chunk, row_bytes) for chunk in range(0, row_bytes, 16)]
     return np.concatenate([memory[start : start + 16] for start in starts])
+
+
+def dense_block(memory: np.ndarray) -> np.ndarray:
+    """A step of a row block of a dense weight of six bits, as the matrix that multiplies: [64, 128] of bit patterns.
+
+    Registers have the rows and columns of the kept values of 2:4 (PTX ISA, register fragments of m64nNk32).
+    """
+    halves = [widened(with_metadata(half))[:4096] for half in memory.reshape(2, 3072)]
+    return np.concatenate([[read_row(half, row, 64) for row in range(ROWS)] for half in halves], 1)
 
 
 def sparse_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
@@ -153,7 +162,8 @@ def weights(steps: np.ndarray, itemsize: int) -> np.ndarray:
     for tile in steps:
         for block in range(4):
             if steps.ndim == 4:
-                blocks = [sparse_block(step[block], itemsize) for step in tile]
+                decoded = dense_block if steps.shape[3] == 6144 else partial(sparse_block, itemsize=itemsize)
+                blocks = [decoded(step[block]) for step in tile]
             else:
                 blocks = [bundle_block(*of_block(bundle, block)) for bundle in tile]
             tiles.append(np.concatenate(blocks, 1))

@@ -13,14 +13,14 @@ from slidesparse.base.log import log_once
 from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.weights import SparseForm
+from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
 ORDER = ColumnOrder(64, 6, 0, 11, 128, slid=True)
-FORM = SparseForm.of_order(ORDER, 1)
+FORM = StepForm.of_order(ORDER, 1)
 VALUES = 8 * ORDER.k_packed
 """Bytes of the lifted values, padded tokens included."""
 

@@ -140,13 +140,14 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         if reason is not None:
             raise UnsupportedError(f"backend {backend} cannot run this layer: {reason}", remedy="use backend='auto'")
         return _only(backend, "asked for")
-    if not problem.slid:
+    if not problem.has_forms:
         return _only("dense", NOTHING_SLID)
     answers = _ask_accelerated(problem)
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
-        return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
+        name = "reference" if fallback == "none" and problem.slid else "dense"
+        return _only(name, (refusals if problem.slid else NOTHING_SLID) or "no accelerated backend is known")
     measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if measured is None:
         return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
@@ -164,7 +165,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
     """Return the backends whose times decide, dense first; none where :func:`choose` needs no times."""
     check_fallback(fallback)
-    if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
+    if backend != "auto" or not problem.has_forms or not can_be_timed(problem.device):
         return []
     able = [name for name, why_not in _ask_accelerated(problem).items() if why_not is None]
     return ["dense", *able] if len(able) > (fallback == "none") else []

@@ -47,7 +47,7 @@
 //
 // The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
 // WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor), GROUPED, COUNT_BITS (of a count, 0 without) and VALUE_BITS
-// (of a value in memory: 6, or 8 for all others). Since a preprocessor cannot count, they define the accumulator operands of
+// (of a value in memory: 6, or 8 for all others) and DENSE (1: a dense weight). Since a preprocessor cannot count, they define the accumulator operands of
 // wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
 // OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_7).
 
