@@ -10,7 +10,7 @@ from hopper_forms import SixBitBundles
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.pruning import prune_mask
@@ -28,6 +28,7 @@ def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
     for count_bits in (0, 3, 4):
         load_kernels(TILES, INT8, BF16, 0, count_bits, 6)
+    load_kernels(DENSE_TILES, INT8, BF16, 0, 0, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,11 @@ def test_counts_stand_beside_six_bits(pattern: str, tile: Tile) -> None:
     assert_exact(packed_weight(pattern, 300, 1000), tile, kind=SixBitBundles)
 
 
+@pytest.mark.parametrize(("out", "columns"), [(300, 1000), (1, 128), (257, 36), (320, 18944), (3000, 512)])
+def test_a_dense_product_has_the_bits_of_the_reference(out: int, columns: int, dense_tile: Tile) -> None:
+    assert_exact(packed_weight("dense", out, columns), dense_tile, TOKENS if columns < 2000 else (16, 200))
+
+
 def test_long_rows_use_every_stage_again_and_again(tile: Tile) -> None:
     assert_exact(packed_weight("6:8", 320, 18944), tile, (16, 200))
 
@@ -85,8 +91,14 @@ def test_two_bands_are_one_product(rest: Tile) -> None:
     assert_exact(packed_weight("6:8", 1300, 1000), (Band(large, 512), Band(rest, 788)), (200,))
 
 
-def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
-    packed = packed_weight("6:8", 512, 1024)
+def test_two_bands_of_a_dense_weight_are_one_product(dense_tile: Tile) -> None:
+    large = next(iter(DENSE_TILES))
+    assert_exact(packed_weight("dense", 1300, 1000), (Band(large, 512), Band(dense_tile, 788)), (200,))
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "dense"])
+def test_auto_takes_the_backend_that_keeps_six_bits(pattern: str) -> None:
+    packed = packed_weight(pattern, 512, 1024)
     layer, exact = (SlideLinear(packed, backend=name, fallback="none") for name in ("auto", "reference"))
     assert layer.choice.backends == ("hopper-6bit",)
     for tokens in TOKENS:
@@ -94,8 +106,9 @@ def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
         assert torch.equal(layer(x), exact(x)), tokens
 
 
-def test_ten_thousand_launches_give_the_same_bits() -> None:
-    packed = packed_weight("6:8", 3584, 3584)
+@pytest.mark.parametrize("pattern", ["6:8", "dense"])
+def test_ten_thousand_launches_give_the_same_bits(pattern: str) -> None:
+    packed = packed_weight(pattern, 3584, 3584)
     backend, x = HopperSixBits(), torch.randint(-128, 128, (64, 3584), dtype=INT8, device="cuda")
     x, scale_x, operand = in_slabs(x, packed, HopperSixBits), torch.rand(64, 1, device="cuda"), backend.prepare(packed)
     assert_same_every_time(lambda: backend.matmul(x, scale_x, operand, packed.scale, None, 3584, BF16), 10_000)

@@ -70,10 +70,10 @@ class GemmLaunch:
     Args:
         bands: The tiles, and the channels of each; none for an empty product.
         types: Arguments of :func:`slidesparse.gemm.hopper.kernel.load_kernel` between its first and last one.
-        dense: Whether the weight is dense.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         tile_bytes: See :class:`BandLaunch`.
+        dense: Whether the weight is dense.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
@@ -85,10 +85,10 @@ class GemmLaunch:
         self,
         bands: Sequence[Band],
         types: tuple[torch.dtype, torch.dtype, int, int, int],
-        dense: bool,
         sizes: Arguments,
         slab_bytes: int,
         tile_bytes: int,
+        dense: bool = False,
     ) -> None:
         self.slab_bytes, self._types, self._sizes, self._tile_bytes = slab_bytes, types, sizes, tile_bytes
         self._dense = dense
@@ -109,7 +109,7 @@ class GemmLaunch:
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * slabs
         count, dense = multiprocessors(self._types[2]), self._dense
         bands = choose_bands(tokens, channels, slabs, count, dense) if channels else ()
-        return GemmLaunch(bands, self._types, dense, sizes, slab_bytes, self._tile_bytes)
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes, dense)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply, unchecked, on the current stream of the device, which must be the current one.
@@ -171,4 +171,4 @@ def _launch(
     sizes = Arguments(tokens=tokens, channels=out_features, sparse_slabs=form.slabs, group=GROUP, windows=form.windows)
     types = dtype, out_dtype, device, form.count_bits, form.value_bits
     bands = bands if tokens and out_features else ()
-    return GemmLaunch(bands, types, form.dense, sizes, slab_bytes, math.prod(steps[1:]))
+    return GemmLaunch(bands, types, sizes, slab_bytes, math.prod(steps[1:]), form.dense)
