@@ -105,6 +105,31 @@ def test_a_backend_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch
         settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser("hopper-6bit"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "fallback", "runs"),
+    [("hopper-6bit", "dense", True), ("auto", "none", True), ("auto", "dense", False), ("dense", "dense", False)],
+)
+@pytest.mark.parametrize("pattern", [DENSE, None])
+def test_a_dense_weight_of_six_bits_may_run_in_them(
+    pattern: Pattern | None, backend: str, fallback: Any, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda self, problem: None if self.dense else "no form")
+    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
+    settled = settle(weight, scale, pattern, Chooser(backend, fallback))
+    assert isinstance(settled, RunsPacked if runs else RunsDense)
+    if runs:
+        assert settled.how == "dense in six bits"
+        assert settled.choice.backends == ("hopper-6bit",)
+        layer = SlideLinear(settled.packed, choice=settled.choice)
+        assert torch.equal(layer.unpack(), weight)
+        assert layer.operand_bytes["hopper-6bit"] == 256 * 128 * 3 // 4
+
+
+def test_a_dense_weight_of_six_bits_is_dense_where_no_kernel_reads_it() -> None:
+    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
+    assert settle(weight, scale, DENSE, Chooser()) == RunsDense("as the checkpoint says", DENSE)
+
+
 class Tuner:
     """Wants every layer, and keeps what it measured."""
 

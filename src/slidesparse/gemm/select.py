@@ -11,6 +11,7 @@ capability. The reason, which ``slidesparse inspect`` prints, names the differen
   the dense weight runs alone.
 * ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which doubles the layer's memory, is
   kept only where they take much longer than dense.
+* A weight of six bits that is not slid has one form with either: six bits, or eight where these do not gain on average.
 * ``fallback="none"``: one packed form runs alone, the fastest over all numbers of tokens, else that of the first
   backend that can run, else the reference.
 """
@@ -45,7 +46,7 @@ from slidesparse.gemm.speed import (
     times_key,
 )
 from slidesparse.gemm.speed_files import tables_for
-from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes_of
+from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, one_route_of, routes_of
 from slidesparse.weights.quant import dtype_name
 
 Fallback = Literal["dense", "fastest", "none"]
@@ -152,8 +153,8 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     if measured is None:
         return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
     if fallback != "none":
-        quickest = routes_of(measured.layer)
-        routes = quickest if fallback == "fastest" else lean_routes_of(measured.layer)
+        quickest = routes_of(measured.layer) if problem.slid else one_route_of(measured.layer)
+        routes = lean_routes_of(measured.layer) if problem.slid and fallback == "dense" else quickest
         reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
         return Choice(routes, reason, measured.layer, able[0], measured.here)
     name = fastest(measured.layer)

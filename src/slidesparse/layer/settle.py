@@ -34,6 +34,11 @@ class RunsPacked:
     choice: Choice
 
     @property
+    def how(self) -> str:
+        """Its form in a word or three."""
+        return "sparse" if self.packed.slid else "dense in six bits"
+
+    @property
     def reason(self) -> str:
         """Pattern, backends, and why these, in one line."""
         offset = f", from position {self.packed.k_offset} of a group" if self.packed.k_offset else ""
@@ -131,12 +136,13 @@ def settle(
         check(weight, form, k_offset=k_offset, name=name)
     out, columns = weight.shape
     problem = Problem(form, weight.dtype, out, columns, weight.device, slid, value_bits(weight))
+    as_it_is = RunsDense("its weight satisfies no pattern" if known is None else "as the checkpoint says", known)
     if not problem.has_forms:
-        return RunsDense("its weight satisfies no pattern" if known is None else "as the checkpoint says", known)
+        return as_it_is
     pack_it = partial(pack_checked, weight, form, scale=scale, k_offset=k_offset if slid else 0, name=name)
     choice, packed = chooser.choose_first(problem, pack_it)
     if choice.backends == ("dense",):
-        return RunsDense(f"{form}; {choice.reason}", known, choice)
+        return RunsDense(f"{form}; {choice.reason}", known, choice) if slid or choice.able else as_it_is
     return RunsPacked(pack_it() if packed is None else packed, choice)
 
 

@@ -83,10 +83,10 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
-        slide = None
+        slide, how = None, "dense"
         if isinstance(settled, RunsPacked):
+            how = settled.how
             slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
-        how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
         return slide

@@ -210,7 +210,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     if isinstance(settled, RunsPacked):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
-        return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, **sizes)
+        return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, how=settled.how, **sizes)
     outcome = Outcome(False, settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
