@@ -13,7 +13,7 @@ from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, Band
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, Band
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
@@ -141,14 +141,21 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-@pytest.mark.parametrize("value_bits", [8, 6])
-@pytest.mark.parametrize(("hopper", "count_bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
+@pytest.mark.parametrize(
+    ("hopper", "pattern", "count_bits", "value_bits"),
+    [
+        *((HopperExperts(), "6:8", 3, bits) for bits in (8, 6)),
+        *((ExpertsWithoutBundles(), "6:8", 0, bits) for bits in (8, 6)),
+        (HopperExperts(), "dense", 0, 6),
+    ],
+)
 def test_experts_are_multiplied_where_tokens_chose_them(
-    hopper: HopperExperts, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
+    hopper: HopperExperts, pattern: str, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    memory, tile = GlobalMemory(), next(tile for tile in GROUPED_TILES if tile.tokens == 16)
-    experts = packed_experts(4, 300, 256, INT8, rounding="6bit" if value_bits == 6 else "absmax")
+    tiles = DENSE_GROUPED_TILES if pattern == "dense" else GROUPED_TILES
+    memory, tile = GlobalMemory(), next(tile for tile in tiles if tile.tokens == 16)
+    experts = packed_experts(4, 300, 256, INT8, pattern, rounding="6bit" if value_bits == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.grouped import GroupedProduct
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.grouped import HopperExperts
 
 
@@ -16,5 +16,5 @@ def grouped_product(problem: Problem) -> GroupedProduct | str:
     """
     if problem.device.type == "cpu":
         return GroupedProduct()
-    reason = Hopper().why_not(problem)
+    reason = (Hopper() if problem.slid else HopperSixBits()).why_not(problem)
     return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"

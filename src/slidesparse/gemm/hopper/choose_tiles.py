@@ -211,7 +211,9 @@ def _fewest_cycles(
 
 # -- mixtures of experts ---------------------------------------------------------------------------------------------
 
-GROUPED_TILES = tuple(tile for tile in TILES if tile.split == 1)
+GROUPED_TILES, DENSE_GROUPED_TILES = (
+    tuple(tile for tile in tiles if tile.split == 1) for tiles in (TILES, DENSE_TILES)
+)
 """Tiles of grouped products, without clusters: all blocks of one need work, or none."""
 
 ROW_STEP = 0.25
@@ -221,7 +223,11 @@ lifted from. An estimate from bytes, some 600 at 4 TB/s, not fitted to times."""
 
 @lru_cache(maxsize=4096)
 def choose_grouped(
-    pairs: int, experts: int, sizes: tuple[tuple[int, int], ...], multiprocessors: int = MULTIPROCESSORS
+    pairs: int,
+    experts: int,
+    sizes: tuple[tuple[int, int], ...],
+    multiprocessors: int = MULTIPROCESSORS,
+    dense: bool = False,
 ) -> tuple[Tile, ...]:
     """Return a tile for each linear of the same tokens, all with one number of tokens.
 
@@ -234,18 +240,17 @@ def choose_grouped(
     >>> [str(tile) for tile in choose_grouped(131072, 128, ((1536, 24), (2048, 9)))]
     ['160x256', '160x256']
     """
+    tiles = DENSE_GROUPED_TILES if dense else GROUPED_TILES
 
     def cycles(channels: int, steps: int) -> dict[Tile, float]:
-        counts = [_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels) for tile in GROUPED_TILES]
+        counts = [_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels) for tile in tiles]
         blocks = torch.tensor(counts, dtype=torch.float64, device="cpu").round().unsqueeze(1)
-        return dict(
-            zip(GROUPED_TILES, cycles_of(GROUPED_TILES, blocks, steps, multiprocessors)[:, 0].tolist(), strict=True)
-        )
+        return dict(zip(tiles, cycles_of(tiles, blocks, steps, multiprocessors)[:, 0].tolist(), strict=True))
 
     costs = [cycles(*size) for size in sizes]
     best: tuple[float, tuple[Tile, ...]] | None = None
-    for tokens in sorted({tile.tokens for tile in GROUPED_TILES}):
-        like = [tile for tile in GROUPED_TILES if tile.tokens == tokens]
+    for tokens in sorted({tile.tokens for tile in tiles}):
+        like = [tile for tile in tiles if tile.tokens == tokens]
         chosen = tuple(min(like, key=cost.__getitem__) for cost in costs)
         lifted = rows_needed(pairs, experts, tokens) * sum(steps for _, steps in sizes) * ROW_STEP
         total = lifted + sum(cost[tile] for tile, cost in zip(chosen, costs, strict=True))

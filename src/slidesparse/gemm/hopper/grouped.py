@@ -14,7 +14,7 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_kernel, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
@@ -32,7 +32,7 @@ class HopperExperts(GroupedProduct):
     """Layout with bundles: each expert gets few tokens, so the bytes of its weight decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
-        """Return the 2:4 steps of all experts, uint8 [experts, ...] (:func:`~.weights.pack_steps`), and their form.
+        """Return the steps of all experts, uint8 [experts, ...] (:func:`~.weights.pack_steps`), and their form.
 
         Values are stored in six bits if those of every expert fit.
         """
@@ -46,8 +46,8 @@ class HopperExperts(GroupedProduct):
     def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
         sizes = tuple((out, operand.form.slabs) for out, operand in zip(out_features, operands, strict=True))
-        weights = operands[0].weights
-        return choose_grouped(pairs, weights.shape[0], sizes, multiprocessors(weights.get_device()))
+        weights, form = operands[0]
+        return choose_grouped(pairs, weights.shape[0], sizes, multiprocessors(weights.get_device()), form.dense)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
         """Compile and load every tile for these weights, of :meth:`prepare`.
@@ -56,8 +56,9 @@ class HopperExperts(GroupedProduct):
             UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
         """
         device = operands[0].weights.get_device()
-        for bits in {(operand.form.count_bits, operand.form.value_bits) for operand in operands}:
-            load_kernels(GROUPED_TILES, dtype, out_dtype, device, *bits, grouped=True)
+        for count_bits, value_bits, dense in {(each.form.count_bits, *each.form[2:]) for each in operands}:
+            tiles = DENSE_GROUPED_TILES if dense else GROUPED_TILES
+            load_kernels(tiles, dtype, out_dtype, device, count_bits, value_bits, grouped=True)
 
     def multiply(
         self,
