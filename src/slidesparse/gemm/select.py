@@ -147,8 +147,9 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
-        name = "reference" if fallback == "none" and problem.slid else "dense"
-        return _only(name, (refusals if problem.slid else NOTHING_SLID) or "no accelerated backend is known")
+        if not problem.slid:
+            return _only("dense", NOTHING_SLID)
+        return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
     measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if measured is None:
         return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
