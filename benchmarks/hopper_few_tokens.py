@@ -3,6 +3,8 @@
     python benchmarks/hopper_few_tokens.py OUT.jsonl [--models M ...] [--tokens M ...] [--patterns P ...]
         [--dtypes int8 fp8] [--layers L ...] [--six-bits]
 
+The pattern dense stands for dense weights of six bits.
+
 Needs an H100 or H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a
 tile goes round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``).
 The same calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape
@@ -16,7 +18,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import partial
 from itertools import product
@@ -27,12 +29,12 @@ import torch
 
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cycles_of
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import parse_dtype
 from slidesparse_bench import environment
 from slidesparse_bench.interleaved import time_passes
@@ -55,16 +57,18 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return (data & 0x3F).view(dtype) if dtype.is_floating_point else data.view(dtype)
 
 
-def sparse_operand(out: int, slabs: int, dtype: torch.dtype, width: int = 8) -> torch.Tensor:
-    """A 2:4 weight that keeps the first two values of every window: see ``weights.sparse_steps``."""
+def operand(out: int, slabs: int, dtype: torch.dtype, width: int = 8, dense: bool = False) -> torch.Tensor:
+    """A dense weight, or a 2:4 one that keeps the first two values of every window: see ``weights.pack_steps``."""
+    if dense:
+        return numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1, width, dense), dtype=torch.uint8)
     steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1, width), dtype=dtype).view(torch.uint8)
     metadata = steps.unflatten(-1, (-1, 16))[..., 12:] if width == 6 else steps[..., ROWS * STEP_BYTES :]
     metadata[...] = ZERO_NIBBLE * 0x11
     return steps
 
 
-def candidates(tokens: int, out: int) -> list[Tile]:
-    """Tiles that make sense for so many tokens."""
+def candidates(tiles: Iterable[Tile], tokens: int, out: int) -> list[Tile]:
+    """Those that make sense for so many tokens."""
 
     def sensible(tile: Tile) -> bool:
         blocks = blocks_of((tile,), tokens, out, MULTIPROCESSORS)
@@ -73,25 +77,27 @@ def candidates(tokens: int, out: int) -> list[Tile]:
         wide = tile.tokens >= 96 and tile.split == 1
         return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
 
-    return list(filter(sensible, TILES))
+    return list(filter(sensible, tiles))
 
 
-def sparse_calls(
-    tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int, backend: Hopper
+def our_calls(
+    tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int, backend: Hopper, dense: bool
 ) -> dict[str, list[Call]]:
     """The product by every tile, on each copy of the weight."""
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
-    weights = copies_of((sparse_operand(out, slabs, dtype, backend.value_bits),), copies)
+    weights = copies_of((operand(out, slabs, dtype, backend.value_bits, dense),), copies)
+    tiles = DENSE_TILES if dense else TILES
 
     def run(tile: Tile, steps: torch.Tensor) -> torch.Tensor:
         return backend.matmul(x, scale_x, (steps,), scale_w, None, out, torch.bfloat16, tile)
 
-    expected = run(next(iter(TILES)), *weights[0])
-    for tile in TILES:
+    expected = run(next(iter(tiles)), *weights[0])
+    for tile in tiles:
         assert torch.equal(run(tile, *weights[0]), expected) or dtype != torch.int8, str(tile)
     after = "" if backend.value_bits == 8 else " 6 bits"
-    return {f"{tile}{after}": [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
+    chosen = candidates(tiles, tokens, out)
+    return {f"{tile}{after}": [partial(run, tile, *weight) for weight in weights] for tile in chosen}
 
 
 def dense_calls(tokens: int, out: int, columns: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
@@ -130,8 +136,10 @@ def measure(
         for n_bytes in (out * columns, out * slabs * step_bytes(1) // ROWS)
     ]
     calls = dense_calls(tokens, out, columns, kind, copies[0])
-    for backend in (Hopper(), HopperSixBits()) if six_bits else (Hopper(),):
-        calls |= sparse_calls(tokens, out, slabs, kind, copies[1], backend)
+    dense = Pattern.parse(pattern) == DENSE
+    backends = [] if dense else [Hopper()]
+    for backend in [*backends, HopperSixBits()] if dense or six_bits else backends:
+        calls |= our_calls(tokens, out, slabs, kind, copies[1], backend, dense)
     row = {"model": model, "layer": layer, "out": out, "columns": columns, "tokens": tokens}
     return {**row, "pattern": pattern, "dtype": dtype, "slabs": (slabs, 0), **times(calls, stopwatch)}
 

@@ -8,7 +8,7 @@ import torch
 
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.weights import METADATA, SparseForm, bundle_bytes
+from slidesparse.gemm.hopper.weights import METADATA, StepForm, bundle_bytes
 from slidesparse.lifting.layout import BUNDLE
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import COUNTED
@@ -23,9 +23,9 @@ class Bundles(Hopper):
 
     layout = replace(Hopper.layout, bundle=_always)
 
-    def form_of(self, steps: torch.Tensor) -> SparseForm:
+    def form_of(self, steps: torch.Tensor) -> StepForm:
         windows = next(each for each in COUNTED if bundle_bytes(each, self.value_bits) == steps.shape[2])
-        return SparseForm(steps.shape[1] * windows, windows, self.value_bits)
+        return StepForm(steps.shape[1] * windows, windows, self.value_bits)
 
 
 class SixBitBundles(Bundles):

@@ -44,7 +44,7 @@ def program(
 
     given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
-    files = sources(count_bits, value_bits)
+    files = sources(count_bits, value_bits, tile.dense)
     if edit is not None:
         assert any(edit[0] in text for text in files.values())
         files = {name: text.replace(*edit) for name, text in files.items()}

@@ -13,7 +13,7 @@ from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, Unsu
 from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
-from slidesparse.layer.settle import Chooser, RunsDense, RunsSparse, pack_dense, settle
+from slidesparse.layer.settle import Chooser, RunsDense, RunsPacked, pack_dense, settle
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import quantize_weight
@@ -37,7 +37,7 @@ def test_a_shard_has_the_bits_of_the_definition(dtype: torch.dtype, pattern: str
     weight, scale = pruned(pattern, dtype)
     shard, parsed = weight[:, start : start + 40], Pattern.parse(pattern)
     settled = settle(shard, scale, parsed, REFERENCE, start=start)
-    assert isinstance(settled, RunsSparse)
+    assert isinstance(settled, RunsPacked)
     k_offset = start % parsed.group
     defined = pack_by(shard, pattern, scale=scale, k_offset=k_offset)
     for name in ("values", "code"):
@@ -78,7 +78,7 @@ def test_without_a_claim_the_tightest_pattern_is_found_where_the_shard_begins() 
     weight, _ = pruned("4:6", torch.bfloat16)
     for start in (0, 2, 9):
         settled = settle(weight[:, start:], None, None, REFERENCE, start=start)
-        assert isinstance(settled, RunsSparse)
+        assert isinstance(settled, RunsPacked)
         assert settled.packed.pattern == Pattern(4, 6)
     assert find_pattern(weight, 0, [Pattern(6, 8), DENSE]) == DENSE
     assert find_pattern(weight, 0, [Pattern(2, 4)]) is None
@@ -105,6 +105,31 @@ def test_a_backend_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch
         settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser("hopper-6bit"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "fallback", "runs"),
+    [("hopper-6bit", "dense", True), ("auto", "none", True), ("auto", "dense", False), ("dense", "dense", False)],
+)
+@pytest.mark.parametrize("pattern", [DENSE, None])
+def test_a_dense_weight_of_six_bits_may_run_in_them(
+    pattern: Pattern | None, backend: str, fallback: Any, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda self, problem: None if self.dense else "no form")
+    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
+    settled = settle(weight, scale, pattern, Chooser(backend, fallback))
+    assert isinstance(settled, RunsPacked if runs else RunsDense)
+    if runs:
+        assert settled.how == "dense in six bits"
+        assert settled.choice.backends == ("hopper-6bit",)
+        layer = SlideLinear(settled.packed, choice=settled.choice)
+        assert torch.equal(layer.unpack(), weight)
+        assert layer.operand_bytes["hopper-6bit"] == 256 * 128 * 3 // 4
+
+
+def test_a_dense_weight_of_six_bits_is_dense_where_no_kernel_reads_it() -> None:
+    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
+    assert settle(weight, scale, DENSE, Chooser()) == RunsDense("as the checkpoint says", DENSE)
+
+
 class Tuner:
     """Wants every layer, and keeps what it measured."""
 
@@ -126,7 +151,7 @@ def test_backends_are_chosen_for_what_the_packed_weight_will_be(pattern: str, bi
     if bits == 6:
         weight &= ~3
     settled = settle(weight, torch.ones(16), parsed, replace(REFERENCE, tuner=tuner), start=5)
-    assert isinstance(settled, RunsSparse)
+    assert isinstance(settled, RunsPacked)
     ((problem, packed),) = tuner.measured
     assert problem == Problem.of(packed)
     assert problem.bits == bits

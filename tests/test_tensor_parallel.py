@@ -12,7 +12,7 @@ from oracles import sparse_int8
 
 from slidesparse import Pattern, PatternViolation, pack, prune_mask
 from slidesparse.gemm.reference import product
-from slidesparse.layer.settle import Chooser, RunsSparse, settle
+from slidesparse.layer.settle import Chooser, RunsPacked, settle
 
 ROW_PARALLEL_K = {
     # Model: inputs of o_proj (heads * head size) and of down_proj (intermediate size), from the models' config.json.
@@ -34,7 +34,7 @@ def _sum_of_shards(weight: torch.Tensor, x: torch.Tensor, pattern: Pattern, boun
     for start, end in itertools.pairwise(bounds):
         shard = weight[:, start:end]
         settled = settle(shard, None, pattern, Chooser("reference"), start=start)
-        assert isinstance(settled, RunsSparse)
+        assert isinstance(settled, RunsPacked)
         assert torch.equal(settled.packed.unpack(), shard)
         total += product(settled.packed.lift(x[:, start:end]), settled.packed.columns())
     return total

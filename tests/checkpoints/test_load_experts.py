@@ -66,6 +66,14 @@ def test_packed_experts_compute_what_dense_ones_do(tmp_path: Path, name: str) ->
     assert (a - b).norm() < 0.05 * a.norm()
 
 
+@pytest.mark.parametrize(("rounding", "packs"), [("6bit", True), ("absmax", False)])
+def test_experts_at_dense_are_packed_in_six_bits_alone(tmp_path: Path, rounding: Any, packs: bool) -> None:
+    path = pruned(tmp_path, "qwen3-moe", pattern="dense", rounding=rounding)
+    dense, ours = slidesparse.load(path), slidesparse.load(path, backend="reference")
+    assert bool(packed_mixtures(ours)) == packs
+    assert (logits(dense) - logits(ours)).norm() < 0.05 * logits(dense).norm()
+
+
 def test_packed_experts_are_not_lost_where_a_model_is_saved(tmp_path: Path) -> None:
     ours = slidesparse.load(pruned(tmp_path, "qwen3-moe"), backend="reference")
     with pytest.raises(UnsupportedError, match=r"packed experts .model\.layers\.0\.mlp\.experts.*folder"):

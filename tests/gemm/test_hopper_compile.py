@@ -11,15 +11,12 @@ import torch
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, compile_sources, cubin, options, sources
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, DENSE_TILES, MULTIPROCESSOR_BYTES, TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
 
 SHARED_BYTES = 232448
 """Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
-
-MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
-"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 
 PLAIN = [(dtype, out_dtype, 0, 8) for dtype in TYPES for out_dtype in OUTPUTS]
@@ -49,8 +46,22 @@ def sizes_of(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> str
 def test_every_variant_compiles_well(
     tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, count_bits: int, value_bits: int
 ) -> None:
-    opts = options(tile, dtype, out_dtype, count_bits=count_bits, value_bits=value_bits)
-    files = sources(count_bits, value_bits)
+    assert_compiles_well(tile, dtype, out_dtype, count_bits, value_bits)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("out_dtype", OUTPUTS, ids=str)
+@pytest.mark.parametrize("tile", DENSE_TILES, ids=str)
+def test_every_dense_variant_compiles_well(tile: Tile, out_dtype: torch.dtype, grouped: bool) -> None:
+    if not grouped or tile.split == 1:
+        assert_compiles_well(tile, torch.int8, out_dtype, 0, 6, grouped)
+
+
+def assert_compiles_well(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, count_bits: int, value_bits: int, grouped: bool = False
+) -> None:
+    opts = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    files = sources(count_bits, value_bits, tile.dense)
     files[next(iter(files))] += sizes_of(tile, dtype.itemsize, count_bits, value_bits)
     code, log = compile_sources(files, [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
@@ -64,6 +75,15 @@ def test_every_variant_compiles_well(
 )
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_fits(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> None:
+    assert_fits(tile, itemsize, count_bits, value_bits)
+
+
+@pytest.mark.parametrize("tile", DENSE_TILES, ids=str)
+def test_shared_memory_fits_dense_weights(tile: Tile) -> None:
+    assert_fits(tile, 1, 0, 6)
+
+
+def assert_fits(tile: Tile, itemsize: int, count_bits: int, value_bits: int) -> None:
     n_bytes = tile.shared_bytes(itemsize, count_bits, value_bits)
     assert n_bytes <= SHARED_BYTES
     assert tile.blocks * (n_bytes + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES

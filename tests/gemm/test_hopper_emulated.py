@@ -13,9 +13,9 @@ from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, Band
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, Band
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.expert_order import arrange
@@ -32,6 +32,7 @@ OUT, COLUMNS = 300, 600
 SMALL, LARGE, SPLIT, HALF = (
     next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4", "128x256/2")
 )
+DENSE_SMALL, DENSE_LARGE = (next(tile for tile in DENSE_TILES if str(tile) == name) for name in ("16x64b3", "192x256"))
 
 
 def problem(
@@ -61,6 +62,19 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
 def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
     lifted, packed, x = problem(pattern, INT8, tile.tokens + 9, backend)
     assert torch.equal(run_product(lifted, packed, tile, BF16, backend=backend), expected(x, packed, BF16, None))
+
+
+@pytest.mark.parametrize("tile", DENSE_TILES, ids=str)
+def test_every_tile_multiplies_dense_weights_of_six_bits_exactly(tile: Tile) -> None:
+    lifted, packed, x = problem("dense", INT8, tile.tokens + 9, HopperSixBits)
+    assert torch.equal(run_product(lifted, packed, tile, BF16, backend=HopperSixBits), expected(x, packed, BF16, None))
+
+
+def test_two_bands_of_a_dense_weight_are_one_product() -> None:
+    lifted, packed, x = problem("dense", INT8, 7, HopperSixBits)
+    bias, bands = torch.randn(OUT, dtype=BF16), (Band(DENSE_LARGE, 256), Band(DENSE_SMALL, OUT - 256))
+    found = run_product(lifted, packed, bands, BF16, bias, backend=HopperSixBits)
+    assert torch.equal(found, expected(x, packed, BF16, bias))
 
 
 @pytest.mark.parametrize(
@@ -127,14 +141,21 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-@pytest.mark.parametrize("value_bits", [8, 6])
-@pytest.mark.parametrize(("hopper", "count_bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
+@pytest.mark.parametrize(
+    ("hopper", "pattern", "count_bits", "value_bits"),
+    [
+        *((HopperExperts(), "6:8", 3, bits) for bits in (8, 6)),
+        *((ExpertsWithoutBundles(), "6:8", 0, bits) for bits in (8, 6)),
+        (HopperExperts(), "dense", 0, 6),
+    ],
+)
 def test_experts_are_multiplied_where_tokens_chose_them(
-    hopper: HopperExperts, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
+    hopper: HopperExperts, pattern: str, count_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    memory, tile = GlobalMemory(), next(tile for tile in GROUPED_TILES if tile.tokens == 16)
-    experts = packed_experts(4, 300, 256, INT8, rounding="6bit" if value_bits == 6 else "absmax")
+    tiles = DENSE_GROUPED_TILES if pattern == "dense" else GROUPED_TILES
+    memory, tile = GlobalMemory(), next(tile for tile in tiles if tile.tokens == 16)
+    experts = packed_experts(4, 300, 256, INT8, pattern, rounding="6bit" if value_bits == 6 else "absmax")
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)
@@ -190,6 +211,13 @@ WRONG_OF_SIX_BITS = {"a step is given back too early": ("mma_wait<IN_FLIGHT - 1>
 
 
 WRONG_OF_HALVES = {"sums are sent while others read": ("if (SUMS_IN_RING) {", "if (false) {", "metadata")}
+
+
+def test_the_emulator_finds_registers_of_a_dense_weight_given_back_too_early() -> None:
+    ((right, broken, message),) = WRONG_OF_SIX_BITS.values()
+    lifted, packed, _ = problem("dense", INT8, 20, HopperSixBits)
+    with pytest.raises(Fault, match=message):
+        run_product(lifted, packed, DENSE_SMALL, BF16, edit=(right, broken), backend=HopperSixBits)
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES, *WRONG_OF_SIX_BITS, *WRONG_OF_HALVES])

@@ -19,7 +19,7 @@ from slidesparse.gemm.hopper.compile import sources
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
 from slidesparse.gemm.hopper.launch import WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import SparseForm
+from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -138,9 +138,9 @@ BUNDLED = ColumnOrder(512, 8, 0, 64, 768, slid=True, bundle=32)
 OUT = 300
 
 
-def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[SparseForm, torch.Size]:
+def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[StepForm, torch.Size]:
     """The form of a weight, and the shape of its tensor."""
-    form = SparseForm.of_order(order, itemsize)
+    form = StepForm.of_order(order, itemsize)
     return form, form.shape(out, itemsize)
 
 

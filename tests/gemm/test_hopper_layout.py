@@ -11,7 +11,7 @@ from hopper_forms import Bundles, SixBitBundles
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.weights import COUNTS, SparseForm, bundle_of
+from slidesparse.gemm.hopper.weights import COUNTS, StepForm, bundle_of
 from slidesparse.gemm.select import BACKENDS
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
@@ -38,7 +38,7 @@ def _packed(
 FORMS = [
     *((Hopper, pattern, dtype) for pattern in (*PATTERNS, "6:8", "16:18") for dtype in DTYPES),
     *((Bundles, pattern, dtype) for pattern in BUNDLED for dtype in DTYPES[:2]),
-    *((HopperSixBits, pattern, torch.int8) for pattern in PATTERNS),
+    *((HopperSixBits, pattern, torch.int8) for pattern in (*PATTERNS, "dense")),
     *((SixBitBundles, pattern, torch.int8) for pattern in BUNDLED),
 ]
 
@@ -49,23 +49,33 @@ def test_six_bits_take_four_fifths_of_the_memory() -> None:
     assert six.nbytes * 5 == eight.nbytes * 4
     order = HopperSixBits.layout.order(packed)
     assert order is not None
-    form = SparseForm.of_order(order, 1, 6)
+    form = StepForm.of_order(order, 1, 6)
     assert (form.slabs, form.windows, form.value_bits) == (12, 0, 6)
     assert form == HopperSixBits().form_of(six)
     assert form.shape(512, 1) == six.shape
 
 
-def test_values_of_more_bits_are_refused() -> None:
-    packed = _packed("6:8", torch.int8, 64, 128)
+def test_dense_six_bits_take_three_quarters_of_the_memory() -> None:
+    packed = _packed("dense", torch.int8, 512, 1024, six_bits=True)
+    (steps,), order = HopperSixBits().prepare(packed), HopperSixBits.layout.order(packed)
+    assert steps.nbytes * 4 == packed.values.nbytes * 3
+    assert order is not None
+    form = StepForm.of_order(order, 1, 6)
+    assert form == HopperSixBits().form_of(steps) == (8, 0, 6, True)
+    assert form.shape(512, 1) == steps.shape
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "dense"])
+def test_values_of_more_bits_are_refused(pattern: str) -> None:
+    packed = _packed(pattern, torch.int8, 64, 128)
     with pytest.raises(InputError, match=r"values of a weight for hopper-6bit; got 8 bits.*use backend='auto'"):
         HopperSixBits().prepare(packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-@pytest.mark.parametrize("backend", [Hopper, HopperSixBits])
-def test_a_dense_weight_is_refused(backend: type[Hopper], dtype: torch.dtype) -> None:
+def test_a_dense_weight_of_more_bits_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError):
-        backend().prepare(_packed("dense", dtype, 70, 333))
+        Hopper().prepare(_packed("dense", dtype, 70, 333))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,7 +89,7 @@ def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: t
         order = backend.layout.order(packed)
         assert order is not None
         (steps,) = backend().prepare(packed)
-        assert SparseForm.of_order(order, dtype.itemsize).shape(out, dtype.itemsize) == steps.shape
+        assert StepForm.of_order(order, dtype.itemsize).shape(out, dtype.itemsize) == steps.shape
         assert len(backend.layout.column_map(packed)) == order.k_packed
 
 

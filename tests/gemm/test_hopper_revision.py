@@ -10,9 +10,9 @@ import pytest
 from slidesparse.gemm.hopper.backend import REVISION
 from slidesparse.gemm.hopper.choose_tiles import CLUSTER_MULTIPROCESSORS, SECOND_LAUNCH, TWO_BAND_TOKENS
 from slidesparse.gemm.hopper.compile import FOLDER
-from slidesparse.gemm.hopper.tiles import GROUP, TILES
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, GROUP, TILES
 
-KERNELS = {"hopper-7": "ddd29f8b5e0a4a22"}
+KERNELS = {"hopper-7": "048a3bbe57e62465"}
 """Revision -> digest of the kernel and its tiles. Where the test fails: count ``REVISION`` up, measure the packaged
 times again and write the new pair here; or, when no time has changed, the new digest alone. Once that was not kept:
 since weights leave L2 first, hopper-7 takes 1 to 3 % less for few tokens than the packaged times say."""
@@ -26,7 +26,7 @@ def code(source: str) -> str:
 
 def digest(source: str) -> str:
     """Of the source and of all that decides which tile runs."""
-    tiles = sorted(f"{tile!r} {cost!r}" for tile, cost in TILES.items())
+    tiles = sorted(f"{tile!r} {cost!r}" for tile, cost in (TILES | DENSE_TILES).items())
     numbers = f"{GROUP} {CLUSTER_MULTIPROCESSORS} {SECOND_LAUNCH} {TWO_BAND_TOKENS}"
     return hashlib.sha256("\n".join([code(source), *tiles, numbers]).encode()).hexdigest()[:16]
 

@@ -16,7 +16,7 @@ from slidesparse.gemm.dense import DenseLinear
 from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.weights import SparseForm
+from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
@@ -32,7 +32,7 @@ INPUTS = LiftInputs(16, None, None, 64, 0)
 PARTS = torch.empty(0), None
 """What the default gives."""
 
-STEPS = torch.empty(SparseForm.of_order(ORDER, 1).shape(OUT, 1), dtype=torch.uint8)
+STEPS = torch.empty(StepForm.of_order(ORDER, 1).shape(OUT, 1), dtype=torch.uint8)
 WEIGHTS = {"hopper": STEPS, "dense": torch.zeros(OUT, ORDER.k_packed, dtype=torch.int8)}
 NAMES = {"hopper": "hopper nothing", "dense": "dense, fused"}
 

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import PACKAGED, load_speeds
-from slidesparse.gemm.time_model import MARGIN, NARROW, decide, fastest, lean_routes_of, routes_of, time_at
+from slidesparse.gemm.time_model import (
+    MARGIN,
+    NARROW,
+    decide,
+    fastest,
+    lean_routes_of,
+    one_route_of,
+    routes_of,
+    time_at,
+)
 
 TOKENS = (64, 1024, 16384)
 
@@ -94,6 +103,19 @@ def test_a_dense_copy_is_kept_only_where_a_packed_form_needs_it(
 ) -> None:
     layer = _layer(**{"dense": (1.0, 1.0, 1.0), **times})
     assert [route.backend for route in lean_routes_of(layer)] == lean
+
+
+@pytest.mark.parametrize(
+    ("six_bits", "runs"),
+    [
+        ((0.75, 0.9, 1.1), "six_bits"),
+        ((0.9, 1.1, 1.1), "dense"),  # slower on average
+        ((0.6, 0.6, 1.5), "dense"),  # much slower somewhere
+        ((None, None, None), "dense"),
+    ],
+)
+def test_a_weight_that_is_not_slid_has_one_form(six_bits: tuple[float | None, ...], runs: str) -> None:
+    assert one_route_of(_layer(dense=(1.0, 1.0, 1.0), six_bits=six_bits)) == (Route(0, runs),)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("speed-*.json")), ids=lambda path: path.stem)

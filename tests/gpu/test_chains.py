@@ -67,7 +67,7 @@ def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> b
     ("pattern", "backend", "dtype"),
     [
         *((pattern, "hopper", dtype) for pattern in ("2:4", "4:6", "6:8") for dtype in ("int8", "fp8")),
-        *((pattern, "hopper-6bit", "int8") for pattern in ("2:4", "4:6", "6:8")),
+        *((pattern, "hopper-6bit", "int8") for pattern in ("2:4", "4:6", "6:8", "dense")),
     ],
 )
 def test_a_chain_has_the_bits_of_its_linears(

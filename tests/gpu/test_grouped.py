@@ -15,7 +15,7 @@ from small_models import make
 import slidesparse
 from slidesparse.base.triton_launcher import Launcher
 from slidesparse.gemm.grouped import GroupedProduct
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.layer.experts import SlideExperts
@@ -74,6 +74,22 @@ def products(
 @pytest.mark.parametrize("rounding", ["absmax", "6bit"])
 def test_int8_has_the_bits_of_the_definition(rounding: Rounding, pattern: str, routing: str, tile: Tile) -> None:
     ours, exact = products(INT8, pattern, tile, ROUTINGS[routing](), rounding=rounding)
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("dense_tile", DENSE_GROUPED_TILES, ids=str)
+def test_dense_six_bits_have_the_bits_of_the_definition(routing: str, dense_tile: Tile) -> None:
+    ours, exact = products(INT8, "dense", dense_tile, ROUTINGS[routing](), rounding="6bit")
+    assert torch.equal(ours, exact)
+
+
+def test_a_layer_of_dense_six_bits_is_that_of_torch() -> None:
+    sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    both = [packed_experts(EXPERTS, *size, INT8, "dense", "cuda", rounding="6bit") for size in sizes]
+    chosen = ROUTINGS["even"]()
+    x, weights = torch.randn(len(chosen), HIDDEN, device="cuda", dtype=BF16), torch.rand(chosen.shape, device="cuda")
+    ours, exact = (SlideExperts(*both, product)(x, weights, chosen) for product in (HopperExperts(), None))
     assert torch.equal(ours, exact)
 
 

@@ -12,7 +12,7 @@ from slidesparse import ops
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.matmul import matmul
@@ -41,6 +41,7 @@ def _compiled() -> None:
     for count_bits in (0, 3, 4):
         load_kernels(TILES, INT8, BF16, 0, count_bits, 8)
         load_kernels(TILES, INT8, BF16, 0, count_bits, 6)
+    load_kernels(DENSE_TILES, INT8, BF16, 0, 0, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,12 @@ def assert_exact(
 @pytest.mark.parametrize(("backend", "pattern"), FORMS)
 def test_int8_has_the_bits_of_the_reference(backend: type[Hopper], pattern: str, tile: Tile) -> None:
     assert_exact(backend, weight_of(backend, pattern), tile)
+
+
+@pytest.mark.parametrize(("out", "columns"), [(OUT, COLUMNS), (1, 128), (257, 36), (320, 18944), (3000, 512)])
+def test_dense_six_bits_have_the_bits_of_the_reference(out: int, columns: int, dense_tile: Tile) -> None:
+    packed = weight_of(HopperSixBits, "dense", out, columns)
+    assert_exact(HopperSixBits, packed, dense_tile, TOKENS if columns < 2000 else (16, 200))
 
 
 @pytest.mark.parametrize("out", [OUT, 320])  # stored number by number, and 16 bytes at a time
@@ -151,6 +158,11 @@ def test_two_bands_are_one_product(large: Tile, rest: Tile) -> None:
                 for tile in (bands, large, rest)
             )
             assert torch.equal(found, torch.cat([first[:, :256], second[:, 256:]], 1))
+
+
+def test_two_bands_of_a_dense_weight_are_one_product(dense_tile: Tile) -> None:
+    bands = Band(next(iter(DENSE_TILES)), 512), Band(dense_tile, 788)
+    assert_exact(HopperSixBits, weight_of(HopperSixBits, "dense", 1300), bands, (200,))
 
 
 def test_a_second_band_waits_for_what_both_read_and_holds_up_what_follows() -> None:
@@ -233,8 +245,9 @@ def test_the_kernels_lift_what_the_product_reads(backend: type[Hopper], pattern:
         assert torch.equal(y, reference(x))
 
 
-def test_auto_takes_the_backend_that_keeps_six_bits() -> None:
-    layer = SlideLinear(weight_of(HopperSixBits, "6:8"), fallback="none")
+@pytest.mark.parametrize("pattern", ["6:8", "dense"])
+def test_auto_takes_the_backend_that_keeps_six_bits(pattern: str) -> None:
+    layer = SlideLinear(weight_of(HopperSixBits, pattern), fallback="none")
     assert layer.choice.backends == ("hopper-6bit",)
 
 
@@ -269,11 +282,17 @@ def test_every_output_is_written(out: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [(Hopper, INT8), (Hopper, FP8), (Bundles, INT8), (Bundles, FP8), (HopperSixBits, INT8)]
+    ("backend", "dtype", "pattern"),
+    [
+        *((backend, dtype, "6:8") for backend in (Hopper, Bundles) for dtype in (INT8, FP8)),
+        *((HopperSixBits, INT8, pattern) for pattern in ("6:8", "dense")),
+    ],
 )
 @pytest.mark.parametrize("tokens", [64, 1500])
-def test_ten_thousand_launches_give_the_same_bits(backend: type[Hopper], dtype: torch.dtype, tokens: int) -> None:
-    packed, made = packed_weight(dtype, "6:8", 1024, 2048, bits=backend.value_bits), backend()
+def test_ten_thousand_launches_give_the_same_bits(
+    backend: type[Hopper], dtype: torch.dtype, pattern: str, tokens: int
+) -> None:
+    packed, made = packed_weight(dtype, pattern, 1024, 2048, bits=backend.value_bits), backend()
     x, operand = in_slabs(tokens_of(dtype, tokens, 2048), packed, backend), made.prepare(packed)
     assert_same_every_time(lambda: made.matmul(x, None, operand, packed.scale, None, 1024, BF16), 10_000)
 

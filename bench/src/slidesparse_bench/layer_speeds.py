@@ -20,7 +20,7 @@ from slidesparse.tuning.checking import WRONG
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.expert_sizes import GATE_UP, LAYER, MIXTURES
 from slidesparse_bench.kernels.mixtures import BALANCED
-from slidesparse_bench.records import DENSE_VARIANT, GROUPED, Case, Machine, Record, read_records
+from slidesparse_bench.records import DENSE_SIX_BITS, DENSE_VARIANT, GROUPED, Case, Machine, Record, read_records
 
 WHOLE = f"{LAYER}, {BALANCED}"
 """Cases of whole layers of experts, as a server runs them."""
@@ -188,9 +188,10 @@ def _key(record: Record) -> str | None:
         return None
     if record.backend == DENSE_VARIANT:
         return DENSE_VARIANT if record.variant == DENSE_VARIANT else None
-    if not get_backend(record.backend).accelerated or not _is_pattern(record.variant):
+    pattern = DENSE_VARIANT if record.variant == DENSE_SIX_BITS else record.variant
+    if not get_backend(record.backend).accelerated or not _is_pattern(pattern):
         return None
-    return times_key(record.backend, record.variant)
+    return times_key(record.backend, pattern)
 
 
 def _is_pattern(text: str) -> bool:

@@ -24,6 +24,8 @@ from slidesparse.offline.known_models import TYPES
 from slidesparse_bench.number_range import require_numbers, require_printable
 
 DENSE_VARIANT = "dense"
+DENSE_SIX_BITS = "dense 6bit"
+"""Our dense product of weights of six bits."""
 CONTROL = "inf"
 """The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 

@@ -25,7 +25,7 @@ from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.hub import source_folder
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import Chooser, RunsSparse, pack_dense, settle
+from slidesparse.layer.settle import Chooser, RunsPacked, pack_dense, settle
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
 from slidesparse.weights.packed import PackedWeight
@@ -111,7 +111,7 @@ def _settled(
 ) -> tuple[PackedWeight, Choice]:
     """Return the packed weight of a SlideLinear, and its backends."""
     settled = settle(weight, scale, pattern, chooser, name=name)
-    if isinstance(settled, RunsSparse):
+    if isinstance(settled, RunsPacked):
         return settled.packed, settled.choice
     packed = pack_dense(weight, scale, pattern, name=name)
     return packed, settled.choice or chooser.choose(packed)

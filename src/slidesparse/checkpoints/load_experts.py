@@ -16,7 +16,7 @@ from slidesparse.checkpoints.marker import Marker, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
-from slidesparse.gemm.grouped import GroupedProduct, grouped_patterns
+from slidesparse.gemm.grouped import AT_DENSE, GroupedProduct, grouped_patterns
 from slidesparse.gemm.select import WRONG_HERE, Fallback, grouped_product
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
@@ -83,6 +83,8 @@ class ExpertLoader:
             for leaf, pattern in zip(PARAMETERS, pair, strict=True)
         ]
         kind = replace(kind, bits=common_bits(chain(*packed)))
+        if kind.pattern == DENSE and kind.bits != 6:
+            return AT_DENSE
         if self.backend == "auto" and was_wrong(kind):  # only now, since the values' bits are part of the kind
             product = self._or_definition(f"{GROUPED}: {WRONG_HERE}")
             if isinstance(product, str):
@@ -108,8 +110,9 @@ class ExpertLoader:
             return f"the backend {self.backend} does not multiply by experts"
         if kind.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"
+        problem = kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device
         return self._or_definition(
-            grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
+            grouped_product(Problem(*problem, slid=kind.pattern != DENSE, bits=6))  # of values that are not read yet
         )
 
     def _or_definition(self, product: GroupedProduct | str) -> GroupedProduct | str:

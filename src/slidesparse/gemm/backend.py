@@ -49,7 +49,7 @@ class Problem:
         in_features: Columns of the weight, before lifting.
         device: Its device.
         slid: Whether the weight is slid. A weight that runs dense is packed dense, whatever its pattern.
-        bits: Bits that every slid value needs (:func:`slidesparse.weights.support.value_bits`).
+        bits: Bits that every value needs (:func:`slidesparse.weights.support.value_bits`).
         experts: The experts of a mixture, whose sizes are those of gate and up; None of a linear.
     """
 
@@ -66,6 +66,11 @@ class Problem:
     def of(cls, packed: PackedWeight) -> Problem:
         """Return the problem of a packed weight."""
         return cls(packed.pattern, packed.dtype, *packed.shape, packed.device, packed.slid, packed.bits)
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether there is another form of the weight than its rows: 2:4, or six bits."""
+        return self.slid or self.bits == 6
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
@@ -271,8 +276,11 @@ class Backend(ABC):
         """Return the runner of a chain of linears, from their own :meth:`runner` for one number of tokens."""
         return OneByOne(linears)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
+    def warm_up(  # noqa: B027
+        self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, dense: bool = False
+    ) -> None:
         """Load the kernels for all numbers of tokens; none by default.
 
-        ``dtype`` is the type of the weight, ``out_dtype`` that of activations and products.
+        ``dtype`` is the type of the weight, ``out_dtype`` that of activations and products; ``dense``: the weight is
+        packed dense.
         """

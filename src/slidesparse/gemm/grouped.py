@@ -18,15 +18,20 @@ from slidesparse.weights.pattern import DENSE, Pattern
 def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:
     """Return the patterns of gate and up, and of down, or the reason why experts with these distinct ones run dense.
 
+    Experts at ``dense`` run dense, too, unless their values have six bits (:data:`AT_DENSE`).
+
     >>> grouped_patterns({Pattern(6, 8), DENSE}, {Pattern(6, 8)})
     'not all of them were pruned to one pattern'
     """
     if len(gate_up) != 1 or len(down) != 1:
         return "not all of them were pruned to one pattern"
     (of_gate_up,), (of_down,) = gate_up, down
-    if DENSE in (of_gate_up, of_down):
-        return "their pattern is dense"
+    if of_gate_up != of_down and DENSE in (of_gate_up, of_down):
+        return "one of their patterns is dense"
     return of_gate_up, of_down
+
+
+AT_DENSE = "their pattern is dense"
 
 
 class GroupedOperand(NamedTuple):

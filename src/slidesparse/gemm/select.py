@@ -11,6 +11,7 @@ capability. The reason, which ``slidesparse inspect`` prints, names the differen
   the dense weight runs alone.
 * ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which doubles the layer's memory, is
   kept only where they take much longer than dense.
+* A weight of six bits that is not slid has one form with either: six bits, or eight where these do not gain on average.
 * ``fallback="none"``: one packed form runs alone, the fastest over all numbers of tokens, else that of the first
   backend that can run, else the reference.
 """
@@ -46,7 +47,7 @@ from slidesparse.gemm.speed import (
     times_key,
 )
 from slidesparse.gemm.speed_files import tables_for
-from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes_of
+from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, one_route_of, routes_of
 from slidesparse.weights.quant import dtype_name
 
 Fallback = Literal["dense", "fastest", "none"]
@@ -148,19 +149,21 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         if reason is not None:
             raise UnsupportedError(f"backend {backend} cannot run this layer: {reason}", remedy="use backend='auto'")
         return _only(backend, "asked for")
-    if not problem.slid:
+    if not problem.has_forms:
         return _only("dense", NOTHING_SLID)
     answers = _ask_accelerated(problem)
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
+        if not problem.slid:
+            return _only("dense", NOTHING_SLID)
         return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
     measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if measured is None:
         return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
     if fallback != "none":
-        quickest = routes_of(measured.layer)
-        routes = quickest if fallback == "fastest" else lean_routes_of(measured.layer)
+        quickest = routes_of(measured.layer) if problem.slid else one_route_of(measured.layer)
+        routes = lean_routes_of(measured.layer) if problem.slid and fallback == "dense" else quickest
         reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
         return Choice(routes, reason, measured.layer, able[0], measured.here)
     name = fastest(measured.layer)
@@ -172,7 +175,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
     """Return the backends whose times decide, dense first; none where :func:`choose` needs no times."""
     check_fallback(fallback)
-    if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
+    if backend != "auto" or not problem.has_forms or not can_be_timed(problem.device):
         return []
     able = [name for name, why_not in _ask_accelerated(problem).items() if why_not is None]
     return ["dense", *able] if len(able) > (fallback == "none") else []
@@ -249,7 +252,7 @@ def grouped_product(problem: Problem) -> GroupedProduct | str:
     """
     if problem.device.type == "cpu":
         return GroupedProduct()
-    reason = Hopper().why_not(problem)
+    reason = (Hopper() if problem.slid else HopperSixBits()).why_not(problem)
     return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"
 
 

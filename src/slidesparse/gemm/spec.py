@@ -24,7 +24,7 @@ import torch
 
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
-from slidesparse.lifting.layout import LinearTensors
+from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 from slidesparse.weights.quant import ActivationRounding, parse_dtype
 
@@ -50,6 +50,11 @@ class FormSpec:
     backend: str
     order: tuple[int, ...]
     tensors: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether the weight is packed dense; False where the order says nothing."""
+        return bool(self.order) and not ColumnOrder(*self.order).slid  # type: ignore[arg-type] # as in LiftSpec
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,25 @@ def lean_routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
         return routes
     best = (min((us for us in at if us), default=None) for at in zip(*packed.values(), strict=True))
     shares = [us / dense for us, dense in zip(best, layer.us[DENSE_FORM], strict=True) if us and dense]
-    return routes if _much_longer(shares) else lean
+    return routes if _much_longer(shares, NEEDS_A_COPY_ON_AVERAGE) else lean
 
 
-def _much_longer(shares: Sequence[float]) -> bool:
-    """Return whether times over dense's call for a dense copy: one of them, or their geometric mean."""
+@lru_cache(maxsize=1024)
+def one_route_of(layer: LayerSpeed) -> tuple[Route, ...]:
+    """Return the only route of a weight that is not slid: its six bits, or dense where they do not gain on average.
+
+    Both forms would take more memory than six bits save.
+    """
+    name = fastest(layer)
+    times = zip(layer.us.get(name or "", ()), layer.us[DENSE_FORM], strict=False)
+    shares = [us / dense for us, dense in times if us and dense]
+    return (Route(0, DENSE_FORM if name is None or not shares or _much_longer(shares, 1.0) else name),)
+
+
+def _much_longer(shares: Sequence[float], on_average: float) -> bool:
+    """Return whether times over dense's are too long: one of them, or their geometric mean."""
     average = math.exp(sum(map(math.log, shares)) / max(1, len(shares)))
-    return max(shares, default=0.0) >= NEEDS_A_COPY or average >= NEEDS_A_COPY_ON_AVERAGE
+    return max(shares, default=0.0) >= NEEDS_A_COPY or average >= on_average
 
 
 def _can_run(layer: LayerSpeed, name: str, first: int, last: int) -> bool:

@@ -17,7 +17,7 @@ from slidesparse.base.device import give_blocks_back
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
-from slidesparse.gemm.grouped import GroupedProduct
+from slidesparse.gemm.grouped import AT_DENSE, GroupedProduct
 from slidesparse.gemm.select import grouped_product
 from slidesparse.gemm.speed import DENSE_FORM
 from slidesparse.integrations.names import NamedExperts
@@ -25,6 +25,7 @@ from slidesparse.integrations.options import Experts
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.weights.packing import check, pack_checked
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import ActivationRounding
 from slidesparse.weights.support import find_pattern, satisfies, value_bits
 
@@ -110,18 +111,20 @@ def find_loaded(
         if pattern is None:
             return NO_PATTERN
         start %= pattern.group
-        check(rows, pattern, k_offset=start, name=f"{named.name}.{name}_weight")
+        if pattern != DENSE:
+            check(rows, pattern, k_offset=start, name=f"{named.name}.{name}_weight")
         if shared and not satisfies(weight[routed:].flatten(0, 1), pattern, start):
             return SHARED
         patterns.append(pattern)
         starts.append(start)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data
     count, out, columns = gate_up.shape
-    product = grouped_product(Problem(patterns[0], gate_up.dtype, out, columns, gate_up.device))
+    numbers, slid, bits = (count, everywhere, top_k), DENSE not in patterns, max(map(value_bits, (gate_up, down)))
+    problem = Problem(patterns[0], gate_up.dtype, out, columns, gate_up.device, slid, bits)
+    product = grouped_product(problem) if problem.has_forms else AT_DENSE
     if isinstance(product, str):
         return product
-    numbers = count, everywhere, top_k
-    sizes, bits = (columns, down.shape[2]), max(map(value_bits, (gate_up, down)))
+    sizes = columns, down.shape[2]
     kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], *sizes, *numbers, gate_up.device, bits)
     return LoadedExperts(kind, (gate_up, down), (starts[0], starts[1]), product)
 

@@ -71,7 +71,7 @@ class WarmUp:
             return
         device = layer.forms[0].tensors[0].device
         for form in forms:
-            get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device)
+            get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device, form.dense)
         values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
         most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
         if most < self.most:

@@ -21,7 +21,7 @@ from slidesparse.lifting.expert_sum import weighted_sum
 from slidesparse.lifting.layout import Lifted, LiftSpec
 from slidesparse.lifting.prologue import Prologue
 from slidesparse.ops.inference_only import no_backward
-from slidesparse.weights.packed import PackedWeight
+from slidesparse.weights.packed import PackedWeight, common_bits
 from slidesparse.weights.quant import FLOATS, ActivationRounding
 
 
@@ -214,7 +214,7 @@ def _check_alike(name: str, experts: Sequence[PackedWeight]) -> None:
     if len(kinds) > 1:
         raise InputError(f"{name} of experts", got=f"{len(kinds)} kinds", needed="one size, type and offset")
     patterns = {str(packed.pattern) for packed in experts}
-    if len(patterns) > 1 or not experts[0].slid:
+    if len(patterns) > 1 or not (experts[0].slid or common_bits(experts) == 6):
         raise UnsupportedError(
             f"{name} of experts that share their lifted tokens",
             got=", ".join(sorted(patterns)),

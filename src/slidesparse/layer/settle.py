@@ -22,8 +22,8 @@ from slidesparse.weights.support import find_pattern, value_bits
 
 
 @dataclass(frozen=True)
-class RunsSparse:
-    """A weight that runs sparse.
+class RunsPacked:
+    """A weight that runs in 2:4 form, or in six bits.
 
     Attributes:
         packed: The packed weight.
@@ -32,6 +32,11 @@ class RunsSparse:
 
     packed: PackedWeight
     choice: Choice
+
+    @property
+    def how(self) -> str:
+        """Its form in a word or three."""
+        return "sparse" if self.packed.slid else "dense in six bits"
 
     @property
     def reason(self) -> str:
@@ -65,7 +70,7 @@ class Chooser:
     """Chooses the backends of a model's layers.
 
     Attributes:
-        backend: ``auto`` or a backend's name, for weights that are slid; others get what ``auto`` gives.
+        backend: ``auto`` or a backend's name, for slid weights and those of its bits; others get what ``auto`` gives.
         fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
         tuner: Measures kinds of layers without times of this machine first; None: a prior decides.
     """
@@ -96,7 +101,8 @@ class Chooser:
 
     def choose_unmeasured(self, problem: Problem) -> Choice:
         """Choose the backends of a weight without a measurement."""
-        return choose(problem, self.backend if problem.slid else "auto", self.fallback)
+        named = problem.slid or (self.backend != "auto" and get_backend(self.backend).bits == problem.bits)
+        return choose(problem, self.backend if named else "auto", self.fallback)
 
 
 def settle(
@@ -107,8 +113,8 @@ def settle(
     *,
     start: int = 0,
     name: str = "weight",
-) -> RunsSparse | RunsDense:
-    """Check a loaded weight, choose its backends, and pack it if it runs sparse.
+) -> RunsPacked | RunsDense:
+    """Check a loaded weight, choose its backends, and pack it if it runs packed.
 
     Args:
         weight: [out, columns of this rank], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
@@ -123,20 +129,21 @@ def settle(
         InputError: It is malformed, or holds NaN or Inf.
         UnsupportedError: The named backend cannot run it.
     """
-    pattern = find_pattern(weight, start) if pattern is None else pattern
-    if pattern is None:
-        return RunsDense("its weight satisfies no pattern", None)
-    if pattern == DENSE:
-        return RunsDense("as the checkpoint says", pattern)
-    k_offset = start % pattern.group
-    check(weight, pattern, k_offset=k_offset, name=name)
-    pack_it = partial(pack_checked, weight, pattern, scale=scale, k_offset=k_offset, name=name)
+    known = find_pattern(weight, start) if pattern is None else pattern
+    form = known or DENSE
+    k_offset, slid = start % form.group, form != DENSE
+    if slid:
+        check(weight, form, k_offset=k_offset, name=name)
     out, columns = weight.shape
-    problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
+    problem = Problem(form, weight.dtype, out, columns, weight.device, slid, value_bits(weight))
+    as_it_is = RunsDense("its weight satisfies no pattern" if known is None else "as the checkpoint says", known)
+    if not problem.has_forms:
+        return as_it_is
+    pack_it = partial(pack_checked, weight, form, scale=scale, k_offset=k_offset if slid else 0, name=name)
     choice, packed = chooser.choose_first(problem, pack_it)
     if choice.backends == ("dense",):
-        return RunsDense(f"{pattern}; {choice.reason}", pattern, choice)
-    return RunsSparse(pack_it() if packed is None else packed, choice)
+        return RunsDense(f"{form}; {choice.reason}", known, choice) if slid or choice.able else as_it_is
+    return RunsPacked(pack_it() if packed is None else packed, choice)
 
 
 def pack_dense(

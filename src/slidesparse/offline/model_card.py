@@ -19,6 +19,7 @@ from slidesparse.errors import InputError, printable
 from slidesparse.files.hub import HubModel, hub_model
 from slidesparse.offline.outcome import NOT_IN_TRANSFORMERS, PruneSummary
 from slidesparse.offline.prune_options import PruneRounding
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import QUANTISED, parse_dtype
 
 FILE_NAME = "README.md"
@@ -32,6 +33,8 @@ ROUNDED: dict[PruneRounding, str] = {
     "ternary": ", of three values (BitNet b1.58)",
 }
 """PruneRounding -> its words after the type."""
+
+ZEROS = "\nOf the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise."
 
 BLACKWELL = "INT8 does not start in stock vLLM on Blackwell GPUs: prune into FP8 for these.\n"
 
@@ -53,13 +56,15 @@ def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
     quantised, origin = parse_dtype(done.dtype) in QUANTISED, hub_model(source)
     scales = ", a scale for each channel" if quantised else ""
     name = _plain(source.resolve().name if origin is None else origin.repository.rpartition("/")[2])
-    counts = done.counts
+    counts, prunes = done.counts, {*done.patterns.values(), *done.experts.values()} != {str(DENSE)}
+    places, deeds = ", zeros in place" if prunes else "", ["pruned"] * prunes + ["quantised"] * quantised
+    runs = "on Sparse Tensor Cores" if prunes else "fused, and in six bits where they have these,"
     card = None if done.source_card is None else folder / done.source_card
     rows = {
         "patterns": ", ".join(f"{pattern} in {counted(count, 'linear')}" for pattern, count in counts) or "none",
         "experts": "; ".join(done.treated_experts),
         "method": _method(done),
-        "weights": f"{done.dtype}{ROUNDED[done.rounding]}{scales}, zeros in place",
+        "weights": f"{done.dtype}{ROUNDED[done.rounding]}{scales}{places}",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(done.destination_bytes)}, of {readable_size(done.source_bytes)}",
     }
@@ -69,8 +74,7 @@ def write_card(folder: Path, source: Path, done: PruneSummary) -> None:
     text = f"""{_front_matter(origin, card, quantised)}
 # {name}, {counts[0][0] if counts else "dense"}, {done.dtype.upper()}
 
-{first}{_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
-Of the weights of a linear at 6:8, at most six in each group of eight are not zero; other patterns likewise.
+{first}{_origin_words(origin, name)}, {" and ".join(deeds)} by slidesparse {__version__}.{ZEROS if prunes else ""}
 
 | | |
 |---|---|
@@ -85,7 +89,7 @@ pip install ".[vllm]"  # in a checkout of slidesparse
 vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
-vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
+vLLM runs the linears {runs} with {by}, and dense without it.
 {reads if done.in_transformers else ""}
 ```python
 import slidesparse as ss

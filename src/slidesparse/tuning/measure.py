@@ -266,7 +266,7 @@ class LayerMeasurement(Measurement):
         for name in self.backends:
             try:  # all kernels at once, in parallel: one by one they would be compiled while the budget runs
                 form = _Form.of(self.packed, name)
-                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device)
+                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device, not self.packed.slid)
                 forms.append(form)
             except SlideSparseError as error:
                 self._faults[name] = str(error)

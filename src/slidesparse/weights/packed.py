@@ -85,8 +85,8 @@ class PackedWeight:
 
     @property
     def bits(self) -> int:
-        """Bits that every slid value needs: see :func:`slidesparse.weights.support.value_bits`."""
-        return value_bits(self.values if self.slid else self.values[:0])
+        """Bits that every value needs: see :func:`slidesparse.weights.support.value_bits`."""
+        return value_bits(self.values)
 
     @property
     def n_bytes(self) -> int:

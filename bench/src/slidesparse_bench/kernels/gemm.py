@@ -28,7 +28,7 @@ from slidesparse_bench.kernels.operands import (
     weight_bytes,
 )
 from slidesparse_bench.problems import HEADLINE, ideal_speedup
-from slidesparse_bench.records import DENSE_VARIANT, Case, Record
+from slidesparse_bench.records import DENSE_SIX_BITS, DENSE_VARIANT, Case, Record
 
 
 @runtime_checkable
@@ -63,7 +63,8 @@ def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[st
     if not backend.layout.lifted:
         return [(DENSE_VARIANT, DENSE_VARIANT)]
     if backend.accelerated or not case.scaled:
-        return [(variant, variant) for variant in session.patterns(case)]
+        six_bits = [(DENSE_SIX_BITS, DENSE_VARIANT)] if backend.bits == 6 and case.dtype == "int8" else []
+        return [(variant, variant) for variant in session.patterns(case)] + six_bits
     return [(f"{backend.name} {HEADLINE}", HEADLINE)]
 
 

@@ -21,6 +21,7 @@ from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.packing import pack_weight
+from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 from slidesparse_bench.problems import pattern_and_columns
 from slidesparse_bench.records import DENSE_VARIANT, Case
@@ -87,7 +88,7 @@ def problem_of(case: Case, variant: str, device: torch.device, backend: str) -> 
     pattern, columns = pattern_and_columns(variant, case.in_features)
     dtype = parse_dtype(case.dtype)
     bits = rounded_bits(rounding_for(backend, case.dtype), dtype)
-    return Problem(pattern, dtype, case.out_features, columns, device, bits=bits)
+    return Problem(pattern, dtype, case.out_features, columns, device, pattern != DENSE, bits)
 
 
 def lifted(

@@ -20,8 +20,8 @@ from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import METADATA, SparseForm, sparse_steps, unpack_steps
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
+from slidesparse.gemm.hopper.weights import METADATA, StepForm, pack_steps, step_bytes, unpack_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift
 from slidesparse.lifting.layout import check_slabs
@@ -45,6 +45,8 @@ class Hopper(Backend):
     layout = METADATA
     value_bits = 8
     """Bits of a kept value in memory."""
+    dense = False
+    """Whether it has a form for dense weights."""
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -52,7 +54,7 @@ class Hopper(Backend):
             return "it needs a CUDA device"
         if problem.dtype not in TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels"
-        if not problem.slid or problem.pattern == DENSE:
+        if not (self.dense or (problem.slid and problem.pattern != DENSE)):
             return "a dense weight has no 2:4 form"
         major, minor = torch.cuda.get_device_capability(problem.device)
         if (major, minor) != CAPABILITY:
@@ -74,7 +76,7 @@ class Hopper(Backend):
         return f"slidesparse {REVISION}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """Return the steps of a weight, uint8: see :func:`slidesparse.gemm.hopper.weights.sparse_steps`.
+        """Return the steps of a weight, uint8: see :func:`slidesparse.gemm.hopper.weights.pack_steps`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so those that write
         them must have ended.
@@ -82,7 +84,7 @@ class Hopper(Backend):
         Raises:
             UnsupportedError: The weight is dense.
         """
-        steps = sparse_steps(packed, self.layout.bundle(packed), self.value_bits)
+        steps = pack_steps(packed, self.layout.bundle(packed), self.value_bits)
         if steps.is_cuda:
             torch.cuda.current_stream(steps.device).synchronize()
         return (steps,)
@@ -91,9 +93,10 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`; in torch, with or without a GPU."""
         return unpack_steps(operand[0], self.form_of(operand[0]), shape[0], dtype)
 
-    def form_of(self, steps: torch.Tensor) -> SparseForm:
-        """Return the form of a weight on this backend: metadata with every step."""
-        return SparseForm(steps.shape[1], windows=0, value_bits=self.value_bits)
+    def form_of(self, steps: torch.Tensor) -> StepForm:
+        """Return the form of a weight on this backend: metadata with every step, or a dense one."""
+        dense = self.dense and steps.shape[3] == step_bytes(1, self.value_bits, dense=True)
+        return StepForm(steps.shape[1], 0, self.value_bits, dense)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
         """See :class:`slidesparse.gemm.backend.Backend`; two launches, with only addresses between."""
@@ -111,10 +114,10 @@ class Hopper(Backend):
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, dense: bool = False) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        load_kernels(TILES, dtype, out_dtype, index, 0, self.value_bits)
+        load_kernels(DENSE_TILES if dense else TILES, dtype, out_dtype, index, 0, self.value_bits)
 
     def matmul(
         self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
@@ -154,6 +157,7 @@ class HopperSixBits(Hopper):
 
     name = "hopper-6bit"
     value_bits = bits = 6
+    dense = True
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -168,10 +172,9 @@ class HopperSixBits(Hopper):
         """See :meth:`Hopper.prepare`.
 
         Raises:
-            UnsupportedError: The weight is dense.
             InputError: A value needs more bits: other weights were loaded into a layer.
         """
-        if packed.slid and packed.bits != self.bits:
+        if packed.bits != self.bits:
             what = f"values of a weight for {self.name}"
             raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
         return super().prepare(packed)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import TILE_ROWS
 from slidesparse.lifting.expert_order import rows_needed
 
@@ -43,6 +43,8 @@ choice is 0.8 % slower than the better of one and two bands, and never 5 % slowe
 MOST_TOKENS = 1 << 15
 """Largest number of tokens with a choice in advance."""
 
+COSTS = TILES | DENSE_TILES
+
 
 # -- the cost of a product -------------------------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ def _columns(tiles: tuple[Tile, ...], multiprocessors: int) -> _Columns:
     rows = [
         (
             *(tile.tokens, tile.channels, tile.split, tile.blocks, concurrent_blocks(tile, multiprocessors)),
-            *(tile.sums_in_ring, TILES[tile].step, TILES[tile].tile),
+            *(tile.sums_in_ring, COSTS[tile].step, COSTS[tile].tile),
         )
         for tile in tiles
     ]
@@ -127,11 +129,13 @@ class Band(NamedTuple):
     channels: int
 
 
-def choose_bands(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[Band, ...]:
+def choose_bands(
+    tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS, dense: bool = False
+) -> tuple[Band, ...]:
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
     The last wave of large tiles can leave most multiprocessors idle. Then smaller tiles may compute its channels in
-    less time. A weight has ``channels`` rows, and a step for each of its slabs.
+    less time. A weight has ``channels`` rows, a step for each of its slabs, and is 2:4 or ``dense``.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
@@ -139,19 +143,21 @@ def choose_bands(tokens: int, channels: int, steps: int, multiprocessors: int = 
     ['33792 in 192x256', '4096 in 96x128']
     """
     if tokens > MOST_TOKENS:
-        return (Band(cheapest(tokens, channels, steps, multiprocessors), channels),)
-    ends, bands = bands_by_tokens(channels, steps, multiprocessors)
+        return (Band(cheapest(tokens, channels, steps, multiprocessors, dense), channels),)
+    ends, bands = bands_by_tokens(channels, steps, multiprocessors, dense)
     return bands[bisect_left(ends, tokens)]
 
 
-def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
+def cheapest(
+    tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS, dense: bool = False
+) -> Tile:
     """Return the tile with the fewest estimated cycles for a product in one launch."""
-    return _fewest_cycles(tokens, channels, steps, multiprocessors)[1][0]
+    return _fewest_cycles(tokens, channels, steps, multiprocessors, dense)[1][0]
 
 
 @lru_cache(maxsize=1024)
 def bands_by_tokens(
-    channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+    channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS, dense: bool = False
 ) -> tuple[list[int], list[tuple[Band, ...]]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_TOKENS`, most of which a server has.
 
@@ -159,11 +165,11 @@ def bands_by_tokens(
     of each range, ascending, and its launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_TOKENS + 1, TOKEN_STEP, device="cpu")  # others set a default device
-    cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
+    cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors, dense)
     bands: list[tuple[Band, ...]] = [(Band(tile, channels),) for tile in best]
     some = (tokens >= TWO_BAND_TOKENS.start) & (tokens < TWO_BAND_TOKENS.stop)
     first = int(some.nonzero()[0])
-    in_two = two_bands(tokens[some], channels, steps, multiprocessors)
+    in_two = two_bands(tokens[some], channels, steps, multiprocessors, dense)
     for at, ((both, two), one) in enumerate(zip(in_two, cycles[some].tolist(), strict=True), first):
         if both < one:
             bands[at] = two
@@ -172,19 +178,19 @@ def bands_by_tokens(
 
 
 def two_bands(
-    tokens: torch.Tensor, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+    tokens: torch.Tensor, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS, dense: bool = False
 ) -> list[tuple[float, tuple[Band, ...]]]:
     """Return the best two launches for each number of tokens, and their cycles; infinite without any.
 
     In the first launch a large tile fills all of its waves, but for less than one row of tiles.
     """
     found: list[tuple[float, tuple[Band, ...]]] = [(math.inf, ())] * len(tokens)
-    for tile in TILES:
+    for tile in DENSE_TILES if dense else TILES:
         if tile.channels < TILE_ROWS or tile.split > 1:
             continue
         waves = tile.count(tokens, channels) // multiprocessors
         first = (waves * multiprocessors // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
-        after, rest = _fewest_cycles(tokens, channels - first, steps, multiprocessors)
+        after, rest = _fewest_cycles(tokens, channels - first, steps, multiprocessors, dense)
         blocks = blocks_of((tile,), tokens, first, multiprocessors)
         both = cycles_of((tile,), blocks, steps, multiprocessors)[0] + after + SECOND_LAUNCH
         both[(first == 0) | (first == channels)] = math.inf
@@ -194,10 +200,10 @@ def two_bands(
 
 
 def _fewest_cycles(
-    tokens: int | torch.Tensor, channels: int | torch.Tensor, steps: int, multiprocessors: int
+    tokens: int | torch.Tensor, channels: int | torch.Tensor, steps: int, multiprocessors: int, dense: bool
 ) -> tuple[torch.Tensor, list[Tile]]:
     """Return the cycles of the cheapest tile for each number of tokens, and the tile; the first of equal ones."""
-    tiles = tuple(TILES)
+    tiles = tuple(DENSE_TILES if dense else TILES)
     cycles = cycles_of(tiles, blocks_of(tiles, tokens, channels, multiprocessors), steps, multiprocessors)
     best = cycles.argmin(0)
     return cycles.gather(0, best[None])[0], [tiles[at] for at in best.tolist()]
@@ -205,7 +211,9 @@ def _fewest_cycles(
 
 # -- mixtures of experts ---------------------------------------------------------------------------------------------
 
-GROUPED_TILES = tuple(tile for tile in TILES if tile.split == 1)
+GROUPED_TILES, DENSE_GROUPED_TILES = (
+    tuple(tile for tile in tiles if tile.split == 1) for tiles in (TILES, DENSE_TILES)
+)
 """Tiles of grouped products, without clusters: all blocks of one need work, or none."""
 
 ROW_STEP = 0.25
@@ -215,7 +223,11 @@ lifted from. An estimate from bytes, some 600 at 4 TB/s, not fitted to times."""
 
 @lru_cache(maxsize=4096)
 def choose_grouped(
-    pairs: int, experts: int, sizes: tuple[tuple[int, int], ...], multiprocessors: int = MULTIPROCESSORS
+    pairs: int,
+    experts: int,
+    sizes: tuple[tuple[int, int], ...],
+    multiprocessors: int = MULTIPROCESSORS,
+    dense: bool = False,
 ) -> tuple[Tile, ...]:
     """Return a tile for each linear of the same tokens, all with one number of tokens.
 
@@ -228,18 +240,17 @@ def choose_grouped(
     >>> [str(tile) for tile in choose_grouped(131072, 128, ((1536, 24), (2048, 9)))]
     ['160x256', '160x256']
     """
+    tiles = DENSE_GROUPED_TILES if dense else GROUPED_TILES
 
     def cycles(channels: int, steps: int) -> dict[Tile, float]:
-        counts = [_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels) for tile in GROUPED_TILES]
+        counts = [_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels) for tile in tiles]
         blocks = torch.tensor(counts, dtype=torch.float64, device="cpu").round().unsqueeze(1)
-        return dict(
-            zip(GROUPED_TILES, cycles_of(GROUPED_TILES, blocks, steps, multiprocessors)[:, 0].tolist(), strict=True)
-        )
+        return dict(zip(tiles, cycles_of(tiles, blocks, steps, multiprocessors)[:, 0].tolist(), strict=True))
 
     costs = [cycles(*size) for size in sizes]
     best: tuple[float, tuple[Tile, ...]] | None = None
-    for tokens in sorted({tile.tokens for tile in GROUPED_TILES}):
-        like = [tile for tile in GROUPED_TILES if tile.tokens == tokens]
+    for tokens in sorted({tile.tokens for tile in tiles}):
+        like = [tile for tile in tiles if tile.tokens == tokens]
         chosen = tuple(min(like, key=cost.__getitem__) for cost in costs)
         lifted = rows_needed(pairs, experts, tokens) * sum(steps for _, steps in sizes) * ROW_STEP
         total = lifted + sum(cost[tile] for tile, cost in zip(chosen, costs, strict=True))

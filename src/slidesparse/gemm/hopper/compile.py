@@ -25,25 +25,27 @@ FOLDER = Path(__file__).with_name("csrc")
 ARCH = "sm_90a"
 
 MAINLOOPS = {
-    (False, 8): "metadata.cu",
-    (True, 8): "counts.cu",
-    (False, 6): "six_bits.cu",
-    (True, 6): "six_bit_counts.cu",
+    (False, 8, False): "metadata.cu",
+    (True, 8, False): "counts.cu",
+    (False, 6, False): "six_bits.cu",
+    (True, 6, False): "six_bit_counts.cu",
+    (False, 6, True): "six_bit_dense.cu",
 }
-"""(weights have counts, bits of a kept value) -> the source to compile."""
+"""(weights have counts, bits of a kept value, weights are dense) -> the source to compile."""
 
 TYPES = {torch.int8: "S8", torch.float8_e4m3fn: "E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def sources(count_bits: int = 0, value_bits: int = 8) -> dict[str, str]:
+def sources(count_bits: int = 0, value_bits: int = 8, dense: bool = False) -> dict[str, str]:
     """Return name in ``#include`` -> source of a mainloop: first the one to compile, then all headers.
 
     Args:
         count_bits: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
         value_bits: Bits of a kept value in memory: 6, or 8 for all others.
+        dense: Whether tiles are for dense weights.
     """
-    compiled = MAINLOOPS[count_bits > 0, value_bits]
+    compiled = MAINLOOPS[count_bits > 0, value_bits, dense]
     paths = FOLDER / compiled, *sorted(FOLDER.glob("*.cuh"))
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
@@ -77,6 +79,7 @@ def options(
         "GROUPED": int(grouped),
         "COUNT_BITS": count_bits,
         "VALUE_BITS": value_bits,
+        "DENSE": int(tile.dense),
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -99,7 +102,8 @@ def cubin(
     Raises:
         UnsupportedError: There is no NVRTC, or it refuses the source.
     """
-    files, opts = sources(count_bits, value_bits), options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    files = sources(count_bits, value_bits, tile.dense)
+    opts = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
     major, minor = nvrtc_version()
     key = hashlib.sha256("\0".join([*chain(*files.items()), *opts, f"{major}.{minor}"]).encode())
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"

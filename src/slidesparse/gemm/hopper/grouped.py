@@ -14,11 +14,11 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct
-from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES, choose_grouped
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, choose_grouped
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_kernel, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, StepForm, pack_steps
 from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
 from slidesparse.weights.packed import PackedWeight, common_bits
@@ -32,22 +32,22 @@ class HopperExperts(GroupedProduct):
     """Layout with bundles: each expert gets few tokens, so the bytes of its weight decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
-        """Return the 2:4 steps of all experts, uint8 [experts, ...] (:func:`~.weights.sparse_steps`), and their form.
+        """Return the steps of all experts, uint8 [experts, ...] (:func:`~.weights.pack_steps`), and their form.
 
         Values are stored in six bits if those of every expert fit.
         """
         first, value_bits = experts[0], common_bits(experts)
         order = ColumnOrder.of(first, self.layout.multiple_of(first.dtype), self.layout.bundle(first))
-        steps = torch.stack([sparse_steps(packed, order.bundle, value_bits) for packed in experts])
+        steps = torch.stack([pack_steps(packed, order.bundle, value_bits) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
-        return GroupedOperand(steps, SparseForm.of_order(order, first.dtype.itemsize, value_bits))
+        return GroupedOperand(steps, StepForm.of_order(order, first.dtype.itemsize, value_bits))
 
     def tiles(self, pairs: int, operands: Sequence[GroupedOperand], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
         sizes = tuple((out, operand.form.slabs) for out, operand in zip(out_features, operands, strict=True))
-        weights = operands[0].weights
-        return choose_grouped(pairs, weights.shape[0], sizes, multiprocessors(weights.get_device()))
+        weights, form = operands[0]
+        return choose_grouped(pairs, weights.shape[0], sizes, multiprocessors(weights.get_device()), form.dense)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[GroupedOperand]) -> None:
         """Compile and load every tile for these weights, of :meth:`prepare`.
@@ -56,8 +56,9 @@ class HopperExperts(GroupedProduct):
             UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
         """
         device = operands[0].weights.get_device()
-        for bits in {(operand.form.count_bits, operand.form.value_bits) for operand in operands}:
-            load_kernels(GROUPED_TILES, dtype, out_dtype, device, *bits, grouped=True)
+        for count_bits, value_bits, dense in {(each.form.count_bits, *each.form[2:]) for each in operands}:
+            tiles = DENSE_GROUPED_TILES if dense else GROUPED_TILES
+            load_kernels(tiles, dtype, out_dtype, device, count_bits, value_bits, grouped=True)
 
     def multiply(
         self,
@@ -109,6 +110,6 @@ class HopperExperts(GroupedProduct):
 
 
 @lru_cache(maxsize=1 << 10)
-def _needed(form: SparseForm, experts: int, out: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
+def _needed(form: StepForm, experts: int, out: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
     """Return the bits of the counts of a form, and the shape of weights of these sizes in it."""
     return form.count_bits, (experts, *form.shape(out, itemsize))

@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper.choose_tiles import Band, choose_bands
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, SparseForm
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, StepForm
 from slidesparse.lifting.layout import SLAB_BYTES
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -73,12 +73,13 @@ class GemmLaunch:
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         tile_bytes: See :class:`BandLaunch`.
+        dense: Whether the weight is dense.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
     """
 
-    __slots__ = ("_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
+    __slots__ = ("_dense", "_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
 
     def __init__(
         self,
@@ -87,8 +88,10 @@ class GemmLaunch:
         sizes: Arguments,
         slab_bytes: int,
         tile_bytes: int,
+        dense: bool = False,
     ) -> None:
         self.slab_bytes, self._types, self._sizes, self._tile_bytes = slab_bytes, types, sizes, tile_bytes
+        self._dense = dense
         self.bands: list[BandLaunch] = []
         start = 0
         for tile, channels in bands:
@@ -104,8 +107,9 @@ class GemmLaunch:
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, channels, slabs = tokens, sizes.channels, sizes.sparse_slabs
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * slabs
-        bands = choose_bands(tokens, channels, slabs, multiprocessors(self._types[2])) if channels else ()
-        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes)
+        count, dense = multiprocessors(self._types[2]), self._dense
+        bands = choose_bands(tokens, channels, slabs, count, dense) if channels else ()
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes, dense)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply, unchecked, on the current stream of the device, which must be the current one.
@@ -121,7 +125,7 @@ class GemmLaunch:
 
 
 def find_launch(
-    activations: torch.Size, dtype: torch.dtype, form: SparseForm, steps: torch.Size,
+    activations: torch.Size, dtype: torch.dtype, form: StepForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, tile: Tile | tuple[Band, ...] | None = None,
 ) -> GemmLaunch:  # fmt: skip
     """Return the cached launch of a product.
@@ -142,7 +146,7 @@ def find_launch(
         UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
     """
     if tile is None:
-        bands = choose_bands(activations[0], out_features, form.slabs, multiprocessors(device))
+        bands = choose_bands(activations[0], out_features, form.slabs, multiprocessors(device), form.dense)
     else:
         bands = (Band(tile, out_features),) if isinstance(tile, Tile) else tile
     return _launch(activations, dtype, form, steps, out_features, out_dtype, device, bands)
@@ -150,7 +154,7 @@ def find_launch(
 
 @lru_cache(maxsize=1 << 13)
 def _launch(
-    activations: torch.Size, dtype: torch.dtype, form: SparseForm, steps: torch.Size,
+    activations: torch.Size, dtype: torch.dtype, form: StepForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, bands: tuple[Band, ...],
 ) -> GemmLaunch:  # fmt: skip
     if out_dtype not in OUTPUTS:
@@ -166,4 +170,5 @@ def _launch(
     slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
     sizes = Arguments(tokens=tokens, channels=out_features, sparse_slabs=form.slabs, group=GROUP, windows=form.windows)
     types = dtype, out_dtype, device, form.count_bits, form.value_bits
-    return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, math.prod(steps[1:]))
+    bands = bands if tokens and out_features else ()
+    return GemmLaunch(bands, types, sizes, slab_bytes, math.prod(steps[1:]), form.dense)

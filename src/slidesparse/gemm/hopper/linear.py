@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import SparseForm
+from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.weights.support import is_vector
@@ -52,7 +52,7 @@ class HopperLinear:
     ) -> None:
         self.out = by_parts.out_features
         item_bytes = lift.target.itemsize
-        form = SparseForm.of_order(lift.order, item_bytes, value_bits)
+        form = StepForm.of_order(lift.order, item_bytes, value_bits)
         self._steps = form.shape(self.out, item_bytes)
         self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))

@@ -11,10 +11,12 @@ share 32 groups, with one copy of their counts before its steps: 0.84 bytes a we
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads its values of an instruction, with their metadata, as 16 bytes.
 
+**Dense** weights of six bits take 0.75 bytes a weight, too: a slab has four instructions, and no metadata.
+
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
 
-:func:`sparse_steps` packs; :func:`unpack_steps` is its inverse.
+:func:`pack_steps` packs; :func:`unpack_steps` is its inverse.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ def value_bytes(value_bits: int) -> int:
     return VALUE_BYTES // 8 * value_bits
 
 
-def step_bytes(itemsize: int, value_bits: int = 8) -> int:
-    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512."""
-    return value_bytes(value_bits) + 1024 // itemsize
+def step_bytes(itemsize: int, value_bits: int = 8, dense: bool = False) -> int:
+    """Return the bytes of a row block in a step: values, and metadata of 2:4, 1024 bytes for 8-bit types, else 512."""
+    return 2 * value_bytes(value_bits) if dense else value_bytes(value_bits) + 1024 // itemsize
 
 
 def bundle_of(packed: PackedWeight) -> int:
@@ -82,24 +84,26 @@ COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
 """Layout with counts once a bundle, wherever they are smaller; see :func:`bundle_of`."""
 
 
-class SparseForm(NamedTuple):
-    """The memory form of a 2:4 weight.
+class StepForm(NamedTuple):
+    """The memory form of a weight.
 
     Attributes:
         slabs: Its slabs.
-        windows: Slabs of a bundle; 0 with metadata in every step.
+        windows: Slabs of a bundle; 0 with metadata in every step, and of a dense weight.
         value_bits: Bits of a kept value in memory: 6, or 8 for all others.
+        dense: Whether the weight is dense, which only six bits are.
     """
 
     slabs: int
     windows: int
     value_bits: int = 8
+    dense: bool = False
 
     @classmethod
-    def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> SparseForm:
+    def of_order(cls, order: ColumnOrder, itemsize: int, value_bits: int = 8) -> StepForm:
         """Return the form of the weight for activations in this order."""
         windows = order.group // 2 - 1 if order.bundle > 1 else 0
-        return cls(order.k_packed * itemsize // SLAB_BYTES, windows, value_bits)
+        return cls(order.k_packed * itemsize // SLAB_BYTES, windows, value_bits, not order.slid)
 
     @property
     def count_bits(self) -> int:
@@ -110,7 +114,7 @@ class SparseForm(NamedTuple):
         """Return the shape of a weight's tensor, for so many rows."""
         tiles = -(-out_features // TILE_ROWS)
         if not self.windows:
-            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.value_bits)))
+            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.value_bits, self.dense)))
         return torch.Size((tiles, self.slabs // self.windows, bundle_bytes(self.windows, self.value_bits)))
 
 
@@ -128,18 +132,22 @@ def bundle_bytes(windows: int, value_bits: int) -> int:
     return BLOCKS * (count_bits_of(windows) * PLANE_BYTES + windows * value_bytes(value_bits))
 
 
-def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
-    """Return a weight in 2:4 steps, for ``bundle`` groups of activations and 6 or 8 bits of a kept value.
+def pack_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
+    """Return a weight in steps, for ``bundle`` groups of activations and 6 or 8 bits of a kept value.
 
     uint8 [row tiles, slabs, 4, bytes of a step]; or in bundles
     [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
 
     Raises:
-        UnsupportedError: The weight is dense.
+        UnsupportedError: The weight is dense, and not of six bits.
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     if packed.code is None:
-        raise UnsupportedError("the Hopper kernel multiplies 2:4 weights", got="dense", remedy="use backend='dense'")
+        if value_bits == 8:
+            what, remedy = "a dense weight for the Hopper kernel", "use backend='dense'"
+            raise UnsupportedError(what, got="8 bits", needed="INT8 multiples of 4", remedy=remedy)
+        halves = _six_bit_steps(F.pad(packed.values, (0, -packed.values.shape[1] % SLAB_BYTES)))
+        return _row_tiles(halves.unflatten(1, (-1, 2)).flatten(2))
     if bundle > 1:
         return _bundles(packed.values, packed.code, packed.pattern, value_bits)
     values = _row_steps(packed.values) if value_bits == 8 else _six_bits(packed.values)
@@ -154,14 +162,10 @@ def sparse_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torc
 
 
 def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern, value_bits: int) -> torch.Tensor:
-    """Arrange the kept values [out, n * keep] and codes [out, n] of groups as :func:`sparse_steps` says."""
+    """Arrange the kept values [out, n * keep] and codes [out, n] of groups as :func:`pack_steps` says."""
     windows = as_bits(values).unflatten(1, (-1, pattern.windows, WINDOW_KEEP))
     in_order = in_bundles(windows, 0).flatten(1)
-    if value_bits == 6:  # of an instruction two words of every thread, then the third
-        words = _six_bits(in_order).unflatten(2, (2, -1))
-        steps = _row_tiles(torch.cat([words[..., :8].flatten(3), words[..., 8:].flatten(3)], -1).flatten(2))
-    else:
-        steps = _row_tiles(_row_steps(in_order))
+    steps = _row_tiles(_six_bit_steps(in_order) if value_bits == 6 else _row_steps(in_order))
     a, b = decode_group(code, pattern)
     # Padding groups and rows keep their first entries: all kept entries precede both left-out positions.
     counts = torch.stack([a, b - 1], -1).unsqueeze(2)
@@ -209,6 +213,15 @@ def _row_steps(values: torch.Tensor) -> torch.Tensor:
     return swizzled(chunks, torch.arange(ROWS, device=values.device) // 2 % 4).flatten(2)
 
 
+def _six_bit_steps(values: torch.Tensor) -> torch.Tensor:
+    """Cut INT8 rows [out, columns] into steps without metadata: uint8 [row blocks, steps, 3072].
+
+    Of an instruction two words of every thread come first, then their third words.
+    """
+    words = _six_bits(values).unflatten(2, (2, -1))
+    return torch.cat([words[..., :8].flatten(3), words[..., 8:].flatten(3)], -1).flatten(2)
+
+
 def _six_bits(values: torch.Tensor) -> torch.Tensor:
     """Arrange INT8 rows [out, columns] by threads: uint8 [row blocks, steps, 2 instructions * 128, 12].
 
@@ -251,11 +264,11 @@ def _metadata_words_16(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
 # -- the inverse: every function below undoes the one of a like name above --------------------------------------------
 
 
-def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix for lifted activations, zeros in place: the inverse of :func:`sparse_steps`.
+def unpack_steps(steps: torch.Tensor, form: StepForm, out_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix for lifted activations, zeros in place: the inverse of :func:`pack_steps`.
 
     Args:
-        steps: uint8, the 2:4 steps of one weight; of the weights of experts, one at a time.
+        steps: uint8, the steps of one weight; of the weights of experts, one at a time.
         form: Its form.
         out_features: Its rows, without the padding to row tiles.
         dtype: Its type.
@@ -263,6 +276,9 @@ def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype
     Returns:
         [out, K'] in ``dtype``, bit for bit, its columns in the order of the activations in slabs.
     """
+    if form.dense:
+        halves = _row_blocks(steps).unflatten(2, (2, -1)).flatten(1, 2)
+        return _from_six_bit_steps(halves).view(dtype)[:out_features]
     if form.windows:
         values, nibbles = _from_bundles(steps, form)
     else:
@@ -274,7 +290,7 @@ def unpack_steps(steps: torch.Tensor, form: SparseForm, out_features: int, dtype
     return torch.stack(columns, -1).flatten(1).view(dtype)
 
 
-def _from_steps(blocks: torch.Tensor, form: SparseForm, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _from_steps(blocks: torch.Tensor, form: StepForm, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row blocks, slabs, bytes]."""
     if form.value_bits == 6:
         words = blocks.unflatten(2, (-1, 16))
@@ -282,7 +298,7 @@ def _from_steps(blocks: torch.Tensor, form: SparseForm, itemsize: int) -> tuple[
     return _from_row_steps(blocks[..., :VALUE_BYTES]), _from_metadata_words(blocks[..., VALUE_BYTES:], itemsize)
 
 
-def _from_bundles(steps: torch.Tensor, form: SparseForm) -> tuple[torch.Tensor, torch.Tensor]:
+def _from_bundles(steps: torch.Tensor, form: StepForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values and metadata, uint8 [rows, bytes] and [rows, windows], of uint8 [row tiles, bundles, bytes]."""
     count_bytes = BLOCKS * form.count_bits * PLANE_BYTES
     words = _row_blocks(steps[..., :count_bytes].unflatten(2, (BLOCKS, -1)))
@@ -291,11 +307,7 @@ def _from_bundles(steps: torch.Tensor, form: SparseForm) -> tuple[torch.Tensor, 
     entry = torch.arange(form.windows * WINDOW_KEEP, dtype=torch.uint8, device=steps.device).view(form.windows, 1, -1)
     index = entry % WINDOW_KEEP + (entry >= a) + (entry >= c)
     nibbles = (index[..., 0] | index[..., 1] << 2).flatten(1)
-    if form.value_bits == 8:
-        return _from_row_steps(blocks), nibbles
-    of_two, third = blocks.unflatten(2, (2, -1)).split([1024, 512], -1)
-    threads = torch.cat([of_two.unflatten(-1, (-1, 8)), third.unflatten(-1, (-1, 4))], -1)
-    return _from_six_bits(threads.flatten(2, 3)), nibbles
+    return (_from_row_steps if form.value_bits == 8 else _from_six_bit_steps)(blocks), nibbles
 
 
 def _from_count_words(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -316,6 +328,13 @@ def _from_row_steps(steps: torch.Tensor) -> torch.Tensor:
     """Return the rows of uint8 [row blocks, steps, 4096]: uint8 [rows, bytes]."""
     chunks = steps.unflatten(2, (ROWS, -1, CHUNK_BYTES))
     return swizzled(chunks, torch.arange(ROWS, device=steps.device) // 2 % 4).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _from_six_bit_steps(steps: torch.Tensor) -> torch.Tensor:
+    """Return the rows of uint8 [row blocks, steps, 3072]: uint8 [rows, bytes]."""
+    of_two, third = steps.unflatten(2, (2, -1)).split([1024, 512], -1)
+    threads = torch.cat([of_two.unflatten(-1, (-1, 8)), third.unflatten(-1, (-1, 4))], -1)
+    return _from_six_bits(threads.flatten(2, 3))
 
 
 def _from_six_bits(threads: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.sglang import LOGGER, fuse
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import RunsSparse, settle
+from slidesparse.layer.settle import RunsPacked, settle
 from slidesparse.models.layer_kinds import kind_of
 
 SUBMODULE = "slide"
@@ -83,10 +83,10 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
-        slide = None
-        if isinstance(settled, RunsSparse):
+        slide, how = None, "dense"
+        if isinstance(settled, RunsPacked):
+            how = settled.how
             slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
-        how = "dense" if slide is None else "sparse"
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
         return slide

@@ -30,7 +30,7 @@ from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import RunsSparse, pack_dense, settle
+from slidesparse.layer.settle import RunsPacked, pack_dense, settle
 from slidesparse.weights.quant import QUANTISED
 
 READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
@@ -207,10 +207,10 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
     give_blocks_back(weight.device)  # memory of the check, before a backend prepares the packed weight
     linear = LoadedLinear.of(weight, settled.choice)
-    if isinstance(settled, RunsSparse):
+    if isinstance(settled, RunsPacked):
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
-        return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, **sizes)
+        return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, how=settled.how, **sizes)
     outcome = Outcome(False, settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
@@ -218,5 +218,5 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
     if settled.pattern is None or not fuse or weight.dtype not in QUANTISED:
         return None, outcome
-    slide = SlideLinear(pack_dense(weight, scale, name=named.name))
+    slide = SlideLinear(pack_dense(weight, scale, name=named.name), choice=settled.choice)
     return slide, replace(outcome, text=f"{settled.reason}; {JOINED}")

@@ -45,6 +45,7 @@ class Outcome:
         kept_bytes: Bytes of its kept weight, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         linear: The times of a linear whose backends were chosen, sparse or dense.
         sparse_by: The backend that could run a linear here which stays dense, or None.
+        how: The form of packed weights in words, where they are not sparse.
     """
 
     sparse: bool
@@ -56,6 +57,10 @@ class Outcome:
     dense_bytes: int = field(default=0, compare=False)
     linear: LoadedLinear | None = field(default=None, compare=False)
     sparse_by: str | None = field(default=None, compare=False)
+    how: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "how", self.how or ("sparse" if self.sparse else "dense"))
 
 
 @dataclass
@@ -112,11 +117,12 @@ class ModelStatus:
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
             kinds.setdefault((kind_of(name), outcome), []).append(name)
-        total = Counter(outcome.sparse for outcome in self.outcomes.values())
-        head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse{self._memory()}"
+        total = Counter(outcome.how for outcome in self.outcomes.values())
+        others = "".join(f", {count} {how}" for how, count in total.items() if how not in ("sparse", "dense"))
+        head = f"slidesparse: {total['sparse']} of {sum(total.values())} layers run sparse{others}{self._memory()}"
         linears = [outcome.linear for outcome in self.outcomes.values() if outcome.linear is not None]
         return [head, *describe_gain(linears)] + [
-            f"slidesparse: {kind if len(names) > 1 else names[0]}: {'sparse' if outcome.sparse else 'dense'},"
+            f"slidesparse: {kind if len(names) > 1 else names[0]}: {outcome.how},"
             f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
             for (kind, outcome), names in kinds.items()
         ]

@@ -9,6 +9,7 @@ struct Arguments {
     const u8* dense;      // always null; of dense steps: [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
                           // six bits: [row tiles][sparse slabs][W_TILE][2 instructions][128 threads]{3 words of values; metadata}
+                          // dense:  [row tiles][slabs][W_TILE][4 instructions]{[128 threads][2 words]; [128 threads][word]} of six bits
                           // counts: [row tiles][bundles]{[W_TILE][FIELD][128] words; [windows][W_TILE][64][HALF] values}
                           // both:   values [2 instructions]{[128 threads][2 words]; [128 threads][word]}
     const float* scale_x; // [tokens] or null

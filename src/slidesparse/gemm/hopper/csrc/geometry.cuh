@@ -11,8 +11,8 @@ constexpr int W_TILE = 4;                   // row blocks that are contiguous in
 constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
-constexpr int META_BYTES = COUNT_BITS == 0 ? META_WORDS * 512 : 0;
-constexpr int SPARSE_BYTES = VALUE_BYTES / 8 * VALUE_BITS + META_BYTES;  // of a row block in a 2:4 step; in a dense step VALUE_BYTES
+constexpr int META_BYTES = COUNT_BITS == 0 && !DENSE ? META_WORDS * 512 : 0;
+constexpr int SPARSE_BYTES = VALUE_BYTES / 8 * VALUE_BITS * (1 + DENSE) + META_BYTES;  // of a row block in a slab of this mainloop
 constexpr int WEIGHT_BYTES = SPARSE_BYTES > VALUE_BYTES ? SPARSE_BYTES : VALUE_BYTES;
 constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * WEIGHT_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 

@@ -1,7 +1,7 @@
 // Y[token, channel] = scale_x[token] * (scale_w[channel] * (W X^T)[channel, token]) + bias[channel]   on Hopper (sm_90a)
 //
-// W is 2:4 along K, and X is lifted to match. Dense steps before the 2:4 ones, which the source can also multiply, are in no
-// weight: the host asks for none (arguments.cuh). wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows
+// W is 2:4 along K, and X is lifted to match; or it is dense (six_bit_dense.cu). Dense steps of eight bits before the 2:4 ones,
+// which the source can also multiply, are in no weight: the host asks for none (arguments.cuh). wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows
 // an instruction) and the tokens are B.
 //
 // A block has one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
@@ -19,12 +19,13 @@
 // Along K a tile is a sequence of *steps* of 128 bytes of an X row (a *slab*), each of 64 x 64 bytes of kept values and their
 // metadata a row block, and TOKENS x 128 bytes of X. (A dense step would be of half a slab, with X once for two of them.)
 //
-// How the 2:4 weights lie in memory decides on the *mainloop*, how they are loaded and multiplied. Each has a file that is compiled:
+// How the weights lie in memory decides on the *mainloop*, how they are loaded and multiplied. Each has a file that is compiled:
 //
 //     metadata.cu          whole values, metadata with every step
 //     counts.cu            whole values, counts once a bundle of steps in place of metadata (counts.cuh)
 //     six_bits.cu          INT8 values in six bits (six_bits.cuh), metadata with every step
 //     six_bit_counts.cu    both
+//     six_bit_dense.cu     dense weights of six bits; their steps are whole slabs, and are called sparse as the others are
 //
 // Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
 // copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
@@ -47,7 +48,7 @@
 //
 // The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
 // WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor), GROUPED, COUNT_BITS (of a count, 0 without) and VALUE_BITS
-// (of a value in memory: 6, or 8 for all others). Since a preprocessor cannot count, they define the accumulator operands of
+// (of a value in memory: 6, or 8 for all others) and DENSE (1: a dense weight). Since a preprocessor cannot count, they define the accumulator operands of
 // wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
 // OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_7).
 
