@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -117,7 +115,7 @@ PASSED: list[tuple[object, ...]] = []
 @pytest.fixture(autouse=True)
 def _asked_again() -> Iterator[None]:
     """What Triton can do is found out in this test, and forgotten after it."""
-    caches = triton_launcher.refusal_of_order, log_once, triton_launcher.early_start
+    caches = triton_launcher.refusal_of_order, log_once
     for cache in caches:
         cache.cache_clear()
     PASSED.clear()
@@ -194,37 +192,6 @@ def _runs_by_triton(kernel: Compiling, caplog: pytest.LogCaptureFixture) -> str:
     assert line.startswith("slidesparse: Triton itself launches all kernels")
     assert "\n" not in line
     return line
-
-
-@pytest.mark.parametrize("knows", ["no knobs", "no runtime", "no hooks"])
-def test_without_hooks_there_are_none_to_take_away(monkeypatch: pytest.MonkeyPatch, knows: str) -> None:
-    if knows == "no knobs":
-        monkeypatch.delattr(triton, "knobs")
-        monkeypatch.setitem(sys.modules, "triton.knobs", None)
-    elif knows == "no runtime":
-        monkeypatch.delattr(knobs, "runtime")
-    else:
-        monkeypatch.setattr(knobs, "runtime", SimpleNamespace())
-    kernel = Compiling(**COMPILED)
-    Launcher(kernel, ()).compile_and_launch(1, (), aligned=True)
-    assert kernel.launches == 1
-
-
-def test_kernels_start_early_where_triton_knows_how(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from triton.backends.nvidia import compiler
-
-    assert triton_launcher.early_start() == {"launch_pdl": True}
-    for options in (SimpleNamespace(__dataclass_fields__={"num_warps": None}), SimpleNamespace()):
-        monkeypatch.setattr(compiler, "CUDAOptions", options)
-        triton_launcher.early_start.cache_clear()
-        assert triton_launcher.early_start() == {}
-    assert not caplog.messages
-    monkeypatch.delattr(compiler, "CUDAOptions")
-    triton_launcher.early_start.cache_clear()
-    assert triton_launcher.early_start() == {}
-    assert "no kernel starts before" in caplog.text
 
 
 NUMBERS = {
