@@ -236,5 +236,5 @@ def described(**changed: Any) -> Any:
 )
 def test_why_a_module_keeps_its_experts(changed: dict[str, Any], why: str | None) -> None:
     assert why_not_packed(described(**changed), TWO_EXPERTS) == why
-    listed = Experts("mlp.experts", 2, {"up.weight": (4, 4)}, members=("0", "1"))
-    assert "in another way than in gate_up_proj and down_proj" in str(why_not_packed(described(), listed))
+    others = Experts("mlp.experts", 2, {"w1": (2, 4, 4), "w2": (2, 4, 4)})
+    assert "in another way than in gate_up_proj and down_proj" in str(why_not_packed(described(), others))

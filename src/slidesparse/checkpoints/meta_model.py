@@ -22,7 +22,6 @@ from slidesparse.checkpoints.stored_ties import settle_ties
 from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
 from slidesparse.checkpoints.wrapped_names import ADAPTER
 from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.models.parts import output_embedding, text_config
 from slidesparse.models.unused_linears import names_as_layers
 from slidesparse.weights.quant import FLOATS
@@ -45,7 +44,7 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears outside of experts and of a marker's ignore list, by module name.
+        """Return the linears outside of a marker's ignore list, by module name.
 
         A marker that names a layer which the model does not have is a CheckpointError.
         """
@@ -57,8 +56,7 @@ class MetaModel:
         unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        inside = linears_inside(self.model, find_experts(self.model))
-        return {name: module for name, module in known.items() if name not in marker.ignore and name not in inside}
+        return {name: module for name, module in known.items() if name not in marker.ignore}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return the linears that cannot be changed in place, each with the form of its weight in the checkpoint."""

@@ -16,7 +16,7 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.layer.linear import BIAS, SlideLinear
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.description import describe_in_config, models_inside
-from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.experts import describe_experts, find_experts, find_routers
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.match_layer import Matching
@@ -260,9 +260,8 @@ def sparsify_(
     pruner = _pruner(model, method, calibration, match_steps)
     chooser = Chooser(backend, fallback)
     experts = find_experts(model)
-    inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
-    targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
+    targets = find_targets(model, ignore, lm_head, part=part, keep=keep)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # all checks come before the first replacement
         weight = linear.weight.detach()

@@ -201,7 +201,7 @@ def _find_targets(source: Source) -> Targets:
     rounded = marker is not None and quantisation_dtype(source.checkpoint.config) is not None
     head = marked is not None and treated_head(model, marked) is not None
     keep = {**meta.why_stored_otherwise(), **source.routers}
-    targets = find_targets(model, lm_head=head, part="all", keep=keep, without=source.inside_experts)
+    targets = find_targets(model, lm_head=head, part="all", keep=keep)
     if marker is None or marked is None:
         return targets
     floats = {**linears_of_float_mixers(model), **float_heads(model)} if rounded else {}
