@@ -78,9 +78,6 @@ CHANGES_THE_RESULT: dict[str, Callable[[Config], None]] = {
     "group_0.weights.unheard_of": within(*GROUP, "weights", "unheard_of", value=1),
     "group_0.weights.actorder": within(*GROUP, "weights", "actorder", value="group"),
     "group_0.input_activations.clip": within(*GROUP, "input_activations", "clip", value=0.9),
-    "text_config.quantization_config": put("text_config", "quantization_config", value={"quant_method": "fp8"}),
-    "text_config.part.compression_config": put("text_config", "part", "compression_config", value={"a": 1}),
-    "compression_config": put("compression_config", value={"quant_method": "compressed-tensors"}),
 }
 
 
@@ -122,7 +119,6 @@ HARMLESS: list[Callable[[Config], None]] = [
     within(*GROUP, "weights", "observer", value="mse"),
     within(*GROUP, "weights", "actorder", value="static"),
     within(*GROUP, "input_activations", "zp_dtype", value=None),
-    put("text_config", "quantization_config", value=None),
 ]
 
 

@@ -37,7 +37,6 @@ from slidesparse.checkpoints.quantisation_keys import (
     OF_A_SCHEME,
     PARTS,
     refuse_keys,
-    refuse_other_places,
 )
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.config_keys import (
@@ -152,13 +151,12 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that does not fit the tensors' types, is not at the top, or that we follow in part."""
+    """Refuse a quantisation that does not fit the tensors' types, or that we follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
         got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
         remedy = "remove quantization_config from config.json: it is of other weights"
         raise CheckpointError("quantisation of the source", got=got, remedy=remedy)
-    refuse_other_places(config, value)
     refuse_keys(value, but=OF_A_SCHEME)
 
 
@@ -189,6 +187,15 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         needed = f"one type, and {LINEAR} or names of linears as targets"
         raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     return torch.int8 if types == {"int"} else torch.float8_e4m3fn
+
+
+def other_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
+    """Return the error for an unsupported quantisation in a config.json; None for ours, BitNet's and none."""
+    try:
+        quantisation_dtype(config)
+    except CheckpointError as error:
+        return None if is_bitnet(config) else error
+    return None
 
 
 def quantised_targets(value: Mapping[str, Any]) -> list[str]:

@@ -15,12 +15,10 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.traced_tensor import replay, sources
-from slidesparse.checkpoints.check_config import require_family
-from slidesparse.checkpoints.checkpoint import Checkpoint, unmerged
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.stored_ties import settle_ties
 from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
-from slidesparse.checkpoints.wrapped_names import ADAPTER
 from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.models.parts import output_embedding, text_config
 from slidesparse.models.unused_linears import names_as_layers
@@ -162,8 +160,6 @@ def build_meta_model(
             set_experts("batched_mm")  # the others depend on values, or run in BF16 only
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
-    for name in filter(ADAPTER.search, names.unused):
-        raise unmerged(f"{checkpoint.path} holds more than a model", name)
     return MetaModel(model.eval(), settle_ties(model, names, checkpoint))
 
 
@@ -197,7 +193,6 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **LOCAL)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
-    require_family(checkpoint, known, config)
     return known, config
 
 

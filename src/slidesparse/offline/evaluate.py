@@ -18,11 +18,10 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import advice, progress_bar, say
-from slidesparse.checkpoints.check_config import unread_quantisation
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.load import load
-from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype
+from slidesparse.checkpoints.marker import Marker, is_bitnet, other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.hub import source_folder
@@ -231,13 +230,12 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
         return load(path, device)
     known, config = model_class(checkpoint)
     # transformers renames the tensors of other formats.
-    if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
+    if not is_bitnet(checkpoint.config) and other_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
-    renamed = {"key_mapping": dict.fromkeys(checkpoint.wrappers, "")} if checkpoint.wrappers else {}
     try:
         with other_library():
             model, loading = known.from_pretrained(
-                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL, **renamed
+                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL
             )
             model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers

@@ -13,10 +13,9 @@ import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import advice, progress_bar, table, wrapped
-from slidesparse.checkpoints.check_config import other_quantisation
 from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.marker import quantisation_dtype
+from slidesparse.checkpoints.marker import other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.gemm import Choice, Problem, choose, get_backend
@@ -223,7 +222,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     try:
         meta.require_complete()
     except CheckpointError as error:
-        faults.append(str(other_quantisation(checkpoint) or error))
+        faults.append(str(other_quantisation(checkpoint.config) or error))
     try:
         faults += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:

@@ -21,7 +21,7 @@ from slidesparse.base.version import __version__
 from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.checkpoints.tensor_names import transformers_loads
-from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer, require_fetched
+from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer
 from slidesparse.files.json_files import write_index, write_json
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
@@ -111,7 +111,6 @@ def prepare(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    require_fetched(files)
     return Prepared(plan(checkpoint, options), destination, files, where)
 
 
