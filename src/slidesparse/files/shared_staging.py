@@ -17,7 +17,6 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
 from slidesparse.files.staging import (
     RECORD,
-    OptionName,
     Workplace,
     as_stored,
     differences,
@@ -35,7 +34,6 @@ def staged_together(
     source: Path,
     record: Mapping[str, Any],
     n_bytes: int,
-    as_written: OptionName = str,
 ) -> Iterator[Workplace]:
     """Open one working folder for all processes: see :func:`slidesparse.files.staging.staged`.
 
@@ -47,21 +45,21 @@ def staged_together(
         InputError: A process was started with other options or another source.
     """
     if ranks.is_first:
-        with staged(destination, source, record, n_bytes, as_written) as work:
-            _require_alike(ranks, work, record, as_written)
+        with staged(destination, source, record, n_bytes) as work:
+            _require_alike(ranks, work, record)
             work.is_shared = ranks.world > 1
             yield work
             ranks.wait()
     else:
         work = Workplace(partial_folder(new_folder(destination, source)))
         with with_what_is_kept(work, destination):
-            _require_alike(ranks, work, record, as_written)
+            _require_alike(ranks, work, record)
             yield work
             ranks.wait()
     ranks.wait()  # the folder has its name
 
 
-def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any], as_written: OptionName) -> None:
+def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> None:
     """Refuse processes with another record or folder, in all of them and before any has written a file."""
     records = ranks.gather(as_stored(record))  # the first process comes when its record is written
     path = work.path / RECORD
@@ -70,7 +68,7 @@ def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any], as_
         if theirs != records[0]:
             raise InputError(
                 f"rank {rank} was started otherwise than rank 0",
-                got=f"another {', '.join(differences(records[0], theirs, as_written))}",
+                got=f"another {', '.join(differences(records[0], theirs))}",
                 needed="the same options, text and source, and one version and kind of device, for every process",
             )
         if not sees:

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
@@ -36,9 +36,6 @@ from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.write_errors import locked, require_space, write_errors
 
 RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
-
-OptionName: TypeAlias = Callable[[str], str]
-"""Function from a field of options to the option as a user writes it."""
 
 LAYOUT = 2
 """Version of the working folder, part of every record: a run does not resume from another version."""
@@ -96,9 +93,7 @@ class Workplace:
 
 
 @contextmanager
-def staged(
-    destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int, as_written: OptionName = str
-) -> Iterator[Workplace]:
+def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
     """Open a working folder, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
@@ -106,7 +101,6 @@ def staged(
         source: The folder of the data; ``destination`` must be neither this folder nor inside it.
         record: Everything that decides the output, ready for JSON; runs with equal records can use each other's files.
         n_bytes: Size of the output, checked against the free space.
-        as_written: Name of an option as a user writes it, for the message that a record differs.
 
     Raises:
         CheckpointError: The destination exists, another run is writing it, the record differs or the disk is full.
@@ -117,7 +111,7 @@ def staged(
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
             stored = as_stored(record)
-            refuse_another_run(work, stored, as_written)
+            _refuse_another_run(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
                 require_space(destination, n_bytes - work.size())
@@ -132,9 +126,7 @@ def staged(
                 folder.rmdir()  # only where it is empty
 
 
-def bytes_to_write(
-    destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int, as_written: OptionName = str
-) -> int:
+def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int) -> int:
     """Return the bytes that :func:`staged` would still write, or raise its errors, but for space and permissions.
 
     Raises:
@@ -145,7 +137,7 @@ def bytes_to_write(
     if not os.path.lexists(work.path):
         return n_bytes
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
-        refuse_another_run(work, as_stored(record()), as_written)
+        _refuse_another_run(work, as_stored(record()))
         return n_bytes - work.size()
 
 
@@ -221,7 +213,7 @@ def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: OptionName) -> None:
+def _refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
     """Refuse a working folder in which another run has work to lose; ``record`` is as stored."""
     path, again = work.path / RECORD, f"remove {work.path} and run again"
     try:
@@ -233,20 +225,19 @@ def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: Opti
     if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(differences(known, record, as_written))}",
+            got=None if known is None else f"another {', '.join(differences(known, record))}",
             remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 
 
-def differences(record: Mapping[str, Any], other: Mapping[str, Any], as_written: OptionName = str) -> list[str]:
-    """Return the names of the differing entries of two records; options one by one, as a user writes them.
+def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the differing entries of two records; options one by one.
 
     >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
     ['pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
-    differing = _differing(*options) if len(options) == 2 else []
-    names = [*dict.fromkeys(map(as_written, differing))]
+    names = _differing(*options) if len(options) == 2 else []
     return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 

@@ -36,7 +36,6 @@ from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.execute import execute, require_finite
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan import Plan, plan
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
@@ -143,7 +142,7 @@ def prune_checkpoint(
     size = prepared.n_bytes + files.n_bytes
     if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
         LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
-    with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size, as_written) as work:
+    with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size) as work:
         if made.smoothing is not None and made.layers is not None:
             with ranks.first_alone():  # it writes the factors that the others read
                 windows, where = made.layers.windows, prepared.device
