@@ -115,11 +115,6 @@ def etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
 
 
-def settings(hub: SmallHub, home: Path) -> dict[str, str]:
-    """The environment of a process that uses the hub."""
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-
 def use(monkeypatch: pytest.MonkeyPatch, hub: SmallHub, home: Path) -> None:
     """Let huggingface_hub, which reads its settings when it is imported, use the hub from now on."""
     constants = huggingface_hub.constants

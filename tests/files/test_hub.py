@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ import huggingface_hub.constants
 import pytest
 import small_hub as small_hub_module
 from checkpoints import add_tokenizer, make_checkpoint, tokens
-from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
+from small_hub import COMMIT, TOKEN, SmallHub, small_hub, use
 
 import slidesparse as ss
 from slidesparse.base.readable_size import readable_size
@@ -172,20 +170,6 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert source_folder("maker/small") == folder
     assert hub.asked == []
-
-
-@pytest.mark.slow
-def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_HOME and HF_TOKEN of the environment, in a process that says nothing but its result."""
-    hub.private.add("maker/small")
-    words = ["inspect", "maker/small", "--json"]
-    for token, status in ((TOKEN, 0), ("", 1)):
-        environment = {**os.environ, **settings(hub, tmp_path / f"home{status}"), "HF_TOKEN": token}
-        command = [sys.executable, "-m", "slidesparse", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == status, done.stderr
-        assert done.stderr.count("\n") == status
-        assert (tmp_path / f"home{status}/hub/models--maker--small/snapshots" / COMMIT).is_dir() == (not status)
 
 
 def test_an_interruption_ends_a_download(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
     [
         *({"messages": one} for one in ([], [{"role": "user"}], [{"role": "user", "content": None}])),
         *({"conversations": CHAT}, {"text": None, "messages": None}, {"text": 5}, {"text": ["a"]}, []),
-        *("[" * 100_000, "1" * 5000, '{"text": "a", "text": "b"}'),
+        "[" * 100_000,
     ],
     ids=lambda line: str(line)[:40],
 )

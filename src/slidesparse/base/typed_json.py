@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
-import math
 import types
-from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -46,8 +44,8 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     """Parse one JSON value, whose bytes are UTF-8; ``where`` is its name in errors. See :func:`load_json`.
 
     Raises:
-        InputError: Not UTF-8, not JSON, a key twice in one object, numbers that no 64 bits hold, NaN or Infinity,
-            half a surrogate pair, or more than :data:`MAX_DEPTH` levels.
+        InputError: Not UTF-8, not JSON, a whole number that no 64 bits hold, NaN or Infinity, half a surrogate pair, or
+            more than :data:`MAX_DEPTH` levels.
 
     >>> parse_json('{"a": [1, 2.5]}', "example")
     {'a': [1, 2.5]}
@@ -61,10 +59,8 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
-            object_pairs_hook=_object,
             parse_constant=constant,
             parse_int=_whole_number,
-            parse_float=_number,
         )
         _check_values(value)
     except RecursionError as error:
@@ -126,21 +122,8 @@ def _refuse(what: str) -> NoReturn:
     raise ValueError(what)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice[:SHOWN]!r} twice in one object")
-    return made
-
-
 def _whole_number(text: str) -> int:
     return int(text) if len(text) <= MAX_DIGITS else _refuse(f"a number of {len(text)} digits")
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse("a number beyond 64 bits")
 
 
 def _check_values(value: Any) -> None:
