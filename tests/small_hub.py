@@ -102,7 +102,6 @@ def respond(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str],
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         info: dict[str, Any] = {"id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": []}
         info["siblings"] = [{"rfilename": one, "size": path.stat().st_size} for one, path in files.items()]
-        info["cardData"] = {"license": "mit\x1b[31m"}
         return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
     if name in hub.gated and not known:
         return 403, {"X-Error-Code": "GatedRepo"}, b""

@@ -20,13 +20,11 @@ from slidesparse.checkpoints.marker import (
     is_bitnet,
     other_quantisation,
     quantisation_dtype,
-    quantised_targets,
     source_quantisation,
 )
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
-from slidesparse.models.config_keys import LINEAR
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
 from slidesparse.weights.support import is_finite
@@ -47,14 +45,9 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
 
 
 def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
-    """Return the linears that a ``quantization_config`` leaves in a float type: ignored, or in no group."""
-    value = source_quantisation(config)
-    ignore, targets = value.get("ignore") or (), quantised_targets(value) or [LINEAR]
-
-    def are(name: str, entries: Iterable[str]) -> bool:
-        return any(matches_entry(name, entry) for entry in entries)
-
-    return {name for name in linears if are(name, ignore) or not (LINEAR in targets or are(name, targets))}
+    """Return the linears that a ``quantization_config`` ignores, which are in a float type."""
+    ignore = source_quantisation(config).get("ignore") or ()
+    return {name for name in linears if any(matches_entry(name, entry) for entry in ignore)}
 
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:

@@ -180,11 +180,13 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         needed = "none, or compressed-tensors W8A8"
         raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     refuse_keys(value)
-    types = {(group[part] or {}).get("type", "int") for group in groups.values() for part in PARTS}
-    targets = quantised_targets(value)
-    if len(types) > 1 or not _are_linears(targets):
-        got = "types int and float" if len(types) > 1 else f"targets {', '.join(targets)[:200]}"
-        needed = f"one type, and {LINEAR} or names of linears as targets"
+    group = next(iter(groups.values()))
+    types, targets = {(group[part] or {}).get("type", "int") for part in PARTS}, group.get("targets")
+    _require_names("targets", targets)
+    known = targets[:1] == [LINEAR] and len(targets) < 3 and all(map(_HEAD.fullmatch, targets[1:]))
+    if len(groups) > 1 or len(types) > 1 or not known:
+        got = f"{len(groups)} config_groups, of type {' and '.join(sorted(types))}, targets {', '.join(targets)[:200]}"
+        needed = f"one group of one type, whose target is {LINEAR}, perhaps with the output embedding"
         raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     return torch.int8 if types == {"int"} else torch.float8_e4m3fn
 
@@ -198,25 +200,8 @@ def other_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
     return None
 
 
-def quantised_targets(value: Mapping[str, Any]) -> list[str]:
-    """Return the targets of a ``quantization_config``: classes, layers, or regular expressions of them."""
-    targets = [group.get("targets") for group in (value.get("config_groups") or {}).values()]
-    for named in targets:
-        _require_names("targets", named)
-    return list(dict.fromkeys(one for named in targets for one in named))
-
-
 def _require_names(key: str, value: Any) -> None:
     """Raise a CheckpointError, which shows the first wrong entry, for anything but a list of names."""
     wrong = [one for one in value if not isinstance(one, str)][:1] if isinstance(value, list) else [value]
     if wrong:
         raise CheckpointError(f"{key} of quantization_config", got=f"{wrong[0]!r:.80}", needed="a list of names")
-
-
-def _are_linears(targets: list[str]) -> bool:
-    """Return whether targets are all linears, perhaps with the output embedding, or names of linears."""
-    others = [target for target in targets if target != LINEAR]
-    is_head = len(others) == 1 and _HEAD.fullmatch(others[0]) is not None
-    if LINEAR in targets:
-        return not others or is_head
-    return bool(others) and not is_head and not any(target[:1].isupper() for target in others)

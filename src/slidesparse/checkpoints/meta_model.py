@@ -20,8 +20,7 @@ from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.stored_ties import settle_ties
 from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
 from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.models.parts import output_embedding, text_config
-from slidesparse.models.unused_linears import names_as_layers
+from slidesparse.models.parts import output_embedding
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -42,19 +41,9 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears outside of a marker's ignore list, by module name.
-
-        A marker that names a layer which the model does not have is a CheckpointError.
-        """
-        modules = dict(self.model.named_modules())
-        known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-        stored = {name.removesuffix(".weight") for name in [*self.names.used, *self.names.unused]}
-        stored |= {*names_as_layers(stored, getattr(text_config(self.model.config), "num_hidden_layers", None))}
-        ignored = [name for name in marker.ignore if name not in modules and name not in stored]
-        unknown = [*ignored, *(name for name in marker.layers if name not in known)]
-        if unknown:
-            raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        return {name: module for name, module in known.items() if name not in marker.ignore}
+        """Return the linears outside of a marker's ignore list, by module name."""
+        named = ((name, module) for name, module in self.model.named_modules() if name not in marker.ignore)
+        return {name: module for name, module in named if isinstance(module, nn.Linear)}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return the linears that cannot be changed in place, each with the form of its weight in the checkpoint."""

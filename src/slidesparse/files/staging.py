@@ -152,14 +152,10 @@ def new_folder(destination: Path, source: Path) -> Path:
     # Not Path.resolve(), which raises where links form a loop.
     real, source = Path(os.path.realpath(destination.parent)) / destination.name, Path(os.path.realpath(source))
     followed = Path(os.path.realpath(real))
-    if followed == source or source in followed.parents:
+    if source in (followed, *followed.parents, Path(os.path.realpath(partial_folder(real)))):
         raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
     if os.path.lexists(real):
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
-    if Path(os.path.realpath(partial_folder(real))) == source:
-        raise CheckpointError(
-            f"{partial_folder(destination)} is the source and the working folder", remedy="choose another destination"
-        )
     try:
         os.lstat(partial_folder(real))
     except FileNotFoundError:
