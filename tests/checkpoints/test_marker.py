@@ -51,11 +51,6 @@ def test_bad_marker_is_refused(change: dict[str, Any], words: str) -> None:
         Marker.from_config({MARKER_KEY: {k: v for k, v in GOOD.items() if k != "layers"}})
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_own_quantisation_is_recognised(dtype: torch.dtype) -> None:
-    assert quantisation_dtype({"quantization_config": quantization_config(dtype, ["lm_head"])}) == dtype
-
-
 def test_a_quantised_output_embedding_is_named_and_nothing_else_is() -> None:
     config = quantization_config(torch.int8, [], "lm_head")
     group = config["config_groups"]["group_0"]
@@ -65,14 +60,6 @@ def test_a_quantised_output_embedding_is_named_and_nothing_else_is() -> None:
         group["targets"] = targets
         with pytest.raises(CheckpointError, match="quantisation scheme of the source"):
             quantisation_dtype({"quantization_config": config})
-
-
-def test_compressed_tensors_accepts_our_config() -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    parsed = QuantizationConfig.model_validate(quantization_config(torch.int8, ["lm_head"]))
-    assert parsed.config_groups["group_0"].weights.num_bits == 8
-    assert parsed.ignore == ["lm_head"]
 
 
 def test_other_schemes_are_refused() -> None:

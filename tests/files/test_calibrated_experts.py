@@ -56,60 +56,6 @@ def windows(folder: Path, model: Any, text: Calibration) -> torch.Tensor:
     return calibration_windows(folder / "m", model.config, text)
 
 
-# -- against the definition --------------------------------------------------------------------------------------------
-
-
-def routed_grams(folder: Path, text: Calibration) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], list[int]]:
-    """A Mixtral, and of layer 0 the gram matrices before and inside of each expert, and the tokens of each."""
-    model = transformers.MixtralForCausalLM.from_pretrained(folder / "m", dtype=torch.float32).eval()
-    experts = model.model.layers[0].mlp.experts
-    before, inner, tokens = ([0] * 4 for _ in range(3))
-
-    def note(_: Any, args: tuple[Any, ...]) -> None:
-        for e in range(4):
-            x = args[0][(args[1] == e).any(1)]
-            gate, up = (x @ experts.gate_up_proj[e].T).chunk(2, 1)
-            h = torch.nn.functional.silu(gate) * up
-            before[e], inner[e], tokens[e] = before[e] + x.T @ x, inner[e] + h.T @ h, tokens[e] + len(x)
-
-    experts.register_forward_pre_hook(note)
-    with torch.no_grad():
-        model(input_ids=windows(folder, model, text))
-    return model, before, inner, tokens
-
-
-def test_wanda_follows_the_definition(tmp_path: Path) -> None:
-    text = source(tmp_path, "mixtral")
-    summary = pruned(tmp_path, text, "wanda")
-    model, before, inner, tokens = routed_grams(tmp_path, text)
-    assert sum(tokens) == 2 * SAMPLES * LENGTH
-    assert min(tokens) < 64 < max(tokens)  # so that one borrows what the router sends, and one does not
-    assert any(64 < count < 152 for count in tokens)
-    state, named = slidesparse.load(tmp_path / "s").state_dict(), {}
-    for e in range(4):
-        outer, inside = before[e].diagonal(), inner[e].diagonal()
-        if tokens[e] < 64:
-            outer = outer + sum(before).diagonal() * ((64 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
-            named[f"gate_up_proj.{e}"] = f"{tokens[e]} tokens of 64"
-        if tokens[e] < 152:
-            inside = inside + sum(inner).trace() / 152 * ((152 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
-            named[f"down_proj.{e}"] = f"{tokens[e]} tokens of 152"
-        for leaf, squares in (("gate_up_proj", outer), ("down_proj", inside)):
-            weight = model.state_dict()[f"model.layers.0.mlp.experts.{leaf}"][e]
-            groups = (weight**2 * squares).reshape(len(weight), -1, 8)
-            keep = torch.ones_like(groups).scatter(-1, groups.argsort(-1)[..., :2], 0).reshape(weight.shape)
-            assert torch.equal(state[f"model.layers.0.mlp.experts.{leaf}"][e], weight * keep)
-    first = {key: words for key, words in summary.borrowed.items() if ".0.mlp." in key}
-    assert first == {f"model.layers.0.mlp.experts.{key}": words for key, words in named.items()}
-    assert f"layer: {len(summary.borrowed)} of the experts' weights, such as model." in summary.describe()
-    assert {key for names in summary.losses for key in names.split() if "experts" in key} == {
-        f"model.layers.{i}.mlp.experts.{leaf}.{e}"
-        for i in range(2)
-        for leaf in ("gate_up_proj", "down_proj")
-        for e in range(4)
-    }
-
-
 # -- every form --------------------------------------------------------------------------------------------------------
 
 

@@ -370,53 +370,6 @@ def test_a_stack_that_mixes_something_into_the_hidden_state_is_refused(windows: 
         record_inputs(model, layers, [{"input_ids": torch.full((windows, 32), 5)}])
 
 
-class Counting(nn.Module):
-    """A layer that gives the sum of what the layer before and an older one gave next to the hidden state."""
-
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.linear, self.step = nn.Linear(32, 32), step
-
-    def forward(self, x: torch.Tensor, before: Any, *, older: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        second = self.step * x[..., :1] + (0 if before is None else before) - (0 if older is None else older)
-        return self.linear(x) + second, second
-
-
-class CountingStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Counting(step) for step in (1.0, 2.0, 3.0, 4.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = older = None
-        for layer in self.layers:
-            x, (before, older) = (out := layer(x, before, older=older))[0], (out[1], before)
-        return x
-
-
-def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
-    """Calibration runs a layer dense, then pruned; and the dense stack of ``--match-steps`` next to it has its own."""
-    torch.manual_seed(0)
-    stack = CountingStack()
-    layers = find_layer_list(stack, [f"layers.{index}.linear" for index in range(4)])
-    x = torch.randn(2, 8, 32)
-    [sample] = record_inputs(stack, layers, [{"x": x}])
-    dense = sample.fork()
-    with torch.no_grad():
-        expected = stack(x)
-        for index, layer in enumerate(layers.layers):
-            dense.hidden = run_layer(layer, dense, index)
-            run_layer(layer, sample, index)
-            layer.step = -layer.step
-            sample.hidden = run_layer(layer, sample, index)
-            layer.step = -layer.step
-            assert len(sample.passed) <= 3
-        torch.testing.assert_close(dense.hidden, expected)
-        for layer in layers.layers:
-            layer.step = -layer.step
-        torch.testing.assert_close(sample.hidden, stack(x))
-
-
 def require_same_states(model: Any, layers: LayerList, windows: int) -> None:
     """Each layer alone gives what it gives in the whole model."""
     ids = torch.randint(3, 90, (windows, 32), generator=torch.Generator().manual_seed(0))
@@ -432,31 +385,6 @@ def require_same_states(model: Any, layers: LayerList, windows: int) -> None:
         for index, layer in enumerate(layers.layers):
             sample.hidden = run_layer(layer, sample, index)
             torch.testing.assert_close(sample.hidden, wanted[index])
-
-
-def test_a_stack_that_takes_an_argument_out_of_the_hidden_state_is_refused() -> None:
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return super().forward(x) if bias is None else super().forward(x) + bias
-
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer(32, 32) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            bias = None
-            for layer in self.layers:
-                out = layer(x, bias)
-                x, bias = (out, out[1]) if isinstance(out, torch.Tensor) else out
-            return x
-
-    stack = Biased()
-    layers = find_layer_list(stack, [f"layers.{index}" for index in range(3)])
-    [sample] = record_inputs(stack, layers, [{"x": torch.ones(2, 8, 32)}])
-    sample.hidden = run_layer(layers.layers[0], sample, 0)
-    with pytest.raises(InputError, match="cannot calibrate layer 0 of the stack"):
-        run_layer(layers.layers[1], sample, 1)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

@@ -237,25 +237,6 @@ def test_what_is_no_work_of_ours_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "u.partial/diary.txt").read_text() == "dear diary"
 
 
-def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
-    destination = tmp_path / "s"
-
-    def run() -> None:
-        with staged(destination, tmp_path / "m", {}, 0) as work:
-            if not work.files():
-                write(work)
-                destination.mkdir()
-                (destination / "mine").touch()
-
-    with pytest.raises(CheckpointError, match="s was made by something else meanwhile"):
-        run()
-    assert list(contents(destination)) == ["mine"]
-    (destination / "mine").unlink()
-    destination.rmdir()
-    run()
-    assert list(contents(destination)) == ["one.safetensors"]
-
-
 # -- no run blocks the one with its own remedy ---------------------------------------------------------------------
 
 

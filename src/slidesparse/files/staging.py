@@ -117,7 +117,7 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
                 require_space(destination, n_bytes - work.size())
                 yield work
                 _sync_all(work.output)
-                _give_name(work, destination)
+                work.output.rename(destination)  # fails where something else has made it meanwhile
                 _sync(destination.parent)
             shutil.rmtree(work.path, ignore_errors=True)
     finally:
@@ -164,16 +164,6 @@ def new_folder(destination: Path, source: Path) -> Path:
         shown = os.fsencode(destination).decode("utf-8", "backslashreplace")
         raise CheckpointError(f"destination {shown:.300} cannot be made", got=error.strerror) from error
     return real
-
-
-def _give_name(work: Workplace, destination: Path) -> None:
-    """Rename the output to its destination, unless that was made since the run began."""
-    if os.path.lexists(destination):
-        raise CheckpointError(
-            f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
-            remedy=f"remove {destination} and run again",
-        )
-    work.output.rename(destination)
 
 
 def partial_folder(destination: Path) -> Path:
