@@ -26,7 +26,7 @@ from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.hub import source_folder
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.causal import require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity, windows
@@ -153,10 +153,9 @@ def evaluate(
     documents = None if text is None else read_documents(text)  # not as a Path, which would be no data set's name
     harness = _harness() if tasks else None
     source = Checkpoint(source_folder(checkpoint, revision))
-    refuse_masked(model_class(source)[0])
+    require_causal(*model_class(source))
     tokenizer = load_tokenizer(source.path)
     model = load_any(source, where)
-    require_causal(model)
     measured = None
     if documents is not None:
         content = as_text(documents, tokenizer)
