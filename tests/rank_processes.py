@@ -159,7 +159,7 @@ def all_are_terminated_at_their_second_shard(rank: int) -> None:
 
 
 def rank_1_sees_another_folder(rank: int) -> None:
-    from slidesparse.files import shared_staging
+    from slidesparse.files import staging
 
     if rank == 1:
-        shared_staging.partial_folder = lambda destination: destination.parent / "elsewhere.partial"
+        staging.partial_folder = lambda destination: destination.parent / "elsewhere.partial"

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint, generation_settings
 from slidesparse.checkpoints.expert_tensors import find_expert_tensors, marker_name
-from slidesparse.checkpoints.generation import generation_settings
 from slidesparse.checkpoints.marker import (
     Marker,
     is_bitnet,

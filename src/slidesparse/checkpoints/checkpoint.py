@@ -6,18 +6,20 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.checkpoints.marker import check_quantisation
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.json_files import read_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 NEEDED = "a folder with config.json and weights in safetensors"
@@ -100,6 +102,21 @@ class Checkpoint:
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
+
+
+def generation_settings(checkpoint: Checkpoint) -> Any | None:
+    """Return a checkpoint's settings of generation, None where it has none; a CheckpointError for unusable ones."""
+    from transformers import GenerationConfig
+
+    path = checkpoint.path / GENERATION_FILE
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except SlideSparseError:
+        raise
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error
 
 
 def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:

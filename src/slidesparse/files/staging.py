@@ -26,10 +26,10 @@ from typing import Any
 
 from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import LostRank
+from slidesparse.base.ranks import LostRank, Ranks
 from slidesparse.base.typed_json import decode
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
@@ -110,7 +110,7 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
     made = _make(work.path)
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
-            stored = as_stored(record)
+            stored = _as_stored(record)
             _refuse_another_run(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
@@ -126,6 +126,54 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
                 folder.rmdir()  # only where it is empty
 
 
+@contextmanager
+def staged_together(
+    ranks: Ranks, destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int
+) -> Iterator[Workplace]:
+    """Open one working folder for all processes, which all machines must see: see :func:`staged`.
+
+    The first process makes the folder, holds its lock, and gives the output its name when every process has left the
+    block without an exception.
+
+    Raises:
+        LostRank: Another process has ended.
+        CheckpointError: As :func:`staged`; or a process does not see the working folder.
+        InputError: A process was started with other options or another source.
+    """
+    if ranks.is_first:
+        with staged(destination, source, record, n_bytes) as work:
+            _require_alike(ranks, work, record)
+            work.is_shared = ranks.world > 1
+            yield work
+            ranks.wait()
+    else:
+        work = Workplace(partial_folder(new_folder(destination, source)))
+        with _with_what_is_kept(work, destination):
+            _require_alike(ranks, work, record)
+            yield work
+            ranks.wait()
+    ranks.wait()  # the folder has its name
+
+
+def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> None:
+    """Refuse processes with another record or folder, in all of them and before any has written a file."""
+    records = ranks.gather(_as_stored(record))  # the first process comes when its record is written
+    path = work.path / RECORD
+    seen = ranks.gather(path.exists() and read_json(path) == records[0])
+    for rank, (theirs, sees) in enumerate(zip(records, seen, strict=True)):
+        if theirs != records[0]:
+            raise InputError(
+                f"rank {rank} was started otherwise than rank 0",
+                got=f"another {', '.join(_differences(records[0], theirs))}",
+                needed="the same options, text and source, and one version and kind of device, for every process",
+            )
+        if not sees:
+            raise CheckpointError(
+                f"rank {rank} does not see what rank 0 writes in {work.path}",
+                needed="a folder that all machines share",
+            )
+
+
 def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int) -> int:
     """Return the bytes that :func:`staged` would still write, or raise its errors, but for space and permissions.
 
@@ -133,11 +181,11 @@ def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
     """
     work = Workplace(partial_folder(destination))
-    require_unlinked(work.path)
+    _require_unlinked(work.path)
     if not os.path.lexists(work.path):
         return n_bytes
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
-        _refuse_another_run(work, as_stored(record()))
+        _refuse_another_run(work, _as_stored(record()))
         return n_bytes - work.size()
 
 
@@ -175,7 +223,7 @@ def _make(partial: Path) -> list[Path]:
     """Create the working folder, and return all new folders, innermost first."""
     made: list[Path] = []
     try:
-        require_unlinked(partial)
+        _require_unlinked(partial)
         folder = partial
         while not os.path.lexists(folder):
             made, folder = [*made, folder], folder.parent
@@ -186,14 +234,14 @@ def _make(partial: Path) -> list[Path]:
     return made
 
 
-def require_unlinked(partial: Path) -> None:
+def _require_unlinked(partial: Path) -> None:
     """Refuse a working folder that is a link or no folder."""
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         kind = "a link" if partial.is_symlink() else "no folder"
         raise CheckpointError(f"{partial} is {kind}", remedy=f"remove {partial} and run again")
 
 
-def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
+def _as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as the working folder stores it."""
     stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **record}))
     return stored
@@ -211,15 +259,15 @@ def _refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
     if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(differences(known, record))}",
+            got=None if known is None else f"another {', '.join(_differences(known, record))}",
             remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 
 
-def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of the differing entries of two records; options one by one.
 
-    >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
+    >>> _differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
     ['pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
@@ -249,7 +297,7 @@ def _begin(work: Workplace, record: dict[str, Any]) -> None:
 def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
     """Remove the working folder after an exception if nothing is finished; else mention it in the message."""
     try:
-        with with_what_is_kept(work, destination):
+        with _with_what_is_kept(work, destination):
             yield
     except BaseException:
         if not destination.exists() and not work.files() and not work.is_shared:
@@ -271,7 +319,7 @@ def _what_is_kept(work: Workplace) -> str | None:
 
 
 @contextmanager
-def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
+def _with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
     """Mention kept files in an exception's message, and note there that an error ended the run."""
     try:
         yield

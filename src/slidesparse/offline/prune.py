@@ -23,9 +23,8 @@ from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.checkpoints.tensor_names import transformers_loads
 from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer
 from slidesparse.files.json_files import write_index, write_json
-from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
-from slidesparse.files.staging import new_folder
+from slidesparse.files.staging import new_folder, staged_together
 from slidesparse.models.config_keys import MARKER_VERSION, QUANTIZATION_KEY
 from slidesparse.models.experts import describe_treated
 from slidesparse.models.layerwise import SetLoss

@@ -25,9 +25,8 @@ from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.errors import InputError, UnsupportedError, first_line
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.mixed_texts import without_folder
-from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
-from slidesparse.files.staging import Workplace, new_folder
+from slidesparse.files.staging import Workplace, new_folder, staged_together
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import positions
 from slidesparse.recovery.memory import Fit, fit_memory
