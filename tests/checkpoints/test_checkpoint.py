@@ -123,16 +123,6 @@ def test_what_is_no_folder(tmp_path: Path, name: str, told: str) -> None:
         Checkpoint(tmp_path / name)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    path = tmp_path / "m" / name
-    path.write_text(path.read_text(), encoding=encoding)
-    with pytest.raises(CheckpointError, match=rf"{name} .*; save it as UTF-8 without a byte-order mark"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
-
-
 @pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
 def test_generation_settings_that_loading_would_refuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str

@@ -78,7 +78,7 @@ LONG = json.dumps({"messages": [*CHAT * 50, "hello"]}).encode()
         (b"one\ntwo \xff", "is not text; got .*, line 2; needed UTF-8$"),
         (b"one\n\0", "is not text; got NUL characters, line 2"),
         (b" \n", "holds no text"),
-        ("text".encode("utf-16"), "line 1; needed UTF-8; save it as UTF-8 without a byte-order mark"),
+        ("text".encode("utf-16"), "line 1; needed UTF-8$"),
     ],
 )
 def test_errors_name_the_line_and_the_part(tmp_path: Path, content: bytes, says: str) -> None:

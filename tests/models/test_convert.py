@@ -304,15 +304,6 @@ def test_unquantised_model_is_the_pruned_one(make: Make) -> None:
     torch.testing.assert_close(_run(slid), _run(pruned), rtol=1e-5, atol=1e-5)
 
 
-def test_pruned_weights_are_taken_as_they_are() -> None:
-    model = _llama()
-    names = list(find_targets(model).linears)
-    pruned = _prune_dense(model, names, "6:8")
-    given = sparsify_(pruned, "6:8", method=None)
-    asked = sparsify_(model, "6:8", method="magnitude")
-    assert torch.equal(_run(given), _run(asked))
-
-
 def test_weights_that_are_not_pruned_are_refused() -> None:
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.self_attn\.q_proj violates 6:8"):
         sparsify_(_llama(), "6:8", method=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
 import types
@@ -20,9 +19,6 @@ MAX_DEPTH = 64
 
 MAX_DIGITS = 20
 """Most characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
-
-MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # of editors on Windows
-WITHOUT_MARK = "save it as UTF-8 without a byte-order mark"
 
 SHOWN = 200
 """Most characters of a wrong value that a message shows."""
@@ -50,8 +46,6 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     >>> parse_json('{"a": [1, 2.5]}', "example")
     {'a': [1, 2.5]}
     """
-    if isinstance(text, bytes) and text.startswith(MARKS):
-        raise InputError(f"{where} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
 
     def constant(name: str) -> float:
         return float(name) if non_finite else _refuse(f"the number {name}")

@@ -61,12 +61,6 @@ class _Stored:
     pattern: str
     ignore: tuple[str, ...]
     layers: dict[str, str]
-
-
-@dataclass(frozen=True)
-class _StoredWithExperts(_Stored):
-    """The value of the key, of a mixture whose experts were treated."""
-
     experts: dict[str, str]
 
 
@@ -102,20 +96,23 @@ class Marker:
             return None
         if not isinstance(value, Mapping):
             raise CheckpointError(MARKER_KEY, got=type(value).__name__, needed="an object")
-        kinds: dict[object, type[_Stored]] = {MARKER_VERSION: _Stored, EXPERTS_VERSION: _StoredWithExperts}
-        version = value.get("version")
-        if type(version) is not int or version not in kinds:
+        version, known = value.get("version"), (MARKER_VERSION, EXPERTS_VERSION)
+        if type(version) is not int or version not in known:
             raise CheckpointError(
                 f"version of {MARKER_KEY}",
                 got=repr(version),
-                needed=" or ".join(map(str, kinds)),
+                needed=" or ".join(map(str, known)),
                 remedy="upgrade slidesparse" if type(version) is int else "make the checkpoint again with prune",
             )
         try:
-            stored: _Stored = decode(kinds[version], dict(value), "marker")
-            exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
-            experts = {name: Pattern.parse(text) for name, text in getattr(stored, "experts", {}).items()}
-            return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions, experts)
+            stored: _Stored = decode(
+                _Stored, {"experts": {}, **value} if version == MARKER_VERSION else value, "marker"
+            )
+            layers, experts = (
+                {name: Pattern.parse(text) for name, text in several.items()}
+                for several in (stored.layers, stored.experts)
+            )
+            return cls(Pattern.parse(stored.pattern), stored.ignore, layers, experts)
         except InputError as error:
             remedy = "prune the model again, at a pattern such as 6:8"
             raise CheckpointError(f"{MARKER_KEY}: {error}", remedy=remedy) from error

@@ -57,28 +57,15 @@ class Experts:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the experts of every layer that has some, in the model's order."""
-    experts: list[Experts] = []
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if name.startswith(inside):
-            continue
-        one = _fused(name, module)
-        if one is not None:
-            inside = (*inside, f"{name}.")
-            experts.append(one)
-    return experts
+    return [one for name, module in model.named_modules() if (one := _experts(name, module)) is not None]
 
 
-def _is_called_experts(name: str, module: nn.Module) -> bool:
-    leaf = name.rpartition(".")[2]
-    return re.search(r"experts?$|experts?[A-Z]", type(module).__name__, re.IGNORECASE) is not None or leaf == "experts"
-
-
-def _fused(name: str, module: nn.Module) -> Experts | None:
+def _experts(name: str, module: nn.Module) -> Experts | None:
     """Return experts whose weights are one parameter each, in a class such as ``MixtralExperts``."""
     own = dict(module.named_parameters(recurse=False))
     weights = {leaf: tuple(one.shape) for leaf, one in own.items() if one.dim() == 3}
-    if not weights or not _is_called_experts(name, module):
+    called = re.search(r"experts?$|experts?[A-Z]", type(module).__name__, re.IGNORECASE) is not None
+    if not weights or not (called or name.rpartition(".")[2] == "experts"):
         return None
     return Experts(name, next(iter(weights.values()))[0], weights, _is_transposed(module, weights))
 

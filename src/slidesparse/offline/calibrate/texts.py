@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
-from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
+from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_whole, require_size
 from slidesparse.errors import InputError, first_line
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
