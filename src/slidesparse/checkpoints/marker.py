@@ -105,9 +105,8 @@ class Marker:
                 remedy="upgrade slidesparse" if type(version) is int else "make the checkpoint again with prune",
             )
         try:
-            stored: _Stored = decode(
-                _Stored, {"experts": {}, **value} if version == MARKER_VERSION else value, "marker"
-            )
+            whole = {"experts": {}, **value} if version == MARKER_VERSION else dict(value)
+            stored: _Stored = decode(_Stored, whole, "marker")
             layers, experts = (
                 {name: Pattern.parse(text) for name, text in several.items()}
                 for several in (stored.layers, stored.experts)

@@ -129,8 +129,7 @@ def _file_text(path: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"{first_line(error)}, line {content.count(10, 0, error.start) + 1}"
-        remedy = WITHOUT_MARK if content.startswith(MARKS) else None
-        raise InputError(f"{path} is not text", got=got, needed="UTF-8", remedy=remedy) from error
+        raise InputError(f"{path} is not text", got=got, needed="UTF-8") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is damaged", got=first_line(error), needed="a file that gzip wrote") from error
     except OSError as error:
