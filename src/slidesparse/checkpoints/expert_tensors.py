@@ -72,8 +72,12 @@ def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dic
         for name, swapped in _sources(origin, experts, meta):
             if experts.transposed is None:
                 raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}", meta)
-            tensors[name] = ExpertTensor(experts, layer, experts.transposed != swapped)
-            _check_shape(name, tensors[name], checkpoint.stored(name).shape, experts.columns(leaf), meta)
+            tensors[name], shape = (
+                ExpertTensor(experts, layer, experts.transposed != swapped),
+                checkpoint.stored(name).shape,
+            )
+            if len(shape) not in (2, 3) or shape[-2 if tensors[name].transposed else -1] != experts.columns(leaf):
+                raise _unknown(experts, f"{name} {list(shape)}", meta)
     return tensors
 
 
@@ -103,11 +107,6 @@ def _swaps(step: Computation) -> bool | None:
     if name in SWAPS and sorted(dims) in ([-2, -1], [1, 2]):
         return True
     return False if name == "__getitem__" and step.args[1:] in ((None,), (Ellipsis,)) else None
-
-
-def _check_shape(name: str, tensor: ExpertTensor, shape: tuple[int, ...], columns: int, meta: MetaModel) -> None:
-    if len(shape) not in (2, 3) or shape[-2 if tensor.transposed else -1] != columns:
-        raise _unknown(tensor.experts, f"{name} {list(shape)}", meta)
 
 
 def _unknown(experts: Experts, got: str, meta: MetaModel) -> UnsupportedError:

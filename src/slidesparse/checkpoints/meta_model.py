@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,10 +172,11 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             remedy="upgrade transformers; custom code is not run",
         )
     with _explained(f"cannot read {checkpoint.path}/config.json"):
-        if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
+        model_type = checkpoint.config.get("model_type")
+        if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and model_type not in transformers.CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{checkpoint.path}/config.json needs code of its own",
-                got=f"model_type {checkpoint.config.get('model_type')!r} and an auto_map",
+                got=f"model_type {model_type!r} and an auto_map",
                 needed=f"a model type that transformers {transformers.__version__} has",
                 remedy="upgrade transformers; custom code is not run",
             )
@@ -183,12 +184,6 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
     return known, config
-
-
-def _is_known(config: Mapping[str, Any]) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return config.get("model_type") in CONFIG_MAPPING
 
 
 def _attention_of(config: Any) -> Iterator[str | None]:

@@ -63,15 +63,10 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
         )
     if revision == "":
         raise InputError("--revision", got="nothing", needed="the name of a branch, a tag or a commit")
-    return fetch(source, revision)
+    return _fetched(source, revision)
 
 
-def fetch(repository: str, revision: str | None = None) -> Path:
-    """Fetch a model's weights and descriptions into huggingface_hub's cache, and return their folder there.
-
-    Raises:
-        CheckpointError: It cannot be fetched, and is not in the cache.
-    """
+def _fetched(repository: str, revision: str | None) -> Path:
     what = f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed"
     hub, utils = (need(name, what=what) for name in ("huggingface_hub", "huggingface_hub.utils"))
     if not bars_shown():

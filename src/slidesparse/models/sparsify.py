@@ -152,21 +152,14 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
     return run
 
 
-def _read_by(model: nn.Module) -> dict[str, str]:
-    """Return the linears whose weight a transformers model uses directly, found on the meta device."""
-    empty = without_weights(model)
-    if empty is None:
-        return {}
-    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
-    return read_without_calling(empty, linears, run_once(empty))
-
-
 def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[str, str]:
     """Return the linears that transformers models, or readers of their checkpoints, need dense, with the reasons."""
     keep: dict[str, str] = {}
     models = dict(models_inside(model))
     for prefix, one in models.items():
-        reasons = _read_by(one)
+        empty = without_weights(one)  # on the meta device
+        linears = {} if empty is None else {name: m for name, m in empty.named_modules() if isinstance(m, nn.Linear)}
+        reasons = {} if empty is None else read_without_calling(empty, linears, run_once(empty))
         if storage in QUANTISED:  # vLLM reads the checkpoint too
             reasons |= linears_of_float_mixers(one) | (float_heads(one) if lm_head else {})
         output = None if one is model or lm_head else output_embedding(one)
