@@ -75,7 +75,6 @@ NAN = with_row(3, float("nan"))
 
 SCALES: dict[str, tuple[Damage, str]] = {
     "NaN scale": (put(f"{Q}.weight_scale", NAN), f"{Q}.weight_scale holds NaN or Inf"),
-    "bool scale": (put(f"{Q}.weight_scale", lambda t: t > 0), f"type of {Q}.weight_scale; got BOOL"),
     "int8 scale": (put(f"{Q}.weight_scale", lambda t: t.to(torch.int8)), f"type of {Q}.weight_scale; got I8"),
     "short scale": (
         put(f"{Q}.weight_scale", lambda t: t[1:]),
@@ -89,7 +88,6 @@ TENSORS: dict[str, tuple[Damage, str]] = {
     "int norm": (put(NORM, lambda t: t.to(torch.int32)), f"type of {NORM}; got I32"),
     "NaN norm": (put(NORM, NAN), f"{NORM} holds NaN or Inf"),
     "Inf head": (put("lm_head.weight", with_row(3, float("inf"))), "lm_head.weight holds NaN or Inf"),
-    "narrow head": (put("lm_head.weight", lambda t: t[:, 1:]), "shape of lm_head.weight; got [96, 63]"),
     "other vocabulary": (lambda _, config: config.update(vocab_size=80), f"shape of {EMBEDDING}; got [96, 64]"),
     "no norm": (lambda tensors, _: tensors.pop(NORM), f"got no {NORM}"),
     "no weight": (lambda tensors, _: tensors.pop(f"{Q}.weight"), f"got no {Q}.weight"),

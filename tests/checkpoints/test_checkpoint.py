@@ -185,3 +185,14 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         Checkpoint(tmp_path / "m")
+
+
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 3 bytes from file: Cannot allocate memory (12)")
+
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    checkpoint = Checkpoint(tmp_path / "m")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    with pytest.raises(CheckpointError, match="unable to mmap"):
+        checkpoint.tensor("model.norm.weight")

@@ -33,14 +33,13 @@ def test_experts_have_a_version_of_their_own() -> None:
     [
         ({"version": 3}, "version.*; upgrade slidesparse"),
         ({"version": None}, "version.*; make the checkpoint again"),
-        *(({"version": one}, "version") for one in (True, "1")),
+        ({"version": True}, "version"),
         ({"version": 2}, "lacks experts"),
         ({"version": 2, "experts": {"a": "8:6"}}, "8:6"),
         ({"extra": 1}, "unknown"),
         ({"pattern": None}, "pattern"),
         ({"pattern": "4:6@50%"}, "4:6@50%.*; prune the model again, at a pattern such as 6:8$"),
         ({"ignore": "lm_head"}, "ignore"),
-        ({"layers": ["a"]}, "layers"),
         ({"layers": {"a": "8:6"}}, "8:6"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from checkpoints import (
 )
 from oracles import calibration_gram
 from small_models import build, make
+from test_architectures import skip_if_unknown
 from torch import nn
 
 import slidesparse
@@ -115,7 +117,7 @@ def test_against_a_whole_model_in_memory(tmp_path: Path, family: str, method: st
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: Path, name: str, method: str) -> None:
     found = ARCHITECTURES[name]
-    skip_if_unknown(found.model)
+    skip_if_unknown(found)
     kinds = ["full", "shared", "full", "shared", "shared"]
     make(
         tmp_path / "m",
@@ -277,6 +279,15 @@ def test_unusable_tokenizers(tmp_path: Path, spoil: Callable[[Path], object], sa
     refuse(tmp_path / "m", says, PruneOptions("6:8", "int8", "wanda", calibration(tmp_path)))
 
 
+def test_a_tokenizer_whose_regular_expression_never_ends(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    said = json.loads((tmp_path / "tokenizer.json").read_text())
+    said["pre_tokenizer"]["pattern"] = {"Regex": "(a+)+$"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="the tokenizer cannot read the text; got PanicException"):
+        encode(load_tokenizer(tmp_path), "a" * 100 + "!")
+
+
 def test_a_model_that_cannot_be_tried_is_refused_with_what_works(tmp_path: Path) -> None:
     """A classifier without a padding token takes no batch, so no run tells which linears read one input."""
     config = transformers.Qwen2Config(**{**SMALL, "pad_token_id": None})
@@ -307,15 +318,10 @@ def test_models_that_cannot_be_walked() -> None:
         record_inputs(odd, find_layer_list(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
 
 
-def skip_if_unknown(model: str) -> None:
-    if not hasattr(transformers, model):
-        pytest.skip(f"transformers {transformers.__version__} has no {model}")
-
-
 def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
     """A random model of an architecture in memory, and its layers."""
     found = ARCHITECTURES[name]
-    skip_if_unknown(found.model)
+    skip_if_unknown(found)
     model = build(found, **changes).float().eval()
     linears = list(find_targets(model).linears)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
