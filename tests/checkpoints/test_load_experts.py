@@ -203,9 +203,6 @@ def described(**changed: Any) -> Any:
         ({}, None),
         ({"has_bias": True}, "they have a bias"),
         ({"has_gate": False}, "they have no gate"),
-        ({"is_transposed": True}, "their weights are transposed"),
-        ({"is_concatenated": False}, "gate and up take turns, row by row"),
-        ({"has_post_expert_norm": True}, "a norm follows each expert"),
         (
             {"_apply_gate": SimpleNamespace(__module__="transformers.models.x")},
             "the gate of SimpleNamespace is its own",

@@ -36,7 +36,7 @@ from torch import nn
 
 import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.targets import find_targets, input_sets
@@ -218,34 +218,24 @@ def test_windows_that_are_longer_than_any_text(source: Path) -> None:
     refuse(source, "got 9000000 tokens; needed at most", PruneOptions("6:8", "int8", "wanda", text))
 
 
-class Rows:
-    """A stand-in for a data set, with one column."""
-
-    column_names = ("text",)
-
-    def __init__(self, *texts: str | None) -> None:
-        self.texts = texts
-
-    def select_columns(self, columns: list[str]) -> list[dict[str, str | None]]:
-        assert columns == ["text"]
-        return [{"text": text} for text in self.texts]
-
-
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
-    found: Any = {}
-    module = ModuleType("datasets")
-    module.load_from_disk = lambda path: found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UnsupportedError, match="datasets is not installed"):
-        read_text(tmp_path)
+
+    class Rows(list[dict[str, str | None]]):
+        column_names = ("text",)
+
+        def select_columns(self, columns: list[str]) -> list[dict[str, str | None]]:
+            return self
+
+    found: Any = {"train": Rows([{"text": "one"}, {"text": "two"}]), "test": Rows([{"text": "three"}])}
+    module: Any = ModuleType("datasets")
+    module.load_from_disk = lambda path: found
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found = {"train": Rows("one", "two"), "test": Rows("three")}
     assert read_text(tmp_path) == "one\n\ntwo"
-    found = {"train": Rows("one", None)}
-    with pytest.raises(InputError, match="row 1; got"):
+    found["train"].append({"text": None})
+    with pytest.raises(InputError, match="row 2; got"):
         read_text(tmp_path)
-    found = {"test": Rows("three")}
+    del found["train"]
     with pytest.raises(InputError, match="is no data set with texts"):
         read_text(tmp_path)
 

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided
+from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided  # type: ignore[attr-defined]
 
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
 
 # -- memory, streams and products: called with every linear --------------------------------------------------------
 
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a build without CUDA, nor is the next one
-_device = getattr(torch._C, "_cuda_getDevice", None)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a build without CUDA, nor is the next one
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 int8_mm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch._int_mm
 """(x [M, K], w [K, N]), both int8 -> int32 [M, N], exact. On a GPU cuBLASLt wants more than 16 rows, multiples of 8 for

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def prune_layers(
                     pruned = _matched(layer, linears, pruned, examples, matching)
                 if rounder is not None and here:
                     _fill(linears, pruned)
-                    exact: WeightOf = lambda name, _, weights=pruned: weights[name]  # noqa: E731
+                    exact = partial(_already_pruned, pruned)
                     pruned, rounded = prune_layer(layer, index, here, linears, patterns, rounder, samples, exact)
                     losses = [replace(one, weights=by.loss) for one, by in zip(losses, rounded, strict=True)]
                 del examples  # their memory is the next layer's, whose dense run comes first
@@ -136,6 +137,10 @@ def prune_layers(
             advance(layer, index, samples)
             store.release(name, layer)
             yield losses
+
+
+def _already_pruned(weights: Mapping[str, torch.Tensor], name: str, _: Any) -> torch.Tensor:
+    return weights[name]
 
 
 def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
