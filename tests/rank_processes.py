@@ -110,58 +110,56 @@ def _run(environment: dict[str, str], words: list[str], files: list[str], before
 # -- what happens to a process: see Before ---------------------------------------------------------------------------
 
 
+def _at_the_second_call(owner: Any, name: str, happens: Callable[..., None]) -> None:
+    original, calls = getattr(owner, name), []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            happens(*given)
+        return original(*given)
+
+    setattr(owner, name, counted)
+
+
+def _is_killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def rank_1_is_killed_at_its_second_shard(rank: int) -> None:
     from slidesparse.offline import execute
 
-    write, shards = execute.write_shard, []
-
-    def second(path: Path, *rest: Any) -> dict[str, str]:
-        shards.append(path)
-        if len(shards) == 2:
-            path.with_name(f"{path.name}.0123456789abcdef.tmp").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(path, *rest)
+    def half_written(path: Path, *_: Any) -> None:
+        path.with_name(f"{path.name}.0123456789abcdef.tmp").write_bytes(b"half")
+        _is_killed()
 
     if rank == 1:
-        execute.write_shard = second  # type: ignore[assignment]
+        _at_the_second_call(execute, "write_shard", half_written)
 
 
 def rank_1_is_killed_in_its_second_layer(rank: int) -> None:
     from slidesparse.models.shared_layers import SharedLayers
 
-    grams, layers = SharedLayers._grams, []
-
-    def second(shared: SharedLayers, *rest: Any) -> Any:
-        layers.append(rest)
-        if len(layers) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return grams(shared, *rest)
-
     if rank == 1:
-        SharedLayers._grams = second  # type: ignore[method-assign]
+        _at_the_second_call(SharedLayers, "_grams", _is_killed)
 
 
 def all_are_terminated_at_their_second_shard(rank: int) -> None:
     """At one time, as a launcher does when it is interrupted itself."""
     from slidesparse.offline import execute
 
-    write, shards = execute.write_shard, []
+    def together(path: Path, *_: Any) -> None:
+        folder = next(parent for parent in path.parents if parent.suffix == ".partial").parent
+        (folder / f"here{rank}").touch()
+        while len(list(folder.glob("here?"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def second(path: Path, *rest: Any) -> dict[str, str]:
-        shards.append(path)
-        if len(shards) == 2:
-            folder = next(parent for parent in path.parents if parent.suffix == ".partial").parent
-            (folder / f"here{rank}").touch()
-            while len(list(folder.glob("here?"))) < int(os.environ["WORLD_SIZE"]):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return write(path, *rest)
-
-    execute.write_shard = second  # type: ignore[assignment]
+    _at_the_second_call(execute, "write_shard", together)
 
 
 def rank_1_sees_another_folder(rank: int) -> None:
-    from slidesparse.files import shared_staging
+    from slidesparse.files import staging
 
     if rank == 1:
-        shared_staging.partial_folder = lambda destination: destination.parent / "elsewhere.partial"
+        staging.partial_folder = lambda destination: destination.parent / "elsewhere.partial"

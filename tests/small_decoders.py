@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import torch
-from small_models import ENCODER, GPT, MAMBA, ROPE_3D, TEXT
+from small_models import ENCODER, GPT, LINEAR_ATTENTION, MAMBA, ROPE_3D, SSM, TEXT
 from small_models import Architecture as A
 
 FLOAT_MIXERS = "first Mamba mixers, which vLLM holds in floats; prune it with --dtype bf16"
 """Why these are refused in 8 bits: nothing else is in them."""
 
+PLAIN = {
+    **{"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "ministral3": "Ministral3", "phi": "Phi"},
+    **{"phi3": "Phi3", "starcoder2": "Starcoder2", "stablelm": "StableLm", "olmo2": "Olmo2", "olmo3": "Olmo3"},
+    **{"cohere": "Cohere", "cohere2": "Cohere2", "granite": "Granite", "smollm3": "SmolLM3", "exaone4": "Exaone4"},
+    **{"nemotron": "Nemotron", "apertus": "Apertus", "arcee": "Arcee", "gpt-neox": "GPTNeoX", "falcon": "Falcon"},
+    **{"olmo": "Olmo", "persimmon": "Persimmon", "biogpt": "BioGpt"},
+}
+"""Those with the usual settings: name -> the beginning of the class."""
+
+WITH_HEADS_OF_16 = {
+    **{"qwen3": "Qwen3", "ministral": "Ministral", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3-text": "Gemma3"},
+    **{"vaultgemma": "VaultGemma", "glm": "Glm", "glm4": "Glm4", "seed-oss": "SeedOss", "ernie4.5": "Ernie4_5"},
+    **{"hunyuan-dense": "HunYuanDenseV1", "helium": "Helium", "diffllama": "DiffLlama", "cwm": "Cwm"},
+    **{"nanochat": "NanoChat"},
+}
+
 DECODERS: dict[str, A] = {
+    **{name: A(f"{kind}ForCausalLM", TEXT) for name, kind in PLAIN.items()},
+    **{name: A(f"{kind}ForCausalLM", {**TEXT, "head_dim": 16}) for name, kind in WITH_HEADS_OF_16.items()},
     # -- decoders ------------------------------------------------------------------------------------------------------
-    "llama": A("LlamaForCausalLM", TEXT),
     "llama-tied": A("LlamaForCausalLM", {**TEXT, "tie_word_embeddings": True}),
-    "qwen2": A("Qwen2ForCausalLM", TEXT),
-    "qwen3": A("Qwen3ForCausalLM", {**TEXT, "head_dim": 16}),
     "qwen3-tied": A("Qwen3ForCausalLM", {**TEXT, "head_dim": 16, "tie_word_embeddings": True}),
-    "mistral": A("MistralForCausalLM", TEXT),
-    "ministral": A("MinistralForCausalLM", {**TEXT, "head_dim": 16}),
-    "ministral3": A("Ministral3ForCausalLM", TEXT),
-    "gemma": A("GemmaForCausalLM", {**TEXT, "head_dim": 16}),
-    "gemma2": A("Gemma2ForCausalLM", {**TEXT, "head_dim": 16}),
-    "gemma3-text": A("Gemma3ForCausalLM", {**TEXT, "head_dim": 16}),
     "gemma3n-text": A(
         "Gemma3nForCausalLM",
         {
@@ -37,9 +46,6 @@ DECODERS: dict[str, A] = {
             **{"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2},
         },
     ),
-    "vaultgemma": A("VaultGemmaForCausalLM", {**TEXT, "head_dim": 16}),
-    "phi": A("PhiForCausalLM", TEXT),
-    "phi3": A("Phi3ForCausalLM", TEXT),
     "opt": A("OPTForCausalLM", {**TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "gpt-j": A("GPTJForCausalLM", {**GPT, "rotary_dim": 8}),
     "gpt-neo": A("GPTNeoForCausalLM", {**TEXT, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
@@ -47,43 +53,17 @@ DECODERS: dict[str, A] = {
     "gpt-bigcode": A("GPTBigCodeForCausalLM", GPT),
     "bloom": A("BloomForCausalLM", {**TEXT, "n_layer": 2, "n_head": 4}),
     "mpt": A("MptForCausalLM", {"vocab_size": 96, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
-    "starcoder2": A("Starcoder2ForCausalLM", TEXT),
-    "stablelm": A("StableLmForCausalLM", TEXT),
-    "olmo2": A("Olmo2ForCausalLM", TEXT),
-    "olmo3": A("Olmo3ForCausalLM", TEXT),
     "olmo-hybrid": A(
         "OlmoHybridForCausalLM",
-        {
-            **{**TEXT, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16},
-            **{"linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
-        },
+        {**TEXT, **LINEAR_ATTENTION, "linear_num_key_heads": 4},
         alone="transformers 5.23 joins its convolutions, and finds none in INT8 checkpoints",
     ),
-    "cohere": A("CohereForCausalLM", TEXT),
-    "cohere2": A("Cohere2ForCausalLM", TEXT),
-    "granite": A("GraniteForCausalLM", TEXT),
-    "smollm3": A("SmolLM3ForCausalLM", TEXT),
-    "glm": A("GlmForCausalLM", {**TEXT, "head_dim": 16}),
-    "glm4": A("Glm4ForCausalLM", {**TEXT, "head_dim": 16}),
-    "exaone4": A("Exaone4ForCausalLM", TEXT),
-    "nemotron": A("NemotronForCausalLM", TEXT),
-    "seed-oss": A("SeedOssForCausalLM", {**TEXT, "head_dim": 16}),
-    "ernie4.5": A("Ernie4_5ForCausalLM", {**TEXT, "head_dim": 16}),
-    "hunyuan-dense": A("HunYuanDenseV1ForCausalLM", {**TEXT, "head_dim": 16}),
-    "apertus": A("ApertusForCausalLM", TEXT),
-    "arcee": A("ArceeForCausalLM", TEXT),
-    "gpt-neox": A("GPTNeoXForCausalLM", TEXT),
-    "falcon": A("FalconForCausalLM", TEXT),
     "gpt2": A("GPT2LMHeadModel", GPT, refused="Conv1D, whose weight is stored"),
     "xlnet": A(
         "XLNetLMHeadModel",
         {"vocab_size": 96, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128},
         dtype=torch.float32,
     ),
-    "olmo": A("OlmoForCausalLM", TEXT),
-    "helium": A("HeliumForCausalLM", {**TEXT, "head_dim": 16}),
-    "diffllama": A("DiffLlamaForCausalLM", {**TEXT, "head_dim": 16}),
-    "persimmon": A("PersimmonForCausalLM", TEXT),
     "xglm": A(
         "XGLMForCausalLM",
         {
@@ -91,26 +71,14 @@ DECODERS: dict[str, A] = {
             **{"max_position_embeddings": 64},
         },
     ),
-    "biogpt": A("BioGptForCausalLM", TEXT),
-    "cwm": A("CwmForCausalLM", {**TEXT, "head_dim": 16}),
-    "nanochat": A("NanoChatForCausalLM", {**TEXT, "head_dim": 16}),
     "modernbert-decoder": A("ModernBertDecoderForCausalLM", {**ENCODER, "cls_token_id": 1, "sep_token_id": 2}),
     "gpt-neox-japanese": A("GPTNeoXJapaneseForCausalLM", {**TEXT, "intermediate_multiple_size": 2}),
     # -- state spaces, and mixed with attention ------------------------------------------------------------------------
     "mamba": A("MambaForCausalLM", MAMBA, not_quantised=FLOAT_MIXERS),
     "falcon-mamba": A("FalconMambaForCausalLM", MAMBA, not_quantised=FLOAT_MIXERS),
     "mamba2": A("Mamba2ForCausalLM", {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
-    "falcon-h1": A(
-        "FalconH1ForCausalLM",
-        {**TEXT, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
-    ),
-    "bamba": A(
-        "BambaForCausalLM",
-        {
-            **{**TEXT, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
-            **{"attn_layer_indices": [1]},
-        },
-    ),
+    "falcon-h1": A("FalconH1ForCausalLM", {**TEXT, **SSM, "mamba_d_ssm": 128}),
+    "bamba": A("BambaForCausalLM", {**TEXT, **SSM, "attn_layer_indices": [1]}),
     "zamba2": A(
         "Zamba2ForCausalLM",
         {
@@ -130,9 +98,8 @@ DECODERS: dict[str, A] = {
     "qwen3.5": A(
         "Qwen3_5ForCausalLM",
         {
-            **{**TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
-            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
-            **{"linear_num_value_heads": 4, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
+            **{**TEXT, **LINEAR_ATTENTION, "head_dim": 16},
+            "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0},
         },
     ),
     "recurrentgemma": A(

@@ -5,13 +5,22 @@ from __future__ import annotations
 from small_models import BART, ENCODER, T5, TEXT, both, spectrum, spoken
 from small_models import Architecture as A
 
+MASKED = {
+    **{"bert-mlm": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "mpnet": "MPNet"},
+    **{"camembert": "Camembert", "ernie": "Ernie", "data2vec-text": "Data2VecText", "megatron-bert": "MegatronBert"},
+    **{"gte": "Gte"},
+}
+
+LIKE_BART = {
+    **{"bart": "Bart", "mbart": "MBart", "pegasus": "Pegasus", "blenderbot": "Blenderbot", "m2m100": "M2M100"},
+}
+
 ENCODERS: dict[str, A] = {
+    **{name: A(f"{kind}ForMaskedLM", ENCODER) for name, kind in MASKED.items()},
+    **{name: A(f"{kind}ForConditionalGeneration", BART, both) for name, kind in LIKE_BART.items()},
     # -- encoders ------------------------------------------------------------------------------------------------------
     "bert": A("BertModel", ENCODER),
-    "bert-mlm": A("BertForMaskedLM", ENCODER),
     "bert-classifier": A("BertForSequenceClassification", ENCODER),
-    "roberta": A("RobertaForMaskedLM", ENCODER),
-    "xlm-roberta": A("XLMRobertaForMaskedLM", ENCODER),
     "modernbert": A("ModernBertForMaskedLM", {**ENCODER, "cls_token_id": 1, "sep_token_id": 2}),
     "deberta-v2": A("DebertaV2ForMaskedLM", {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     "distilbert": A(
@@ -19,17 +28,11 @@ ENCODERS: dict[str, A] = {
     ),
     "albert": A("AlbertForMaskedLM", {**ENCODER, "embedding_size": 32}),
     "electra": A("ElectraForMaskedLM", {**ENCODER, "embedding_size": 32}),
-    "mpnet": A("MPNetForMaskedLM", ENCODER),
-    "camembert": A("CamembertForMaskedLM", ENCODER),
-    "ernie": A("ErnieForMaskedLM", ENCODER),
-    "data2vec-text": A("Data2VecTextForMaskedLM", ENCODER),
     "xmod": A("XmodForMaskedLM", {**ENCODER, "languages": ["en_XX"], "default_language": "en_XX"}),
     "roformer": A("RoFormerForMaskedLM", {**ENCODER, "embedding_size": 64}),
-    "megatron-bert": A("MegatronBertForMaskedLM", ENCODER),
     "rembert": A("RemBertForMaskedLM", {**ENCODER, "input_embedding_size": 32, "output_embedding_size": 32}),
     "eurobert": A("EuroBertForMaskedLM", {**TEXT, "mask_token_id": 3}),
     # -- encoders and decoders -----------------------------------------------------------------------------------------
-    "bart": A("BartForConditionalGeneration", BART, both),
     "marian": A("MarianMTModel", BART, both),
     "t5": A("T5ForConditionalGeneration", T5, both, std=0.05),
     "t5-v1.1": A(
@@ -45,10 +48,6 @@ ENCODERS: dict[str, A] = {
         {**BART, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 64},
         spectrum,
     ),
-    "mbart": A("MBartForConditionalGeneration", BART, both),
-    "pegasus": A("PegasusForConditionalGeneration", BART, both),
-    "blenderbot": A("BlenderbotForConditionalGeneration", BART, both),
-    "m2m100": A("M2M100ForConditionalGeneration", BART, both),
     "umt5": A("UMT5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}, both, std=0.05),
     "t5gemma": A(
         "T5GemmaForConditionalGeneration",
@@ -63,7 +62,6 @@ ENCODERS: dict[str, A] = {
         },
         spoken,
     ),
-    "gte": A("GteForMaskedLM", ENCODER),
     "ultrabert": A("UltrabertForMaskedLM", {**ENCODER, "prediction_head_size": 64, "sliding_window": 8}),
     "embedding-gemma2": A(
         "EmbeddingGemma2Model",

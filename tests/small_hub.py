@@ -102,7 +102,6 @@ def respond(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str],
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         info: dict[str, Any] = {"id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": []}
         info["siblings"] = [{"rfilename": one, "size": path.stat().st_size} for one, path in files.items()]
-        info["cardData"] = {"license": "mit\x1b[31m"}
         return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
     if name in hub.gated and not known:
         return 403, {"X-Error-Code": "GatedRepo"}, b""
@@ -113,11 +112,6 @@ def respond(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str],
 
 def etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
-
-
-def settings(hub: SmallHub, home: Path) -> dict[str, str]:
-    """The environment of a process that uses the hub."""
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def use(monkeypatch: pytest.MonkeyPatch, hub: SmallHub, home: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from checkpoints import by_magnitude
-from small_models import EXPERTS, INDICES, MLA, ROPE_3D, TEXT, VISION
+from small_models import EXPERTS, INDICES, LINEAR_ATTENTION, MLA, QWEN_EYES, ROPE_3D, SSM, TEXT, VISION
 from small_models import Architecture as A
 from torch import nn
 
@@ -35,19 +35,16 @@ MIXTURES: dict[str, A] = {
     "qwen3-next": A(
         "Qwen3NextForCausalLM",
         {
-            **{**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 48},
-            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
-            **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+            **{**TEXT, **EXPERTS, **LINEAR_ATTENTION, "num_experts": 4, "head_dim": 16},
+            "shared_expert_intermediate_size": 48,
         },
         alone=INT8,
     ),
     "qwen3.5-moe": A(
         "Qwen3_5MoeForCausalLM",
         {
-            **{**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 48},
-            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
-            **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
-            **{"rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
+            **{**TEXT, **EXPERTS, **LINEAR_ATTENTION, "num_experts": 4, "head_dim": 16},
+            **{"shared_expert_intermediate_size": 48, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
         },
         alone=INT8,
     ),
@@ -93,9 +90,8 @@ MIXTURES: dict[str, A] = {
     "granitemoehybrid": A(
         "GraniteMoeHybridForCausalLM",
         {
-            **{**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
-            **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
-            **{"mamba_chunk_size": 8},
+            **{**TEXT, **SSM, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+            "layer_types": ["mamba", "attention"],
         },
         not_quantised=FUSED,
     ),
@@ -145,10 +141,7 @@ MIXTURES: dict[str, A] = {
         "Qwen3VLMoeForConditionalGeneration",
         {
             "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "rope_parameters": ROPE_3D},
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
-                **{"patch_size": 8, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
-            },
+            "vision_config": {**QWEN_EYES, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
         },
         alone=INT8,
     ),

@@ -9,30 +9,15 @@ from typing import Any
 
 import torch
 import transformers
+from checkpoints import SMALL
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 152,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT: dict[str, Any] = {**SMALL, "max_position_embeddings": 64}
 """A language model's config under the names that most of them use."""
 
 ENCODER: dict[str, Any] = {**TEXT, "intermediate_size": 128}
 GPT = {
-    "vocab_size": 96,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    **{"bos_token_id": 1, "eos_token_id": 2},
 }
 T5 = {
     **{"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
@@ -55,6 +40,17 @@ MAMBA = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_siz
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 ROPE_3D = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 """Rotary positions in three dimensions, for heads of 16 features."""
+LINEAR_ATTENTION = {
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""A layer of linear attention, then one of the usual kind."""
+QWEN_EYES = {
+    **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 8}
+}
+"""The vision tower of Qwen's models."""
+SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+"""Mixers of Mamba's second version."""
 INDICES = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "indexer_types": ["full", "shared"]}
 """Attention to few tokens, which the second layer takes from the first."""
 MLA = {
@@ -111,6 +107,12 @@ def spectrum() -> dict[str, torch.Tensor]:
     """A sound's spectrum for an encoder, and token numbers for its decoder."""
     features = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(1))
     return {"input_features": features, "decoder_input_ids": tokens()["input_ids"]}
+
+
+def seeing(text: str, vision: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return a config of a language model of a type with a vision tower of a type, or of its usual one."""
+    tower = VISION if vision is None else {**VISION, "model_type": vision}
+    return {"text_config": {**TEXT, "model_type": text}, "vision_config": tower, **more}
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from small_models import ENCODER, ROPE_3D, TEXT, VISION, WAVES, captioned, image, pictured, wave
+from small_models import (
+    ENCODER,
+    LINEAR_ATTENTION,
+    QWEN_EYES,
+    ROPE_3D,
+    TEXT,
+    VISION,
+    WAVES,
+    captioned,
+    image,
+    pictured,
+    seeing,
+    wave,
+)
 from small_models import Architecture as A
 
 CUT = "transformers 5.23 loads no compressed-tensors checkpoint of a model of which it may cut a weight in two"
 
 QWEN_WITH_EYES = {
     "text_config": {
-        **{**TEXT, "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
+        **{**TEXT, **LINEAR_ATTENTION, "model_type": "qwen3_5_text", "head_dim": 16},
+        "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0},
     },
     "vision_config": {**VISION, "insert_layer_id": 0},
 }
@@ -48,40 +60,22 @@ MULTIMODAL: dict[str, A] = {
         "Qwen2_5_VLForConditionalGeneration",
         {
             "text_config": {**TEXT, "rope_parameters": ROPE_3D},
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
-                **{"patch_size": 8, "fullatt_block_indexes": [1]},
-            },
+            "vision_config": {**QWEN_EYES, "fullatt_block_indexes": [1]},
         },
     ),
     "qwen3-vl": A(
         "Qwen3VLForConditionalGeneration",
         {
             "text_config": {**TEXT, "head_dim": 16, "rope_parameters": ROPE_3D},
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
-                **{"patch_size": 8, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
-            },
+            "vision_config": {**QWEN_EYES, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
         },
     ),
     "gemma3": A(
         "Gemma3ForConditionalGeneration",
         {"text_config": {**TEXT, "head_dim": 16}, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
-    "llava": A(
-        "LlavaForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "vision_config": {**VISION, "model_type": "clip_vision_model"},
-        },
-    ),
-    "llava-onevision": A(
-        "LlavaOnevisionForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "qwen2"},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-        },
-    ),
+    "llava": A("LlavaForConditionalGeneration", seeing("llama", "clip_vision_model")),
+    "llava-onevision": A("LlavaOnevisionForConditionalGeneration", seeing("qwen2", "siglip_vision_model")),
     "internvl": A(
         "InternVLForConditionalGeneration",
         {
@@ -110,12 +104,8 @@ MULTIMODAL: dict[str, A] = {
         "PaliGemmaForConditionalGeneration",
         {"text_config": {**TEXT, "model_type": "gemma", "head_dim": 16}, "vision_config": VISION, "projection_dim": 64},
     ),
-    "idefics3": A(
-        "Idefics3ForConditionalGeneration", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION}
-    ),
-    "smolvlm": A(
-        "SmolVLMForConditionalGeneration", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION}
-    ),
+    "idefics3": A("Idefics3ForConditionalGeneration", seeing("llama")),
+    "smolvlm": A("SmolVLMForConditionalGeneration", seeing("llama")),
     "phi4-multimodal": A(
         "Phi4MultimodalForCausalLM",
         {
@@ -127,35 +117,13 @@ MULTIMODAL: dict[str, A] = {
             },
         },
     ),
-    "llava-next": A(
-        "LlavaNextForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "vision_config": {**VISION, "model_type": "clip_vision_model"},
-        },
-    ),
+    "llava-next": A("LlavaNextForConditionalGeneration", seeing("llama", "clip_vision_model")),
     "vipllava": A(
         "VipLlavaForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "vision_config": {**VISION, "model_type": "clip_vision_model"},
-            "vision_feature_layers": [-1, -2],
-        },
+        seeing("llama", "clip_vision_model", vision_feature_layers=[-1, -2]),
     ),
-    "aya-vision": A(
-        "AyaVisionForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "cohere2"},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-        },
-    ),
-    "cohere2-vision": A(
-        "Cohere2VisionForConditionalGeneration",
-        {
-            "text_config": {**TEXT, "model_type": "cohere2"},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-        },
-    ),
+    "aya-vision": A("AyaVisionForConditionalGeneration", seeing("cohere2", "siglip_vision_model")),
+    "cohere2-vision": A("Cohere2VisionForConditionalGeneration", seeing("cohere2", "siglip_vision_model")),
     "got-ocr2": A(
         "GotOcr2ForConditionalGeneration",
         {
@@ -170,10 +138,7 @@ MULTIMODAL: dict[str, A] = {
         "Glm4vForConditionalGeneration",
         {
             "text_config": {**TEXT, "head_dim": 16, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
-                **{"patch_size": 8, "image_size": 16},
-            },
+            "vision_config": {**QWEN_EYES, "image_size": 16},
         },
     ),
     "blip2": A(
@@ -234,10 +199,7 @@ MULTIMODAL: dict[str, A] = {
         "HyperCLOVAXVisionV2ForConditionalGeneration",
         {
             "text_config": {**TEXT, "model_type": "hyperclovax"},
-            "vision_config": {
-                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
-                **{"patch_size": 8, "fullatt_block_indexes": [1]},
-            },
+            "vision_config": {**QWEN_EYES, "fullatt_block_indexes": [1]},
         },
     ),
     "minicpm-ocr": A("MiniCPMOcrForConditionalGeneration", {**QWEN_WITH_EYES, "insert_layer_id": 0}),

@@ -93,8 +93,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "load tune": lambda v: load("nowhere", tune=v),
     "load revision": lambda v: load("name/space", revision=(v, v)),  # no text: one would be fetched
     "HeldZeros model": HeldZeros,
-    "HeldZeros names": lambda v: HeldZeros(two_layers(), v),
-    "HeldZeros name": lambda v: HeldZeros(two_layers(), [v]),
     "Pattern.groups k_offset": lambda v: Pattern(6, 8).groups(32, v),
     "sparsify_ entry": lambda v: sparsify_(two_layers(), "6:8", ignore=[v]),
     "sparsify_ layer": lambda v: sparsify_(two_layers(), "6:8", layers={"0": v}),

@@ -90,7 +90,6 @@ def test_a_mistake_is_one_line(
 
 
 CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
-    "other family": lambda c: c.update(model_type="qwen2"),
     "unknown family": lambda c: c.update(model_type="nothing"),
     "text as size": lambda c: c.update(hidden_size="sixty-four"),
     "no heads": lambda c: c.update(num_attention_heads=0),

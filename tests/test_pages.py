@@ -43,11 +43,12 @@ def test_every_table_stands_on_a_page_and_every_marker_names_one() -> None:
     assert sorted(used) == sorted(MEASURED["TABLES"])
 
 
-def test_the_picture_is_current(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["loss", "windows"])
+def test_the_pictures_are_current(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    drawing = runpy.run_path(str(ROOT / "docs/figures/loss.py"))
-    drawing["draw"](tmp_path / "drawn.svg")
-    paths = drawing["FIGURES"] / "loss.svg", tmp_path / "drawn.svg"
+    drawing = runpy.run_path(str(ROOT / f"docs/figures/{name}.py"))
+    drawing["draw"](*([drawing["WEIGHT"]] if name == "windows" else []), tmp_path / "drawn.svg")
+    paths = ROOT / f"docs/figures/{name}.svg", tmp_path / "drawn.svg"
     texts = [re.findall(r">([^<>\n]+)<", path.read_text()) for path in paths]
     assert texts[0] == texts[1] != []  # texts, not bytes: another matplotlib writes other bytes
 

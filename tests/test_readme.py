@@ -58,10 +58,3 @@ def test_python_block_of_the_quickstart_runs() -> None:
 def test_functions_of_the_quickstart_run(source: None) -> None:
     exec(block_of_the_quickstart("ss.evaluate").replace('"cuda"', '"cpu"'), {})
     exec(block_of_the_quickstart("calibration=tokens").replace("2048", "24"), {})
-
-
-def test_commands_exist() -> None:
-    for command in re.findall(r"^slidesparse (\w+)|`slidesparse (\w+)", README, re.MULTILINE):
-        with pytest.raises(SystemExit) as stop:
-            main([command[0] or command[1], "--help"])
-        assert stop.value.code == 0

@@ -37,32 +37,19 @@ def build(folder: Path, *, age: int, mode: int) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def test_two_builds_are_one_wheel_with_every_source(tmp_path: Path) -> None:
     """Of copies that differ in all but contents."""
-    ages, modes = (1_000_000_000, 1_700_000_000), (0o644, 0o600)
-    return [build(tmp_path_factory.mktemp("copy"), age=age, mode=mode) for age, mode in zip(ages, modes, strict=True)]
-
-
-def test_two_builds_are_equal_in_every_byte(wheels: list[Path]) -> None:
-    first, second = wheels
+    first = build(tmp_path / "one", age=1_000_000_000, mode=0o644)
+    second = build(tmp_path / "two", age=1_700_000_000, mode=0o600)
     assert first.name == second.name
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_the_date_is_that_of_the_commit(wheels: list[Path]) -> None:
-    with zipfile.ZipFile(wheels[0]) as archive:
-        assert {entry.date_time[:3] for entry in archive.infolist()} == {(2026, 9, 21)}
-
-
-def test_it_holds_every_source_and_the_plugin(wheels: list[Path]) -> None:
-    with zipfile.ZipFile(wheels[0]) as archive:
-        names = set(archive.namelist())
-        (points,) = (name for name in names if name.endswith("entry_points.txt"))
+    with zipfile.ZipFile(first) as archive:
+        entries = archive.infolist()
+        (points,) = (entry for entry in entries if entry.filename.endswith("entry_points.txt"))
         text = archive.read(points).decode()
-        modes = {stat.S_IMODE(entry.external_attr >> 16) for entry in archive.infolist()}
+    assert {entry.date_time[:3] for entry in entries} == {(2026, 9, 21)}
+    assert {stat.S_IMODE(entry.external_attr >> 16) for entry in entries} == {0o644}
     files = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*") if path.is_file()}
     sources = {name for name in files if "__pycache__" not in name}
-    assert {name for name in names if not name.startswith("slidesparse-")} == sources
+    assert {entry.filename for entry in entries if not entry.filename.startswith("slidesparse-")} == sources
     assert "[vllm.general_plugins]\nslidesparse = slidesparse.integrations.vllm:register" in text
-    assert modes == {0o644}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +15,10 @@ from slidesparse.gemm.speed_files import load_speeds
 from slidesparse_bench.records import Record
 
 HOSTILE = {
-    "deep, not closed": b"[" * 100_000,
     "deep": b"[" * 100_000 + b"]" * 100_000,
     "deep objects": b'{"a":' * 70 + b"1" + b"}" * 70,
     "long number": b"1" * 5000,
     "beyond 64 bits": b"123456789012345678901",
-    "infinite": b"1e999",
-    "key twice": b'{"version": 1, "version": 2}',
     "half a surrogate pair": b'{"a": ["\\ud800"]}',
     "half a surrogate pair as key": b'{"\\udc00": 1}',
     "not UTF-8": b'{"a": "\xff"}',
@@ -30,9 +26,6 @@ HOSTILE = {
     "UTF-16": "{}".encode("utf-16"),
     "empty": b"",
     "half": b'{"a": [1, 2',
-    "two values": b"{} {}",
-    "python": b"{'a': None}",
-    "NUL": b'{"a": "\x00"}',
 }
 
 
@@ -82,14 +75,6 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         load_json(tmp_path)
     with pytest.raises(InputError, match="record cannot be read"):
         Record.from_line("[" * 100_000)
-
-
-def test_many_keys_take_no_quadratic_time() -> None:
-    text = "{" + ",".join(f'"key {i}":{i}' for i in range(50_000)) + ',"key 49999":0}'
-    start = time.perf_counter()
-    with pytest.raises(InputError, match="key 49999"):
-        parse_json(text, "x")
-    assert time.perf_counter() - start < 10  # a minute, when every key was counted in the list of all
 
 
 @dataclass(frozen=True)

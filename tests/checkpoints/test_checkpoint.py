@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.prune import prune_checkpoint
@@ -108,13 +108,6 @@ def test_what_people_take_for_a_checkpoint(tmp_path: Path, removed: list[str], a
         Checkpoint(tmp_path / "m")
 
 
-@pytest.mark.parametrize("inner", ["m", "snapshots/0123abcd"])
-def test_a_folder_around_a_checkpoint(tmp_path: Path, inner: str) -> None:
-    make_checkpoint(tmp_path / inner, num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match=rf"config\.json is missing; .*; name .*/{inner}, which has one"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -128,16 +121,6 @@ def test_what_is_no_folder(tmp_path: Path, name: str, told: str) -> None:
         (tmp_path / file).write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path / name)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_a_byte_order_mark(tmp_path: Path, name: str, encoding: str) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    path = tmp_path / "m" / name
-    path.write_text(path.read_text(), encoding=encoding)
-    with pytest.raises(CheckpointError, match=rf"{name} .*; save it as UTF-8 without a byte-order mark"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
 @pytest.mark.parametrize("content", ['{"max_length": ', "[]"])
@@ -204,9 +187,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Checkpoint(tmp_path / "m")
 
 
-@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "", None, "x" * 300])
-def test_names_that_no_folder_can_have(tmp_path: Path, name: object) -> None:
-    path = tmp_path / name if isinstance(name, str) and name else name
-    with pytest.raises((InputError, CheckpointError)) as error:
-        Checkpoint(path)  # type: ignore[arg-type]
-    str(error.value).encode("utf-8")
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 3 bytes from file: Cannot allocate memory (12)")
+
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    checkpoint = Checkpoint(tmp_path / "m")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    with pytest.raises(CheckpointError, match="unable to mmap"):
+        checkpoint.tensor("model.norm.weight")

@@ -33,14 +33,13 @@ def test_experts_have_a_version_of_their_own() -> None:
     [
         ({"version": 3}, "version.*; upgrade slidesparse"),
         ({"version": None}, "version.*; make the checkpoint again"),
-        *(({"version": one}, "version") for one in (True, "1")),
+        ({"version": True}, "version"),
         ({"version": 2}, "lacks experts"),
         ({"version": 2, "experts": {"a": "8:6"}}, "8:6"),
-        *((one, "unknown") for one in ({"experts": {}}, {"extra": 1})),
+        ({"extra": 1}, "unknown"),
         ({"pattern": None}, "pattern"),
         ({"pattern": "4:6@50%"}, "4:6@50%.*; prune the model again, at a pattern such as 6:8$"),
         ({"ignore": "lm_head"}, "ignore"),
-        ({"layers": ["a"]}, "layers"),
         ({"layers": {"a": "8:6"}}, "8:6"),
     ],
 )
@@ -49,11 +48,6 @@ def test_bad_marker_is_refused(change: dict[str, Any], words: str) -> None:
         Marker.from_config({MARKER_KEY: {**GOOD, **change}})
     with pytest.raises(CheckpointError, match="lacks layers"):
         Marker.from_config({MARKER_KEY: {k: v for k, v in GOOD.items() if k != "layers"}})
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_own_quantisation_is_recognised(dtype: torch.dtype) -> None:
-    assert quantisation_dtype({"quantization_config": quantization_config(dtype, ["lm_head"])}) == dtype
 
 
 def test_a_quantised_output_embedding_is_named_and_nothing_else_is() -> None:
@@ -65,14 +59,6 @@ def test_a_quantised_output_embedding_is_named_and_nothing_else_is() -> None:
         group["targets"] = targets
         with pytest.raises(CheckpointError, match="quantisation scheme of the source"):
             quantisation_dtype({"quantization_config": config})
-
-
-def test_compressed_tensors_accepts_our_config() -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    parsed = QuantizationConfig.model_validate(quantization_config(torch.int8, ["lm_head"]))
-    assert parsed.config_groups["group_0"].weights.num_bits == 8
-    assert parsed.ignore == ["lm_head"]
 
 
 def test_other_schemes_are_refused() -> None:

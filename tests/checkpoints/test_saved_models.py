@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from adapted import Adapted
 from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, same_tensors, tokens
 
 import slidesparse
@@ -145,20 +146,6 @@ def test_a_model_inside_of_another(tmp_path: Path, kind: type[Around], dtype: st
     inner.save_pretrained(tmp_path / "s")  # type: ignore[operator]
     check(tmp_path / "s", logits(inner))
     assert Checkpoint(tmp_path / "s").config["slidesparse_config"]["ignore"] == ["lm_head"]
-
-
-class Adapted(torch.nn.Module):
-    """A linear with an adapter, as PEFT has it."""
-
-    adapter_layer_names = ("lora_A",)
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = linear
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(64, 64, bias=False)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x)
 
 
 def test_a_model_whose_adapters_are_taken_off(tmp_path: Path) -> None:

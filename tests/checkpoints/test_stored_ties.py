@@ -76,25 +76,6 @@ def test_an_untied_head_that_is_not_there(tmp_path: Path) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [("llama", "num_hidden_layers"), ("t5", "num_layers"), ("bart", "decoder_layers")]
-)
-def test_layers_beyond_those_of_the_config_of(tmp_path: Path, name: str, key: str) -> None:
-    """They were copied as unused, and the model was cut short."""
-    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    with edited_config(tmp_path / "m") as config:
-        config |= {key: 1}
-    with pytest.raises(CheckpointError, match=r"1\..* is one of \d+ tensors beyond those of"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
-
-
-def test_drafts_are_no_layers_beyond(tmp_path: Path) -> None:
-    make(tmp_path / "m", ARCHITECTURES["llama"], torch.float32)
-    with edited_config(tmp_path / "m") as config:
-        config |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8")).unexpected
-
-
 def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     """A router's correction was rounded to the type of the model, and other experts were chosen."""
     name, found = "model.layers.1.mlp.gate.e_score_correction_bias", ARCHITECTURES["deepseek-v3"]

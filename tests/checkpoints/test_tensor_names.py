@@ -144,17 +144,6 @@ def test_a_weight_that_is_half_of_a_tensor_stays_dense_and_is_read(tmp_path: Pat
     torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "m", ARCHITECTURES["llama"])
-
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("no\nno")
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
-    with pytest.raises(CheckpointError, match=r"cannot tell which tensors of .* are which"):
-        build_meta_model(Checkpoint(tmp_path / "m"))
-
-
 def test_buffers_have_the_type_in_which_the_model_runs(tmp_path: Path) -> None:
     """As transformers builds it: XGLM adds its table of positions to embeddings."""
     found = replace(ARCHITECTURES["xglm"], dtype=torch.bfloat16)

@@ -61,26 +61,6 @@ def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "q").iterdir()} >= {"config.json", "model.safetensors"}
 
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17209920\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("tokenizer.json", POINTER), ("tokenizer.json", '{"version": "1.0", "mod'), ("tokenizer_config.json", "")],
-)
-def test_a_tokenizer_that_was_not_fetched_whole(tmp_path: Path, name: str, text: str) -> None:
-    """It was copied without a word, and the result took no text. A picture's pointer is nobody's concern."""
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    add_tokenizer(tmp_path / "m")
-    (tmp_path / "m/picture.png").write_text(POINTER)
-    assert not dry_run(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8")).lacks_tokenizer
-    (tmp_path / "m" / name).write_text(text)
-    for told in (dry_run, prune_checkpoint):
-        with pytest.raises(CheckpointError, match=f"{name} holds no tokenizer"):
-            told(tmp_path / "m", tmp_path / "q", by_magnitude("6:8", "int8"))
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
 def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
 

@@ -10,10 +10,8 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from safetensors.torch import load_file, save_file
 
-import slidesparse.models.causal as causal
 from slidesparse.cli import main
-from slidesparse.errors import CheckpointError, InputError
-from slidesparse.models.causal import require_causal
+from slidesparse.errors import CheckpointError
 from slidesparse.offline.evaluate import evaluate
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -50,30 +48,8 @@ def test_other_models_have_no_perplexity(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["eval", str(folder), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert told.out == ""
-    last = told.err.splitlines()[-1]
-    assert f"{name} has no causal loss" in last or "lacks" in last  # ViT, whose tensors transformers renames
+    assert f"{name} has no causal loss" in told.err.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
-
-
-def test_causal_models_pass(tmp_path: Path) -> None:
-    config = MODELS["BertModel"]
-    decoder = transformers.BertConfig(**(config.to_dict() | {"is_decoder": True}))
-    for model in (
-        make_checkpoint(tmp_path / "a", "llama", torch.bfloat16, num_hidden_layers=1),
-        make_checkpoint(tmp_path / "b", "qwen3", torch.float32, num_hidden_layers=1),
-        transformers.BertLMHeadModel(decoder).eval(),
-    ):
-        require_causal(model)
-
-
-def test_the_limit_lies_between_noise_and_a_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random model, whose later tokens change hardly anything, is the one that is hardest to tell."""
-    torch.manual_seed(0)
-    model = transformers.BertLMHeadModel(MODELS["BertModel"]).eval()  # not a decoder: it sees all tokens
-    with pytest.raises(InputError, match="predictions that depend on later tokens"):
-        require_causal(model)
-    monkeypatch.setattr(causal, "NOISE", {torch.float32: 1.0})
-    require_causal(model)
 
 
 def test_nan_that_the_text_does_not_touch(tmp_path: Path) -> None:

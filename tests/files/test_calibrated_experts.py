@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from small_models import make
 import slidesparse
 from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.base.ranks import ALONE
-from slidesparse.base.traced_tensor import TracedTensor, origin_of
-from slidesparse.checkpoints.expert_tensors import ExpertRows, ExpertTensor, _Numbers, find_expert_rows
+from slidesparse.checkpoints.expert_tensors import _Numbers
 from slidesparse.errors import UnsupportedError
 from slidesparse.models.expert_weights import calibrated_experts
-from slidesparse.models.experts import Experts
 from slidesparse.models.layer_stack import find_layer_list, record_inputs
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.shared_layers import SharedLayers
@@ -31,7 +28,7 @@ from slidesparse.offline.calibrate.layer_store import CheckpointLayerStore
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
-from slidesparse.pruning import Linears, Pruner, get_pruner
+from slidesparse.pruning import Pruner, get_pruner
 from slidesparse.weights.pattern import Pattern
 
 FORMS = {
@@ -57,77 +54,6 @@ def pruned(folder: Path, text: Calibration, method: str, dtype: str = "fp32", to
 
 def windows(folder: Path, model: Any, text: Calibration) -> torch.Tensor:
     return calibration_windows(folder / "m", model.config, text)
-
-
-# -- against the definition --------------------------------------------------------------------------------------------
-
-
-def routed_grams(folder: Path, text: Calibration) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], list[int]]:
-    """A Mixtral, and of layer 0 the gram matrices before and inside of each expert, and the tokens of each."""
-    model = transformers.MixtralForCausalLM.from_pretrained(folder / "m", dtype=torch.float32).eval()
-    experts = model.model.layers[0].mlp.experts
-    before, inner, tokens = ([0] * 4 for _ in range(3))
-
-    def note(_: Any, args: tuple[Any, ...]) -> None:
-        for e in range(4):
-            x = args[0][(args[1] == e).any(1)]
-            gate, up = (x @ experts.gate_up_proj[e].T).chunk(2, 1)
-            h = torch.nn.functional.silu(gate) * up
-            before[e], inner[e], tokens[e] = before[e] + x.T @ x, inner[e] + h.T @ h, tokens[e] + len(x)
-
-    experts.register_forward_pre_hook(note)
-    with torch.no_grad():
-        model(input_ids=windows(folder, model, text))
-    return model, before, inner, tokens
-
-
-def test_wanda_follows_the_definition(tmp_path: Path) -> None:
-    text = source(tmp_path, "mixtral")
-    summary = pruned(tmp_path, text, "wanda")
-    model, before, inner, tokens = routed_grams(tmp_path, text)
-    assert sum(tokens) == 2 * SAMPLES * LENGTH
-    assert min(tokens) < 64 < max(tokens)  # so that one borrows what the router sends, and one does not
-    assert any(64 < count < 152 for count in tokens)
-    state, named = slidesparse.load(tmp_path / "s").state_dict(), {}
-    for e in range(4):
-        outer, inside = before[e].diagonal(), inner[e].diagonal()
-        if tokens[e] < 64:
-            outer = outer + sum(before).diagonal() * ((64 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
-            named[f"gate_up_proj.{e}"] = f"{tokens[e]} tokens of 64"
-        if tokens[e] < 152:
-            inside = inside + sum(inner).trace() / 152 * ((152 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
-            named[f"down_proj.{e}"] = f"{tokens[e]} tokens of 152"
-        for leaf, squares in (("gate_up_proj", outer), ("down_proj", inside)):
-            weight = model.state_dict()[f"model.layers.0.mlp.experts.{leaf}"][e]
-            groups = (weight**2 * squares).reshape(len(weight), -1, 8)
-            keep = torch.ones_like(groups).scatter(-1, groups.argsort(-1)[..., :2], 0).reshape(weight.shape)
-            assert torch.equal(state[f"model.layers.0.mlp.experts.{leaf}"][e], weight * keep)
-    first = {key: words for key, words in summary.borrowed.items() if ".0.mlp." in key}
-    assert first == {f"model.layers.0.mlp.experts.{key}": words for key, words in named.items()}
-    assert f"layer: {len(summary.borrowed)} of the experts' weights, such as model." in summary.describe()
-    assert {key for names in summary.losses for key in names.split() if "experts" in key} == {
-        f"model.layers.{i}.mlp.experts.{leaf}.{e}"
-        for i in range(2)
-        for leaf in ("gate_up_proj", "down_proj")
-        for e in range(4)
-    }
-
-
-def test_sparsegpt_keeps_more_of_what_is_routed(tmp_path: Path) -> None:
-    text = source(tmp_path, "mixtral")
-    options = PruneOptions("6:8", "fp32", "sparsegpt", text, ignore=("re:.*layers.1.*",))
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    model, before, inner, tokens = routed_grams(tmp_path, text)
-    state = slidesparse.load(tmp_path / "s").state_dict()
-    for leaf, grams in (("gate_up_proj", before), ("down_proj", inner)):
-        for e in (e for e in range(4) if tokens[e] > 32):
-            weight = model.state_dict()[f"model.layers.0.mlp.experts.{leaf}"][e]
-            by_size = get_pruner("magnitude").prune(Linears({"w": weight}, Pattern.parse("6:8")))["w"]
-            ours, theirs = (
-                float((((new - weight) @ grams[e]) * (new - weight)).sum())
-                for new in (state[f"model.layers.0.mlp.experts.{leaf}"][e], by_size)
-            )
-            assert ours < 0.6 * theirs
 
 
 # -- every form --------------------------------------------------------------------------------------------------------
@@ -158,26 +84,6 @@ def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name:
     for layer in summary.experts:
         near = 1e-5 if dtype == "fp32" else float(expected[layer].abs().max()) / 200
         torch.testing.assert_close(found[layer].float(), expected[layer], rtol=1e-3, atol=near)
-
-
-def rows_of(one: Experts, state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> list[ExpertRows]:
-    """The rows of experts whose parameters were computed so from tensors of these shapes."""
-    meta: Any = SimpleNamespace(names=SimpleNamespace(origins={key: origin_of(value) for key, value in state.items()}))
-    checkpoint: Any = SimpleNamespace(stored=lambda name: SimpleNamespace(shape=shapes[name]))
-    tensors = {name: ExpertTensor(one, "layer", name.endswith("turned")) for name in shapes}
-    return find_expert_rows([one], meta, checkpoint, tensors)
-
-
-def test_rows_of_experts_that_are_joined_and_turned() -> None:
-    shapes = {"gate.turned": (2, 4, 3), "up": (2, 5, 4)}
-    gate, up = (TracedTensor.named(name, shape) for name, shape in shapes.items())
-    one = Experts("experts", 2, {"gate_up_proj": (2, 8, 4)})
-    found = rows_of(one, {"experts.gate_up_proj": torch.cat([gate.transpose(1, 2), up], 1)}, shapes)
-    assert found == [
-        ExpertRows(f"experts.gate_up_proj.{expert}", tensor, expert, begin, end)
-        for expert in range(2)
-        for tensor, begin, end in (("gate.turned", 0, 3), ("up", 3, 8))
-    ]
 
 
 def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,15 +14,13 @@ import huggingface_hub.constants
 import pytest
 import small_hub as small_hub_module
 from checkpoints import add_tokenizer, make_checkpoint, tokens
-from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
+from small_hub import COMMIT, TOKEN, SmallHub, small_hub, use
 
 import slidesparse as ss
-from slidesparse.base.readable_size import readable_size
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
-from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
+from slidesparse.files.hub import HubModel, hub_model, source_folder
 
 TO_6_OF_8 = ["--pattern", "6:8", "--method", "magnitude"]
 
@@ -64,19 +60,6 @@ def test_what_is_fetched_and_where_it_is(hub: SmallHub, model: Path, tmp_path: P
     hub.asked.clear()
     assert source_folder("maker/small", "v1") == folder
     assert hub.fetched() == []  # it is in the cache
-
-
-def test_licence_and_size_are_said_before_anything_is_fetched(
-    hub: SmallHub, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[list[str]] = []
-    monkeypatch.setattr(chat.LOG, "warning", lambda line: said.append([line, *hub.fetched()]))
-    monkeypatch.setattr(chat, "_row", lambda *_: chat.ChatRow("dense", 1.0, ()))
-    chat.run_chat("maker/small")
-    size = readable_size(sum(path.stat().st_size for path in source_folder("maker/small").iterdir()))
-    assert said == [[f"maker/small, licence 'mit\\x1b[31m': {size}, fetched if they are not in the cache"]]
-    hub.broken = True
-    assert describe_model("maker/small") is None
 
 
 def test_prune_inspect_and_load_by_name(hub: SmallHub, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,10 +138,6 @@ def test_a_hub_that_cannot_be_reached(hub: SmallHub, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match="cannot be fetched"):
         source_folder("maker/small")
     assert time.monotonic() - began < 10
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-    folder = source_folder("maker/small")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert source_folder("maker/small") == folder  # as huggingface_hub has it: the cache serves
 
 
 def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +151,6 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert source_folder("maker/small") == folder
     assert hub.asked == []
-
-
-@pytest.mark.slow
-def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_HOME and HF_TOKEN of the environment, in a process that says nothing but its result."""
-    hub.private.add("maker/small")
-    words = ["inspect", "maker/small", "--json"]
-    for token, status in ((TOKEN, 0), ("", 1)):
-        environment = {**os.environ, **settings(hub, tmp_path / f"home{status}"), "HF_TOKEN": token}
-        command = [sys.executable, "-m", "slidesparse", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == status, done.stderr
-        assert done.stderr.count("\n") == status
-        assert (tmp_path / f"home{status}/hub/models--maker--small/snapshots" / COMMIT).is_dir() == (not status)
 
 
 def test_an_interruption_ends_a_download(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:

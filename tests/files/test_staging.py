@@ -6,13 +6,12 @@ import errno
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, by_magnitude, contents, make_checkpoint, make_source, write_text
+from checkpoints import by_magnitude, contents, make_checkpoint, make_source
 
 import slidesparse
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
@@ -238,25 +237,6 @@ def test_what_is_no_work_of_ours_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "u.partial/diary.txt").read_text() == "dear diary"
 
 
-def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
-    destination = tmp_path / "s"
-
-    def run() -> None:
-        with staged(destination, tmp_path / "m", {}, 0) as work:
-            if not work.files():
-                write(work)
-                destination.mkdir()
-                (destination / "mine").touch()
-
-    with pytest.raises(CheckpointError, match="s was made by something else meanwhile"):
-        run()
-    assert list(contents(destination)) == ["mine"]
-    (destination / "mine").unlink()
-    destination.rmdir()
-    run()
-    assert list(contents(destination)) == ["one.safetensors"]
-
-
 # -- no run blocks the one with its own remedy ---------------------------------------------------------------------
 
 
@@ -271,18 +251,3 @@ def test_a_weight_with_nan_can_be_mended_afterwards(tmp_path: Path) -> None:
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     slidesparse.load(tmp_path / "s")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "s"]
-
-
-def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Path) -> None:
-    model: Any = make_checkpoint(tmp_path / "m", dtype=torch.float32)
-    model.model.layers[1].self_attn.v_proj.weight.data.fill_(3e38)  # finite, and nothing that reads it is
-    model.save_pretrained(tmp_path / "m")
-    add_tokenizer(tmp_path / "m")
-    text = write_text(tmp_path / "text.txt")
-    options = PruneOptions("6:8", "fp32", "wanda", Calibration(str(text), 4, 16))
-    with pytest.raises(
-        InputError, match=r"inputs of model.layers.1.self_attn.o_proj hold NaN or Inf.*keeps 1 finished"
-    ):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    ignored = replace(options, ignore=("re:.*layers.1.self_attn.*", "re:.*layers.1.mlp.*"))
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", ignored)

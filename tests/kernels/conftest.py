@@ -40,5 +40,4 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     if torch.cuda.is_available():
-        torch_private.empty_here(1, 1, torch.uint8)  # after its first call it is bound, and stays what is set here
         monkeypatch.setattr(torch_private, "_empty_strided", poisoned(torch_private._empty_strided))

@@ -115,7 +115,7 @@ PASSED: list[tuple[object, ...]] = []
 @pytest.fixture(autouse=True)
 def _asked_again() -> Iterator[None]:
     """What Triton can do is found out in this test, and forgotten after it."""
-    caches = triton_launcher.refusal_of_order, log_once, triton_launcher.early_start
+    caches = triton_launcher.refusal_of_order, log_once
     for cache in caches:
         cache.cache_clear()
     PASSED.clear()
@@ -175,23 +175,6 @@ def _runs_by_triton(kernel: Compiling, caplog: pytest.LogCaptureFixture) -> str:
     assert line.startswith("slidesparse: Triton itself launches all kernels")
     assert "\n" not in line
     return line
-
-
-def test_kernels_start_early_where_triton_knows_how(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from triton.backends.nvidia import compiler
-
-    assert triton_launcher.early_start() == {"launch_pdl": True}
-    for options in (SimpleNamespace(__dataclass_fields__={"num_warps": None}), SimpleNamespace()):
-        monkeypatch.setattr(compiler, "CUDAOptions", options)
-        triton_launcher.early_start.cache_clear()
-        assert triton_launcher.early_start() == {}
-    assert not caplog.messages
-    monkeypatch.delattr(compiler, "CUDAOptions")
-    triton_launcher.early_start.cache_clear()
-    assert triton_launcher.early_start() == {}
-    assert "no kernel starts before" in caplog.text
 
 
 NUMBERS = {

@@ -45,11 +45,6 @@ def test_rows_keep_the_order_of_their_tokens() -> None:
     assert (found.experts.tolist()[:3], found.used.tolist()) == ([0, 1, 2], [3])
 
 
-def test_all_tokens_may_go_to_one_expert() -> None:
-    found = arrange(torch.full((33, 1), 2), 4, 16)
-    assert (int(found.used), found.experts[:3].tolist()) == (3, [2, 2, 2])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [torch.zeros(3), torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.bool), torch.tensor([[0, 1], [-1, 2]])],

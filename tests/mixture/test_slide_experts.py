@@ -14,7 +14,6 @@ from slidesparse.gemm.grouped import GroupedProduct, Rows, TokenTile
 from slidesparse.layer.experts import SlideExperts, split_rows
 from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import Lifted
-from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.weights.packed import pack_by
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -173,13 +172,6 @@ def test_a_gradient_is_refused_in_the_backward_pass(trained: str) -> None:
         y.sum().backward()
     with pytest.raises(UnsupportedError, match="for inference"):
         made(tokens["x"][:0], tokens["weights"][:0], tokens["chosen"][:0]).sum().backward()
-
-
-def test_a_mixture_of_transformers_refuses_gradients_too() -> None:
-    tokens = tokens_to_run()
-    y = PackedMixture(SlideExperts(*experts()))(tokens["x"], tokens["chosen"], tokens["weights"].requires_grad_())
-    with pytest.raises(UnsupportedError, match="train the dense model"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -14,7 +14,7 @@ from small_models import build
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, calibrated_experts, expert_weights
+from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, calibrated_experts
 from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.grams import expert_inputs, in_parts
 from slidesparse.pruning import Linears, get_pruner
@@ -94,29 +94,6 @@ def test_every_mixture_is_seen(name: str) -> None:
         used = sum(count for key, count in counts.items() if key.rpartition(".")[0] == layer)
         assert used == TOKENS * experts_of_a_token(model.config.get_text_config())
         assert {weights[f"{layer}.{expert}"].reads_inside for expert in range(4)} == {layer.endswith("down_proj")}
-
-
-def test_experts_that_are_modules() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            expert = [nn.ModuleDict({"up": nn.Linear(8, 6), "w2": nn.Linear(6, 8)}) for _ in range(3)]
-            self.experts = nn.ModuleList(expert)
-
-    layer = Listed()
-    model = nn.ModuleDict({"mlp": layer})
-    weights = expert_weights(model, find_experts(model), {"mlp.experts.*.up", "mlp.experts.*.w2"})
-    assert sorted(weights) == sorted(f"mlp.experts.{i}.{leaf}" for i in range(3) for leaf in ("up", "w2"))
-    assert weights["mlp.experts.1.w2"].reads_inside
-    assert not weights["mlp.experts.1.up"].reads_inside
-    seen: dict[str, torch.Tensor] = {}
-    x = torch.randn(2, 5, 8)
-    with WatchExperts({"mlp.experts.1.up": weights["mlp.experts.1.up"]}, seen.__setitem__):
-        for expert in layer.experts:
-            expert["w2"](expert["up"](x))
-    assert seen.keys() == {"mlp.experts.1.up"}
-    assert torch.equal(seen["mlp.experts.1.up"], x.flatten(0, 1))
-    assert weights["mlp.experts.2.up"].weight.data_ptr() == layer.experts[2]["up"].weight.data_ptr()
 
 
 # -- what an expert borrows --------------------------------------------------------------------------------------------

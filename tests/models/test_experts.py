@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from architectures import ARCHITECTURES, on_meta
 from small_mixtures import MIXTURES
@@ -12,7 +13,7 @@ from torch import nn
 
 import slidesparse as ss
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.models.experts import Experts, describe_experts, experts_of_a_token, find_experts, find_routers
+from slidesparse.models.experts import experts_of_a_token, find_experts, find_routers
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -33,38 +34,24 @@ def test_others_have_none() -> None:
     assert [name for name in others if find_experts(on_meta(name))] == []
 
 
-class Listed(nn.Module):
-    """One module an expert, as transformers 4 has them."""
+class TinyExperts(nn.Module):
+    """64 experts that share their parameters, as transformers has them."""
 
     def __init__(self) -> None:
         super().__init__()
-        expert = [nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(96, 64)}) for _ in range(3)]
-        self.experts, self.gate = nn.ModuleList(expert), nn.Linear(64, 64)
+        self.gate_up_proj = nn.Parameter(torch.zeros(64, 96, 64))
+        self.down_proj = nn.Parameter(torch.zeros(64, 64, 48))
 
 
-def test_experts_that_are_modules() -> None:
-    found = find_experts(nn.ModuleList([Listed(), Listed()]))
-    weights = {"up.weight": (96, 64), "down.weight": (64, 96)}
-    assert found == [Experts(f"{i}.experts", 3, weights, False, ("0", "1", "2")) for i in range(2)]
-    assert describe_experts(found) == ["2 x *.experts: 3 experts, up.weight [96, 64], down.weight [64, 96]"]
-
-
-def test_a_router_that_is_a_large_linear_is_left_alone() -> None:
-    layer = Listed()
-    layer.router = nn.Linear(64, 3)
-    layer.experts.extend(nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(96, 64)}) for _ in range(61))
+def test_experts_and_their_router_stay_as_they_are_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """The router is a large linear here: one output for each of 64 experts."""
+    layer = nn.ModuleDict({"experts": TinyExperts(), "gate": nn.Linear(64, 64), "norm": nn.LayerNorm(64)})
     model = nn.ModuleDict({"layer": layer, "after": nn.Linear(64, 64)})
-    assert [*find_routers(model, find_experts(model))] == ["layer.gate"]  # one output for each of 64 experts
+    assert [*find_routers(model, find_experts(model))] == ["layer.gate"]
     ss.sparsify_(model, "6:8")
     assert [name for name, m in model.named_modules() if isinstance(m, SlideLinear)] == ["after"]
-
-
-def test_models_in_memory_keep_their_experts_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"layer": Listed()})
-    ss.sparsify_(model, "6:8")
-    assert [name for name, m in model.named_modules() if isinstance(m, SlideLinear)] == ["layer.gate"]
     assert "experts stay dense in memory" in caplog.text
-    assert "layer.experts: 3 experts, up.weight [96, 64]" in caplog.text
+    assert "layer.experts: 64 experts, gate_up_proj [64, 96, 64], down_proj [64, 64, 48]" in caplog.text
 
 
 @pytest.mark.parametrize(("routed", "expected"), [(2, 2), ([2, 2], 2), ([2, 3], 3), ([], 1)])

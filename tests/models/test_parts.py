@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, on_meta
-from small_models import build
+from architectures import on_meta
 from torch import nn
 
-import slidesparse as ss
 from slidesparse.errors import InputError
-from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.parts import language_model, parts_of, text_config
 from slidesparse.models.targets import find_targets
 
@@ -74,10 +71,3 @@ def test_a_part_that_is_not_there(name: str) -> None:
     part: Any = "sound"
     with pytest.raises(InputError, match="needed language or vision or all"):
         find_targets(on_meta(name), part=part)
-
-
-def test_a_model_in_memory_is_treated_in_part() -> None:
-    model = ss.sparsify_(build(ARCHITECTURES["llava"]).eval(), "6:8", "fp32", part="vision")
-    slid = [name for name, module in model.named_modules() if isinstance(module, SlideLinear)]
-    assert len(slid) == 12
-    assert all("vision_tower" in name for name in slid)

@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert not (tmp_path / "out").exists()
     # A shorter run has other rates, and may not take its place.
-    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another --tokens"):
+    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another tokens"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5), device=device)
     steps = []
     step = Training._step

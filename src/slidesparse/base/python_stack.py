@@ -12,14 +12,10 @@ This module can go when support of CPython 3.12 ends, in October 2028 (peps.pyth
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
-
-from slidesparse.base.log import LOG
-from slidesparse.errors import first_line
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,33 +28,19 @@ def _call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-@lru_cache
-def _call_with_room() -> Callable[..., Any] | None:
-    """Return :func:`_call` with a large frame; None where Python makes none, or needs none."""
-    if sys.implementation.name != "cpython":
-        return None
-    try:
-        # The stack of a frame follows its variables and is not cleared: its size costs nothing but addresses.
-        return FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
-    except Exception as error:  # of any kind: CPython promises nothing about frames
-        line = "slidesparse: Python %s makes no large frames (%s): loops run without room on the stack"
-        LOG.warning(line, sys.version.split()[0], first_line(error))
-        return None
+# The stack of a frame follows its variables and is not cleared: its size costs nothing but addresses.
+_CALL = FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function that runs at the start of a chunk, with 100 KB of room for deeper frames.
 
-    Each call maps one chunk and unmaps it, so wrap whole loops. Where CPython makes no such frame, and in other
-    interpreters, the function itself is returned.
+    Each call maps one chunk and unmaps it, so wrap whole loops.
     """
-    roomy = _call_with_room()
-    if roomy is None:
-        return function
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: T = roomy(function, *args, **kwargs)
+        given: T = _CALL(function, *args, **kwargs)
         return given
 
     return call

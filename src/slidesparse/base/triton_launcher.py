@@ -6,7 +6,7 @@ depends on the arguments' types, which are fixed for a launcher, and on whether 
 Triton's interpreter, every launch goes through Triton.
 
 With a Triton that launches its own kernels in another way than this module, every launch goes through Triton, too, and
-the log says why. :data:`PRIVATE` lists the private names, which are looked up when first needed.
+the log says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.log import LOG, log_once
+from slidesparse.base.log import log_once
 from slidesparse.base.torch_private import current_stream, is_current
 from slidesparse.errors import first_line
 
@@ -33,16 +33,8 @@ ALIGNMENT = 16
 LARGEST = 2**31 - 1
 """Largest integer that Triton compiles as 32 bits."""
 
-PRIVATE = {
-    "triton.runtime.jit.JITFunction.run": "Triton launches, which takes 10 us longer",
-    "triton.compiler.CompiledKernel.run": "Triton launches, which takes 10 us longer",
-    "triton.compiler.CompiledKernel.function": "Triton launches, which takes 10 us longer",
-    "triton.compiler.CompiledKernel.packed_metadata": "Triton launches, which takes 10 us longer",
-    "triton.knobs.runtime.jit_cache_hook": "a listener hears of compilations, and may raise",
-    "triton.knobs.runtime.jit_post_compile_hook": "a listener hears of compilations, and may raise",
-    "triton.backends.nvidia.compiler.CUDAOptions": "no kernel starts before the one before it has ended",
-}
-"""Name of Triton, besides its language and ``triton.jit`` -> the consequence where Triton lacks it."""
+EARLY_START = {"launch_pdl": True}
+"""The compiler option for programmatic dependent launch."""
 
 ORDER = (
     *("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata", "launch_metadata"),
@@ -176,35 +168,12 @@ def without_hooks() -> Iterator[None]:
     Triton passes the constants of a kernel to its hooks as JSON, and raises where one, such as a variant, is not JSON.
     vLLM sets a hook when it begins to serve: a kernel that is first needed after that would end the engine.
     """
-    runtime = _knobs()
+    from triton.knobs import runtime
+
     with _HOOKS:  # else another thread would save, and restore, the None that this one has set
-        hooks = "jit_cache_hook", "jit_post_compile_hook"
-        kept = {name: getattr(runtime, name) for name in hooks if hasattr(runtime, name)}
+        kept = runtime.jit_cache_hook, runtime.jit_post_compile_hook
         try:
-            for name in kept:
-                setattr(runtime, name, None)
+            runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
             yield
         finally:
-            for name, hook in kept.items():
-                setattr(runtime, name, hook)
-
-
-def _knobs() -> Any:
-    """Return the object with Triton's hooks; None before 3.4, when vLLM set none."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return None
-    return getattr(knobs, "runtime", None)
-
-
-@lru_cache
-def early_start() -> dict[str, bool]:
-    """Return the compiler option for programmatic dependent launch, where Triton has it."""
-    try:
-        from triton.backends.nvidia.compiler import CUDAOptions
-    except ImportError as error:
-        LOG.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
-        return {}
-    known = getattr(CUDAOptions, "__dataclass_fields__", {})
-    return {"launch_pdl": True} if "launch_pdl" in known else {}  # from 3.4 on
+            runtime.jit_cache_hook, runtime.jit_post_compile_hook = kept

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
-import math
 import types
-from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -22,9 +19,6 @@ MAX_DEPTH = 64
 
 MAX_DIGITS = 20
 """Most characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
-
-MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # of editors on Windows
-WITHOUT_MARK = "save it as UTF-8 without a byte-order mark"
 
 SHOWN = 200
 """Most characters of a wrong value that a message shows."""
@@ -46,14 +40,12 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     """Parse one JSON value, whose bytes are UTF-8; ``where`` is its name in errors. See :func:`load_json`.
 
     Raises:
-        InputError: Not UTF-8, not JSON, a key twice in one object, numbers that no 64 bits hold, NaN or Infinity,
-            half a surrogate pair, or more than :data:`MAX_DEPTH` levels.
+        InputError: Not UTF-8, not JSON, a whole number that no 64 bits hold, NaN or Infinity, half a surrogate pair, or
+            more than :data:`MAX_DEPTH` levels.
 
     >>> parse_json('{"a": [1, 2.5]}', "example")
     {'a': [1, 2.5]}
     """
-    if isinstance(text, bytes) and text.startswith(MARKS):
-        raise InputError(f"{where} cannot be read", got="a byte-order mark", remedy=WITHOUT_MARK)
 
     def constant(name: str) -> float:
         return float(name) if non_finite else _refuse(f"the number {name}")
@@ -61,10 +53,8 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
-            object_pairs_hook=_object,
             parse_constant=constant,
             parse_int=_whole_number,
-            parse_float=_number,
         )
         _check_values(value)
     except RecursionError as error:
@@ -126,21 +116,8 @@ def _refuse(what: str) -> NoReturn:
     raise ValueError(what)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice[:SHOWN]!r} twice in one object")
-    return made
-
-
 def _whole_number(text: str) -> int:
     return int(text) if len(text) <= MAX_DIGITS else _refuse(f"a number of {len(text)} digits")
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse("a number beyond 64 bits")
 
 
 def _check_values(value: Any) -> None:

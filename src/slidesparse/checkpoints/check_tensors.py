@@ -6,28 +6,27 @@ command checks names, shapes and types, by the files' headers, and the few value
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from slidesparse.base.counted import counted
-from slidesparse.base.traced_tensor import sources
-from slidesparse.checkpoints.check_config import generation_settings, other_quantisation
-from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint, generation_settings
 from slidesparse.checkpoints.expert_tensors import find_expert_tensors, marker_name
-from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype, quantised_targets, source_quantisation
+from slidesparse.checkpoints.marker import (
+    Marker,
+    is_bitnet,
+    other_quantisation,
+    quantisation_dtype,
+    source_quantisation,
+)
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
-from slidesparse.models.config_keys import LINEAR
-from slidesparse.models.parts import parts_of, text_config
 from slidesparse.models.targets import matches_entry
 from slidesparse.weights.quant import FLOATS, QUANTISED
-from slidesparse.weights.support import is_finite, is_nonzero
+from slidesparse.weights.support import is_finite
 
 FLOAT_NAMES = frozenset({"F64", *(STORED_NAMES[dtype] for dtype in FLOATS)})
 SCALE_NAMES = frozenset(STORED_NAMES[dtype] for dtype in FLOATS)
@@ -39,20 +38,15 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
     try:
         meta.require_complete()
     except CheckpointError as error:
-        raise other_quantisation(checkpoint) or error from None
+        raise other_quantisation(checkpoint.config) or error from None
     for fault in find_faults(meta, checkpoint):
         raise fault
 
 
 def left_alone(config: Mapping[str, Any], linears: Iterable[str]) -> set[str]:
-    """Return the linears that a ``quantization_config`` leaves in a float type: ignored, or in no group."""
-    value = source_quantisation(config)
-    ignore, targets = value.get("ignore") or (), quantised_targets(value) or [LINEAR]
-
-    def are(name: str, entries: Iterable[str]) -> bool:
-        return any(matches_entry(name, entry) for entry in entries)
-
-    return {name for name in linears if are(name, ignore) or not (LINEAR in targets or are(name, targets))}
+    """Return the linears that a ``quantization_config`` ignores, which are in a float type."""
+    ignore = source_quantisation(config).get("ignore") or ()
+    return {name for name in linears if any(matches_entry(name, entry) for entry in ignore)}
 
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:
@@ -64,9 +58,8 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
     """Yield an error for every fault, each naming its tensor.
 
     Faults are: a wrong shape or type; a weight in 8 bits that should be a float by the config or the marker, and the
-    reverse; a scale that is missing, of wrong shape or type, negative, NaN, Inf, or zero where the weight is not; a
-    scale of a weight that is not quantised; and unreadable settings of generation. Missing tensors are left to
-    :meth:`MetaModel.require_complete`.
+    reverse; a scale that is missing, of wrong shape or type, NaN or Inf; a scale of a weight that is not quantised; and
+    unreadable settings of generation. Missing tensors are left to :meth:`MetaModel.require_complete`.
 
     Raises:
         CheckpointError: The quantisation is of an unsupported kind.
@@ -93,22 +86,6 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
             yield from _type_faults(own, checkpoint, *allowed.of(name))
     for own in allowed.experts:
         yield from _type_faults(own, checkpoint, *allowed.of_experts(own, len(checkpoint.stored(own).shape)))
-    yield from _further_layers(meta, checkpoint)
-
-
-def _further_layers(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Yield an error where the checkpoint has more layers or experts than its config, drafts aside."""
-    config, any_layer = text_config(meta.model.config), partial(re.sub, r"\.\d+\.", ".*.", count=1)
-    last, drafts = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    drafted = {f".{last + i}." for i in range(drafts)}
-    parts = parts_of(meta.model, (name for name, _ in meta.model.named_modules()))
-    senses = {name for name, part in parts.items() if part in ("vision", "audio")}  # whose last layers may be unread
-    written = (one for name, one in meta.names.origins.items() if name.rpartition(".")[0] not in senses)
-    used = {any_layer(name) for origin in written for name in sources(origin)}
-    further = [name for name in meta.names.unexpected if any_layer(name) in used]
-    if further := [name for name in further if not any(number in name for number in drafted)]:
-        what = f"{further[0]} is one of {counted(len(further), 'tensor')} beyond those of {checkpoint.path}/config.json"
-        yield CheckpointError(what, got="fewer layers or experts there", needed="the config.json of these weights")
 
 
 class _Allowed:
@@ -177,17 +154,8 @@ def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointErr
     if stored.shape not in ((rows, 1), (rows,)):
         yield CheckpointError(f"shape of {name}", got=list(stored.shape), needed=f"[{rows}, 1]")
         return
-    scale = checkpoint.tensor(name).flatten()
-    if not is_finite(scale):
+    if not is_finite(checkpoint.tensor(name)):
         yield CheckpointError(f"{name} holds NaN or Inf", needed="positive numbers")
-        return
-    wrong = scale < 0
-    if bool((scale == 0).any()):  # a row of zeros may have a scale of zero
-        wrong |= (scale == 0) & is_nonzero(checkpoint.tensor(tensor)).any(1)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        got = f"{float(scale[row]):g} at row {row}"
-        yield CheckpointError(f"{name} is not positive", got=got, needed="positive numbers")
 
 
 def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> Iterator[str]:

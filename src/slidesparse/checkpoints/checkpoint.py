@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.checkpoints.marker import check_quantisation
-from slidesparse.checkpoints.wrapped_names import unwrapped
-from slidesparse.errors import CheckpointError, SlideSparseWarning
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.json_files import read_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 NEEDED = "a folder with config.json and weights in safetensors"
@@ -27,9 +27,6 @@ NEEDED = "a folder with config.json and weights in safetensors"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PICKLES = (".bin", ".pt", ".pth", ".distcp")
 """Ends of the names of weights that are no safetensors."""
-
-INNER = ("*/config.json", "snapshots/*/config.json")
-"""Places of a model below a given folder: one level deeper, or in the layout of a hub's cache."""
 
 
 class Checkpoint:
@@ -40,7 +37,6 @@ class Checkpoint:
         config: config.json.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
-        wrappers: Parts of names that are removed: see :mod:`slidesparse.checkpoints.wrapped_names`.
 
     Raises:
         CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent; or there are
@@ -73,18 +69,12 @@ class Checkpoint:
         names = sorted(set(promised.values())) or [SINGLE_FILE]
         _refuse_other_sets(self.path, names, inside)
         self.readers = {name: TensorReader(self.path / name) for name in names}
-        self.wrappers, bare = unwrapped([tensor for reader in self.readers.values() for tensor in reader.stored])
-        self._own = {new: old for old, new in bare.items()}
-        if self.wrappers:
-            line = f"{self.path}: names of tensors are read without those of wrappers, {' as '.join(max(bare.items()))}"
-            warnings.warn(line, SlideSparseWarning, stacklevel=2)
-        self.shards: dict[str, dict[str, Stored]] = {}
+        self.shards: dict[str, dict[str, Stored]] = {name: reader.stored for name, reader in self.readers.items()}
         self.files: dict[str, str] = {}
         for name, reader in self.readers.items():
-            self.shards[name] = {bare[tensor]: stored for tensor, stored in reader.stored.items()}
-            for tensor in map(bare.__getitem__, reader.stored):
+            for tensor in reader.stored:
                 if tensor in self.files:
-                    raise CheckpointError(f"{tensor} is in two shards or twice", got=f"{self.files[tensor]} and {name}")
+                    raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
                 self.files[tensor] = name
         for tensor, name in promised.items():
             if tensor not in self.readers[name].stored:
@@ -97,11 +87,11 @@ class Checkpoint:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        return self.readers[self._file(name)].tensor(self._own[name], device)
+        return self.readers[self._file(name)].tensor(name, device)
 
     def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one index of a tensor's first dimension."""
-        return self.readers[self._file(name)].part(self._own[name], index, device)
+        return self.readers[self._file(name)].part(name, index, device)
 
     def _file(self, name: str) -> str:
         if name not in self.files:
@@ -114,19 +104,34 @@ class Checkpoint:
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
 
 
+def generation_settings(checkpoint: Checkpoint) -> Any | None:
+    """Return a checkpoint's settings of generation, None where it has none; a CheckpointError for unusable ones."""
+    from transformers import GenerationConfig
+
+    path = checkpoint.path / GENERATION_FILE
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except SlideSparseError:
+        raise
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error
+
+
 def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:
     """Refuse a second set of weights: one program would read this one, another that, or both."""
     what = f"{folder} holds two sets of weights"
     for adapter in filter(inside.__contains__, ADAPTER_FILES):
-        raise unmerged(what, adapter, "one, since adapters are added to it only where PEFT is installed")
+        raise _unmerged(what, adapter, "one, since adapters are added to it only where PEFT is installed")
     shards = sorted(filter(SHARD.fullmatch, inside)) if names == [SINGLE_FILE] else [INDEX_FILE]
     if SINGLE_FILE in inside and shards:
         got = f"{SINGLE_FILE}, which transformers reads, and {shards[0]}, which vLLM and SGLang read"
         raise CheckpointError(what, got=got, needed="one", remedy="remove what is not meant")
 
 
-def unmerged(what: str, found: str, needed: str = NEEDED) -> CheckpointError:
-    """Return the error for an adapter, by one of its files or tensors."""
+def _unmerged(what: str, found: str, needed: str = NEEDED) -> CheckpointError:
+    """Return the error for an adapter, by one of its files."""
     remedy = "merge it into its model first: PEFT's merge_and_unload(), then save_pretrained(); or remove it"
     return CheckpointError(what, got=f"an adapter that is not merged ({found})", needed=needed, remedy=remedy)
 
@@ -143,12 +148,9 @@ def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
     """Return the error for a folder without a file of every checkpoint, by its other files."""
     names = sorted(file.name for file in folder.iterdir())
     if ADAPTER_FILES[0] in names:
-        return unmerged(f"{folder} is no model", ADAPTER_FILES[0])
+        return _unmerged(f"{folder} is no model", ADAPTER_FILES[0])
     if any(name.endswith(".gguf") for name in names):
         return _gguf(folder)
-    if "config.json" not in names:
-        inner = next((found.parent for place in INNER for found in sorted(folder.glob(place))), None)
-        remedy = remedy if inner is None else f"name {inner}, which has one"
     return CheckpointError(what, needed=NEEDED, remedy=remedy)
 
 

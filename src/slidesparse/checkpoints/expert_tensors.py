@@ -66,14 +66,18 @@ def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dic
     """
     tensors: dict[str, ExpertTensor] = {}
     for leaf in experts.weights:
-        for state in experts.states(leaf):
-            if (origin := meta.names.origins.get(state)) is None:
-                continue  # a tensor that is missing, which others name
-            for name, swapped in _sources(origin, experts, meta):
-                if experts.transposed is None:
-                    raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}", meta)
-                tensors[name] = ExpertTensor(experts, experts.layer(leaf), experts.transposed != swapped)
-                _check_shape(name, tensors[name], checkpoint.stored(name).shape, experts.columns(leaf), meta)
+        layer = experts.layer(leaf)
+        if (origin := meta.names.origins.get(layer)) is None:
+            continue  # a tensor that is missing, which others name
+        for name, swapped in _sources(origin, experts, meta):
+            if experts.transposed is None:
+                raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}", meta)
+            tensors[name], shape = (
+                ExpertTensor(experts, layer, experts.transposed != swapped),
+                checkpoint.stored(name).shape,
+            )
+            if len(shape) not in (2, 3) or shape[-2 if tensors[name].transposed else -1] != experts.columns(leaf):
+                raise _unknown(experts, f"{name} {list(shape)}", meta)
     return tensors
 
 
@@ -103,11 +107,6 @@ def _swaps(step: Computation) -> bool | None:
     if name in SWAPS and sorted(dims) in ([-2, -1], [1, 2]):
         return True
     return False if name == "__getitem__" and step.args[1:] in ((None,), (Ellipsis,)) else None
-
-
-def _check_shape(name: str, tensor: ExpertTensor, shape: tuple[int, ...], columns: int, meta: MetaModel) -> None:
-    if len(shape) not in (2, 3) or shape[-2 if tensor.transposed else -1] != columns:
-        raise _unknown(tensor.experts, f"{name} {list(shape)}", meta)
 
 
 def _unknown(experts: Experts, got: str, meta: MetaModel) -> UnsupportedError:
@@ -189,16 +188,12 @@ def find_expert_rows(
     rows: list[ExpertRows] = []
     for one in found:
         for leaf in one.weights:
-            members = one.members or (None,)
-            for member, state in zip(members, one.states(leaf), strict=True):
-                origin = meta.names.origins.get(state)
-                if origin is None or not {*sources(origin)} <= {*tensors}:
-                    continue
-                numbers = _Numbers(checkpoint, tensors)
-                parameter = replay(origin, numbers.of)
-                experts = [parameter] if member is not None else list(parameter)
-                for expert, weight in enumerate(experts):
-                    rows += numbers.rows(one.expert(leaf, expert if member is None else member), weight.flatten())
+            origin = meta.names.origins.get(one.layer(leaf))
+            if origin is None or not {*sources(origin)} <= {*tensors}:
+                continue
+            numbers = _Numbers(checkpoint, tensors)
+            for expert, weight in enumerate(replay(origin, numbers.of)):
+                rows += numbers.rows(one.expert(leaf, expert), weight.flatten())
     return rows
 
 

@@ -14,9 +14,8 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
-from slidesparse.checkpoints.check_config import generation_settings
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults, stored_names
-from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.checkpoint import Checkpoint, generation_settings
 from slidesparse.checkpoints.expert_tensors import ExpertReader
 from slidesparse.checkpoints.load_experts import ExpertLoader
 from slidesparse.checkpoints.marker import Marker, quantisation_dtype

@@ -54,7 +54,7 @@ class ExpertLoader:
                 self._reasons.setdefault(slide, []).append(experts.name)
                 continue
             self.meta.model.set_submodule(experts.name, PackedMixture(slide))
-            filled |= {state for leaf in experts.weights for state in experts.states(leaf)}
+            filled |= {experts.layer(leaf) for leaf in experts.weights}
         for reason, names in self._reasons.items():
             layers = names[0] if len(names) == 1 else f"{len(names)} layers"
             LOG.info("slidesparse: the experts of %s run dense: %s", layers, reason)

@@ -37,7 +37,6 @@ from slidesparse.checkpoints.quantisation_keys import (
     OF_A_SCHEME,
     PARTS,
     refuse_keys,
-    refuse_other_places,
 )
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.config_keys import (
@@ -62,12 +61,6 @@ class _Stored:
     pattern: str
     ignore: tuple[str, ...]
     layers: dict[str, str]
-
-
-@dataclass(frozen=True)
-class _StoredWithExperts(_Stored):
-    """The value of the key, of a mixture whose experts were treated."""
-
     experts: dict[str, str]
 
 
@@ -103,20 +96,22 @@ class Marker:
             return None
         if not isinstance(value, Mapping):
             raise CheckpointError(MARKER_KEY, got=type(value).__name__, needed="an object")
-        kinds: dict[object, type[_Stored]] = {MARKER_VERSION: _Stored, EXPERTS_VERSION: _StoredWithExperts}
-        version = value.get("version")
-        if type(version) is not int or version not in kinds:
+        version, known = value.get("version"), (MARKER_VERSION, EXPERTS_VERSION)
+        if type(version) is not int or version not in known:
             raise CheckpointError(
                 f"version of {MARKER_KEY}",
                 got=repr(version),
-                needed=" or ".join(map(str, kinds)),
+                needed=" or ".join(map(str, known)),
                 remedy="upgrade slidesparse" if type(version) is int else "make the checkpoint again with prune",
             )
         try:
-            stored: _Stored = decode(kinds[version], dict(value), "marker")
-            exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
-            experts = {name: Pattern.parse(text) for name, text in getattr(stored, "experts", {}).items()}
-            return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions, experts)
+            whole = {"experts": {}, **value} if version == MARKER_VERSION else dict(value)
+            stored: _Stored = decode(_Stored, whole, "marker")
+            layers, experts = (
+                {name: Pattern.parse(text) for name, text in several.items()}
+                for several in (stored.layers, stored.experts)
+            )
+            return cls(Pattern.parse(stored.pattern), stored.ignore, layers, experts)
         except InputError as error:
             remedy = "prune the model again, at a pattern such as 6:8"
             raise CheckpointError(f"{MARKER_KEY}: {error}", remedy=remedy) from error
@@ -152,13 +147,12 @@ def is_bitnet(config: Mapping[str, Any]) -> bool:
 
 
 def check_quantisation(config: Mapping[str, Any], types: Set[str]) -> None:
-    """Refuse a quantisation that does not fit the tensors' types, is not at the top, or that we follow in part."""
+    """Refuse a quantisation that does not fit the tensors' types, or that we follow in part."""
     value = source_quantisation(config)
     if value and types <= {"BF16", "F16", "F32", "F64"} and not is_bitnet(config):
         got = f"{_method(value)} in config.json, and all weights in {' or '.join(sorted(types))}"
         remedy = "remove quantization_config from config.json: it is of other weights"
         raise CheckpointError("quantisation of the source", got=got, remedy=remedy)
-    refuse_other_places(config, value)
     refuse_keys(value, but=OF_A_SCHEME)
 
 
@@ -182,21 +176,24 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         needed = "none, or compressed-tensors W8A8"
         raise CheckpointError("quantisation of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     refuse_keys(value)
-    types = {(group[part] or {}).get("type", "int") for group in groups.values() for part in PARTS}
-    targets = quantised_targets(value)
-    if len(types) > 1 or not _are_linears(targets):
-        got = "types int and float" if len(types) > 1 else f"targets {', '.join(targets)[:200]}"
-        needed = f"one type, and {LINEAR} or names of linears as targets"
+    group = next(iter(groups.values()))
+    types, targets = {(group[part] or {}).get("type", "int") for part in PARTS}, group.get("targets")
+    _require_names("targets", targets)
+    known = targets[:1] == [LINEAR] and len(targets) < 3 and all(map(_HEAD.fullmatch, targets[1:]))
+    if len(groups) > 1 or len(types) > 1 or not known:
+        got = f"{len(groups)} config_groups, of type {' and '.join(sorted(types))}, targets {', '.join(targets)[:200]}"
+        needed = f"one group of one type, whose target is {LINEAR}, perhaps with the output embedding"
         raise CheckpointError("quantisation scheme of the source", got=got, needed=needed, remedy=FROM_FLOAT)
     return torch.int8 if types == {"int"} else torch.float8_e4m3fn
 
 
-def quantised_targets(value: Mapping[str, Any]) -> list[str]:
-    """Return the targets of a ``quantization_config``: classes, layers, or regular expressions of them."""
-    targets = [group.get("targets") for group in (value.get("config_groups") or {}).values()]
-    for named in targets:
-        _require_names("targets", named)
-    return list(dict.fromkeys(one for named in targets for one in named))
+def other_quantisation(config: Mapping[str, Any]) -> CheckpointError | None:
+    """Return the error for an unsupported quantisation in a config.json; None for ours, BitNet's and none."""
+    try:
+        quantisation_dtype(config)
+    except CheckpointError as error:
+        return None if is_bitnet(config) else error
+    return None
 
 
 def _require_names(key: str, value: Any) -> None:
@@ -204,12 +201,3 @@ def _require_names(key: str, value: Any) -> None:
     wrong = [one for one in value if not isinstance(one, str)][:1] if isinstance(value, list) else [value]
     if wrong:
         raise CheckpointError(f"{key} of quantization_config", got=f"{wrong[0]!r:.80}", needed="a list of names")
-
-
-def _are_linears(targets: list[str]) -> bool:
-    """Return whether targets are all linears, perhaps with the output embedding, or names of linears."""
-    others = [target for target in targets if target != LINEAR]
-    is_head = len(others) == 1 and _HEAD.fullmatch(others[0]) is not None
-    if LINEAR in targets:
-        return not others or is_head
-    return bool(others) and not is_head and not any(target[:1].isupper() for target in others)

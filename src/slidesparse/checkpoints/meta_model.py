@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,16 +15,12 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.traced_tensor import replay, sources
-from slidesparse.checkpoints.check_config import require_family
-from slidesparse.checkpoints.checkpoint import Checkpoint, unmerged
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.stored_ties import settle_ties
 from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
-from slidesparse.checkpoints.wrapped_names import ADAPTER
 from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.models.experts import find_experts, linears_inside
-from slidesparse.models.parts import output_embedding, text_config
-from slidesparse.models.unused_linears import names_as_layers
+from slidesparse.models.parts import output_embedding
 from slidesparse.weights.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -45,20 +41,9 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears outside of experts and of a marker's ignore list, by module name.
-
-        A marker that names a layer which the model does not have is a CheckpointError.
-        """
-        modules = dict(self.model.named_modules())
-        known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-        stored = {name.removesuffix(".weight") for name in [*self.names.used, *self.names.unused]}
-        stored |= {*names_as_layers(stored, getattr(text_config(self.model.config), "num_hidden_layers", None))}
-        ignored = [name for name in marker.ignore if name not in modules and name not in stored]
-        unknown = [*ignored, *(name for name in marker.layers if name not in known)]
-        if unknown:
-            raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        inside = linears_inside(self.model, find_experts(self.model))
-        return {name: module for name, module in known.items() if name not in marker.ignore and name not in inside}
+        """Return the linears outside of a marker's ignore list, by module name."""
+        named = ((name, module) for name, module in self.model.named_modules() if name not in marker.ignore)
+        return {name: module for name, module in named if isinstance(module, nn.Linear)}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return the linears that cannot be changed in place, each with the form of its weight in the checkpoint."""
@@ -164,8 +149,6 @@ def build_meta_model(
             set_experts("batched_mm")  # the others depend on values, or run in BF16 only
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
-    for name in filter(ADAPTER.search, names.unused):
-        raise unmerged(f"{checkpoint.path} holds more than a model", name)
     return MetaModel(model.eval(), settle_ties(model, names, checkpoint))
 
 
@@ -189,24 +172,18 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             remedy="upgrade transformers; custom code is not run",
         )
     with _explained(f"cannot read {checkpoint.path}/config.json"):
-        if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
+        model_type = checkpoint.config.get("model_type")
+        if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and model_type not in transformers.CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{checkpoint.path}/config.json needs code of its own",
-                got=f"model_type {checkpoint.config.get('model_type')!r} and an auto_map",
+                got=f"model_type {model_type!r} and an auto_map",
                 needed=f"a model type that transformers {transformers.__version__} has",
                 remedy="upgrade transformers; custom code is not run",
             )
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **LOCAL)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
-    require_family(checkpoint, known, config)
     return known, config
-
-
-def _is_known(config: Mapping[str, Any]) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return config.get("model_type") in CONFIG_MAPPING
 
 
 def _attention_of(config: Any) -> Iterator[str | None]:

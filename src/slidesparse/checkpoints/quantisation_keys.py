@@ -73,13 +73,3 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{name} of quantization_config", got=f"{value!r:.80}", needed="an object")
     return value
-
-
-def refuse_other_places(config: Mapping[str, Any], top: object, place: str = "") -> None:
-    """Raise a CheckpointError for a ``quantization_config`` besides the one at the top: in a part, or a second."""
-    for key, value in config.items():
-        if key in KEYS and value and value != top:
-            remedy = "move it to the top of config.json, as quantization_config, or remove what is not meant"
-            raise CheckpointError(f"{place}{key} of config.json", got=f"{value!r:.80}", needed="one", remedy=remedy)
-        if isinstance(value, Mapping) and key not in KEYS:
-            refuse_other_places(value, top, f"{place}{key}.")

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import usable_device
-from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import advice, progress_bar, table, terminal_width
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, first_line
-from slidesparse.files.hub import describe_model, source_folder
+from slidesparse.files.hub import source_folder
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer
 from slidesparse.offline.calibrate.chats import templated
 from slidesparse.offline.calibrate.texts import DEFAULT
@@ -116,11 +115,9 @@ def _usual() -> str:
 
 
 def _dense(name: str, folder: Path) -> Path:
-    """Return the folder of the dense checkpoint, a GGUF's in ``folder``; log a hub's licence and size first."""
+    """Return the folder of the dense checkpoint, a GGUF's in ``folder``."""
     if name.endswith(".gguf"):
         return _unpacked(Path(name), folder)
-    if (line := describe_model(name)) is not None:
-        LOG.warning(line)
     return source_folder(name)
 
 

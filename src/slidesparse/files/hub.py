@@ -17,7 +17,6 @@ from typing import NamedTuple
 from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
-from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, first_line
 
 TEXTS = ("*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt")
@@ -28,9 +27,6 @@ OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated
 """The same weights for other programs."""
 
 NAMESPACE_AND_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-
-ADDRESS = re.compile(r"https?://[^/\s]+/([\w.-]+/[\w.-]+)", re.ASCII)
-"""Address of a model's page."""
 
 SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<commit>[^/]+)")
 """Path of a snapshot in huggingface_hub's cache."""
@@ -61,25 +57,16 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
                 f"{path} is a local folder", got=f"revision {revision}", needed="no revision: it is for the hub"
             )
         return path
-    address = ADDRESS.match(os.fspath(source))
-    remedy = f"give {address[1]}" if address else None
     if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None:
         raise CheckpointError(
-            f"no checkpoint folder at {source if remedy else path}",
-            needed="a local folder, or a model of the hub as NAMESPACE/NAME",
-            remedy=remedy,
+            f"no checkpoint folder at {path}", needed="a local folder, or a model of the hub as NAMESPACE/NAME"
         )
     if revision == "":
         raise InputError("--revision", got="nothing", needed="the name of a branch, a tag or a commit")
-    return fetch(source, revision)
+    return _fetched(source, revision)
 
 
-def fetch(repository: str, revision: str | None = None) -> Path:
-    """Fetch a model's weights and descriptions into huggingface_hub's cache, and return their folder there.
-
-    Raises:
-        CheckpointError: It cannot be fetched, and is not in the cache.
-    """
+def _fetched(repository: str, revision: str | None) -> Path:
     what = f"there is no folder {repository}, and huggingface_hub, which asks the hub, is not installed"
     hub, utils = (need(name, what=what) for name in ("huggingface_hub", "huggingface_hub.utils"))
     if not bars_shown():
@@ -94,24 +81,6 @@ def fetch(repository: str, revision: str | None = None) -> Path:
                 ignore_patterns=[*OTHER_WEIGHTS],
             )
         )
-
-
-def describe_model(repository: str) -> str | None:
-    """Return a line on the licence of a hub's model and the bytes to fetch; None where the hub has no answer."""
-    if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
-        return None
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import filter_repo_objects
-
-    try:
-        ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
-        found = ask(repository, timeout=limit, files_metadata=True)
-    except Exception:  # fetching will report it
-        return None
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    wanted = filter_repo_objects(sizes, allow_patterns=[*FETCHED], ignore_patterns=[*OTHER_WEIGHTS])
-    licence, size = getattr(found.card_data, "license", None), readable_size(sum(sizes[name] for name in wanted))
-    return f"{repository}, licence {licence!a}: {size}, fetched if they are not in the cache"
 
 
 def hub_model(folder: Path) -> HubModel | None:

@@ -22,23 +22,20 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import LostRank
+from slidesparse.base.ranks import LostRank, Ranks
 from slidesparse.base.typed_json import decode
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.write_errors import locked, require_space, write_errors
 
 RECORD, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
-
-OptionName: TypeAlias = Callable[[str], str]
-"""Function from a field of options to the option as a user writes it."""
 
 LAYOUT = 2
 """Version of the working folder, part of every record: a run does not resume from another version."""
@@ -96,9 +93,7 @@ class Workplace:
 
 
 @contextmanager
-def staged(
-    destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int, as_written: OptionName = str
-) -> Iterator[Workplace]:
+def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
     """Open a working folder, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
@@ -106,7 +101,6 @@ def staged(
         source: The folder of the data; ``destination`` must be neither this folder nor inside it.
         record: Everything that decides the output, ready for JSON; runs with equal records can use each other's files.
         n_bytes: Size of the output, checked against the free space.
-        as_written: Name of an option as a user writes it, for the message that a record differs.
 
     Raises:
         CheckpointError: The destination exists, another run is writing it, the record differs or the disk is full.
@@ -116,14 +110,14 @@ def staged(
     made = _make(work.path)
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
-            stored = as_stored(record)
-            refuse_another_run(work, stored, as_written)
+            stored = _as_stored(record)
+            _refuse_another_run(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
                 require_space(destination, n_bytes - work.size())
                 yield work
                 _sync_all(work.output)
-                _give_name(work, destination)
+                work.output.rename(destination)  # fails where something else has made it meanwhile
                 _sync(destination.parent)
             shutil.rmtree(work.path, ignore_errors=True)
     finally:
@@ -132,20 +126,66 @@ def staged(
                 folder.rmdir()  # only where it is empty
 
 
-def bytes_to_write(
-    destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int, as_written: OptionName = str
-) -> int:
+@contextmanager
+def staged_together(
+    ranks: Ranks, destination: Path, source: Path, record: Mapping[str, Any], n_bytes: int
+) -> Iterator[Workplace]:
+    """Open one working folder for all processes, which all machines must see: see :func:`staged`.
+
+    The first process makes the folder, holds its lock, and gives the output its name when every process has left the
+    block without an exception.
+
+    Raises:
+        LostRank: Another process has ended.
+        CheckpointError: As :func:`staged`; or a process does not see the working folder.
+        InputError: A process was started with other options or another source.
+    """
+    if ranks.is_first:
+        with staged(destination, source, record, n_bytes) as work:
+            _require_alike(ranks, work, record)
+            work.is_shared = ranks.world > 1
+            yield work
+            ranks.wait()
+    else:
+        work = Workplace(partial_folder(new_folder(destination, source)))
+        with _with_what_is_kept(work, destination):
+            _require_alike(ranks, work, record)
+            yield work
+            ranks.wait()
+    ranks.wait()  # the folder has its name
+
+
+def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> None:
+    """Refuse processes with another record or folder, in all of them and before any has written a file."""
+    records = ranks.gather(_as_stored(record))  # the first process comes when its record is written
+    path = work.path / RECORD
+    seen = ranks.gather(path.exists() and read_json(path) == records[0])
+    for rank, (theirs, sees) in enumerate(zip(records, seen, strict=True)):
+        if theirs != records[0]:
+            raise InputError(
+                f"rank {rank} was started otherwise than rank 0",
+                got=f"another {', '.join(_differences(records[0], theirs))}",
+                needed="the same options, text and source, and one version and kind of device, for every process",
+            )
+        if not sees:
+            raise CheckpointError(
+                f"rank {rank} does not see what rank 0 writes in {work.path}",
+                needed="a folder that all machines share",
+            )
+
+
+def bytes_to_write(destination: Path, record: Callable[[], Mapping[str, Any]], n_bytes: int) -> int:
     """Return the bytes that :func:`staged` would still write, or raise its errors, but for space and permissions.
 
     Raises:
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
     """
     work = Workplace(partial_folder(destination))
-    require_unlinked(work.path)
+    _require_unlinked(work.path)
     if not os.path.lexists(work.path):
         return n_bytes
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):
-        refuse_another_run(work, as_stored(record()), as_written)
+        _refuse_another_run(work, _as_stored(record()))
         return n_bytes - work.size()
 
 
@@ -160,14 +200,10 @@ def new_folder(destination: Path, source: Path) -> Path:
     # Not Path.resolve(), which raises where links form a loop.
     real, source = Path(os.path.realpath(destination.parent)) / destination.name, Path(os.path.realpath(source))
     followed = Path(os.path.realpath(real))
-    if followed == source or source in followed.parents:
+    if source in (followed, *followed.parents, Path(os.path.realpath(partial_folder(real)))):
         raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
     if os.path.lexists(real):
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
-    if Path(os.path.realpath(partial_folder(real))) == source:
-        raise CheckpointError(
-            f"{partial_folder(destination)} is the source and the working folder", remedy="choose another destination"
-        )
     try:
         os.lstat(partial_folder(real))
     except FileNotFoundError:
@@ -176,16 +212,6 @@ def new_folder(destination: Path, source: Path) -> Path:
         shown = os.fsencode(destination).decode("utf-8", "backslashreplace")
         raise CheckpointError(f"destination {shown:.300} cannot be made", got=error.strerror) from error
     return real
-
-
-def _give_name(work: Workplace, destination: Path) -> None:
-    """Rename the output to its destination, unless that was made since the run began."""
-    if os.path.lexists(destination):
-        raise CheckpointError(
-            f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
-            remedy=f"remove {destination} and run again",
-        )
-    work.output.rename(destination)
 
 
 def partial_folder(destination: Path) -> Path:
@@ -197,7 +223,7 @@ def _make(partial: Path) -> list[Path]:
     """Create the working folder, and return all new folders, innermost first."""
     made: list[Path] = []
     try:
-        require_unlinked(partial)
+        _require_unlinked(partial)
         folder = partial
         while not os.path.lexists(folder):
             made, folder = [*made, folder], folder.parent
@@ -208,20 +234,20 @@ def _make(partial: Path) -> list[Path]:
     return made
 
 
-def require_unlinked(partial: Path) -> None:
+def _require_unlinked(partial: Path) -> None:
     """Refuse a working folder that is a link or no folder."""
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         kind = "a link" if partial.is_symlink() else "no folder"
         raise CheckpointError(f"{partial} is {kind}", remedy=f"remove {partial} and run again")
 
 
-def as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
+def _as_stored(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as the working folder stores it."""
     stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **record}))
     return stored
 
 
-def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: OptionName) -> None:
+def _refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
     """Refuse a working folder in which another run has work to lose; ``record`` is as stored."""
     path, again = work.path / RECORD, f"remove {work.path} and run again"
     try:
@@ -233,20 +259,19 @@ def refuse_another_run(work: Workplace, record: dict[str, Any], as_written: Opti
     if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(differences(known, record, as_written))}",
+            got=None if known is None else f"another {', '.join(_differences(known, record))}",
             remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 
 
-def differences(record: Mapping[str, Any], other: Mapping[str, Any], as_written: OptionName = str) -> list[str]:
-    """Return the names of the differing entries of two records; options one by one, as a user writes them.
+def _differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the differing entries of two records; options one by one.
 
-    >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
+    >>> _differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
     ['pattern']
     """
     options = [one["options"] for one in (record, other) if isinstance(one.get("options"), dict)]
-    differing = _differing(*options) if len(options) == 2 else []
-    names = [*dict.fromkeys(map(as_written, differing))]
+    names = _differing(*options) if len(options) == 2 else []
     return names + [key for key in _differing(record, other) if not names or key != "options"]
 
 
@@ -272,7 +297,7 @@ def _begin(work: Workplace, record: dict[str, Any]) -> None:
 def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
     """Remove the working folder after an exception if nothing is finished; else mention it in the message."""
     try:
-        with with_what_is_kept(work, destination):
+        with _with_what_is_kept(work, destination):
             yield
     except BaseException:
         if not destination.exists() and not work.files() and not work.is_shared:
@@ -294,7 +319,7 @@ def _what_is_kept(work: Workplace) -> str | None:
 
 
 @contextmanager
-def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
+def _with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
     """Mention kept files in an exception's message, and note there that an error ended the run."""
     try:
         yield

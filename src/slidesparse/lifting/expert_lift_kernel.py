@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.base.torch_private import empty
-from slidesparse.base.triton_launcher import Launcher, early_start
+from slidesparse.base.triton_launcher import EARLY_START, Launcher
 from slidesparse.lifting.kernel import find_kernel_lift
 from slidesparse.lifting.launch import Launch
 from slidesparse.lifting.layout import Lifted, LiftSpec
@@ -88,7 +88,7 @@ def _launcher(
     variant: LiftVariant, config: Launch, source: torch.dtype, device: torch.device, gather: bool | None, copies: int
 ) -> Launcher:
     """Return the launcher for all numbers of rows; a compiled kernel belongs to ``source`` and ``device``."""
-    early = early_start() if variant.early else {}
+    early = EARLY_START if variant.early else {}
     kernel, constant = (spread_kernel, copies) if gather is None else (routed_kernel, gather)
     options = {"num_warps": config.num_warps, "maxnreg": config.registers or None, **early}
     return Launcher(kernel, (constant, variant), **options)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
-from slidesparse.base.triton_launcher import ALIGNMENT, Launcher, early_start
+from slidesparse.base.triton_launcher import ALIGNMENT, EARLY_START, Launcher
 from slidesparse.errors import InputError
 from slidesparse.lifting.addresses import LiftInputs, inputs_of, is_aligned
 from slidesparse.lifting.launch import FEW_TOKENS, Launch, configure, make_variant, starts_early
@@ -213,5 +213,5 @@ an entry takes about 1 KB."""
 def _launcher(variant: LiftVariant, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
     """Return the launcher for all numbers of tokens; a compiled kernel belongs to ``source`` and ``device``."""
     kernel, most = resident_kernel if variant.resident else walking_kernel, launch.registers or None
-    early = early_start() if variant.early else {}
+    early = EARLY_START if variant.early else {}
     return Launcher(kernel, (variant,), num_warps=launch.num_warps, maxnreg=most, **early)

@@ -16,7 +16,7 @@ from torch import nn
 from slidesparse.errors import UnsupportedError
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
-from slidesparse.models.experts import find_experts, find_routers, ignore_entries, linears_inside
+from slidesparse.models.experts import find_experts, find_routers, ignore_entries
 from slidesparse.models.targets import adapter_parts, treated_head
 from slidesparse.weights.quant import QUANTISED, dtype_name
 
@@ -54,9 +54,8 @@ def _describe(model: Any) -> None:
     if not layers:
         return
     experts = find_experts(model)
-    inside = linears_inside(model, experts)
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
-    ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
+    ignore = [*dict.fromkeys([*linears, *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:
         model.save_pretrained = partial(_refuse_to_save, sorted(map(dtype_name, dtypes)))

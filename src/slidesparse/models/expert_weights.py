@@ -1,14 +1,13 @@
 """One expert's weight as a linear's, and its inputs while its layer runs, whatever the class of the experts.
 
-transformers multiplies by slices of one parameter for all experts, or by modules, and has a class for each family. All
-of them call a product of torch with a weight in a known parameter. So the products are watched, and the weight's
-address identifies the expert.
+transformers multiplies by slices of one parameter for all experts, and has a class for each family. All of them call a
+product of torch with a weight in a known parameter. So the products are watched, and the weight's address identifies
+the expert.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.experts import find_experts
 
 _METHODS = (torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__)
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset((F.linear, torch.matmul, torch.mm, torch.bmm, *_METHODS))
 """Functions whose second argument may be a weight."""
 
-INNER = re.compile(r"(?:.*\.)?(?:down_proj|w2|fc2|output_linear|c_proj)(?:\.weight)?")
+INNER = frozenset({"down_proj", "w2", "fc2", "output_linear", "c_proj"})
 """Names of weights that read an expert's inner activations; all others read the tokens that the router sends."""
 
 
@@ -34,22 +33,21 @@ class ExpertWeight:
     Attributes:
         module: The module with the experts of the layer.
         parameter: The parameter of it that holds the weight.
-        expert: The expert's place in the parameter; None for a parameter of its own.
+        expert: The expert's place in the parameter.
         transposed: Whether it is stored as [in, out].
         layer: The name under which the weights of this kind of all experts are pruned.
     """
 
     module: nn.Module
     parameter: str
-    expert: int | None
+    expert: int
     transposed: bool
     layer: str
 
     @property
     def stored(self) -> torch.Tensor:
         """The weight as the model stores it."""
-        parameter = self.module.get_parameter(self.parameter).detach()
-        return parameter if self.expert is None else parameter[self.expert]
+        return self.module.get_parameter(self.parameter).detach()[self.expert]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,33 +57,27 @@ class ExpertWeight:
     @property
     def reads_inside(self) -> bool:
         """Whether its inputs are inner activations, whose channels mean something else in each expert."""
-        return INNER.fullmatch(self.parameter) is not None
-
-
-def expert_weights(model: nn.Module, found: Iterable[Experts], layers: Container[str]) -> dict[str, ExpertWeight]:
-    """Return the weights of all experts by name, such as ``model.layers.3.mlp.experts.gate_up_proj.7``."""
-    weights: dict[str, ExpertWeight] = {}
-    for one in found:
-        module, transposed = model.get_submodule(one.name), bool(one.transposed)
-        for leaf in (leaf for leaf in one.weights if one.layer(leaf) in layers):
-            layer = one.layer(leaf)
-            for member in one.members:
-                weight = ExpertWeight(module, f"{member}.{leaf}", None, transposed, layer)
-                weights[one.expert(leaf, member)] = weight
-            for expert in range(0 if one.members else one.count):
-                weights[one.expert(leaf, expert)] = ExpertWeight(module, leaf, expert, transposed, layer)
-    return weights
+        return self.parameter in INNER
 
 
 def calibrated_experts(model: nn.Module, layers: Container[str]) -> dict[str, ExpertWeight]:
-    """Return the weights of a model's experts by name, and let experts multiply one after the other.
+    """Return the weights of a model's experts by name, such as ``model.layers.3.mlp.experts.gate_up_proj.7``.
 
-    Faster ways to run them, which transformers may choose, sort the tokens and multiply by all experts at once.
+    It also lets experts multiply one after the other: faster ways to run them, which transformers may choose, sort the
+    tokens and multiply by all experts at once.
     """
     set_experts: Any = getattr(model, "set_experts_implementation", None)
     if set_experts is not None:
         set_experts("eager")
-    return expert_weights(model, find_experts(model), layers)
+    return {
+        one.expert(leaf, expert): ExpertWeight(
+            model.get_submodule(one.name), leaf, expert, bool(one.transposed), one.layer(leaf)
+        )
+        for one in find_experts(model)
+        for leaf in one.weights
+        if one.layer(leaf) in layers
+        for expert in range(one.count)
+    }
 
 
 def only_experts(linears: Mapping[str, Any]) -> dict[str, ExpertWeight]:

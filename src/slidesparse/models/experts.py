@@ -1,7 +1,7 @@
 """Find the mixtures of experts of a model.
 
-The experts of a layer share one parameter, ``[experts, ...]``, in a module whose class is named after experts, or they
-are a list of modules. transformers has both, and from version 5 on mostly the first, whatever the checkpoint has.
+The experts of a layer share one parameter, ``[experts, ...]``, in a module whose class is named after experts: so
+transformers has them from version 5 on, whatever the checkpoint has.
 """
 
 from __future__ import annotations
@@ -29,39 +29,26 @@ class Experts:
     Attributes:
         name: The module that holds them.
         count: Number of experts; 0 where it is unknown.
-        weights: Parameter of the module -> its shape. Experts that are modules have the parameters of the first.
+        weights: Parameter of the module -> its shape.
         transposed: Whether a weight is [in, out], unlike a linear's; None where it is unknown.
-        members: Names of experts that are modules, below ``name``; empty for experts that share parameters.
     """
 
     name: str
     count: int
     weights: dict[str, tuple[int, ...]]
     transposed: bool | None = False
-    members: tuple[str, ...] = ()
-
-    def states(self, leaf: str) -> list[str]:
-        """Return the names of one of ``weights`` in the model's state: one, or one for each expert."""
-        return [f"{self.name}.{member}.{leaf}" for member in self.members] or [f"{self.name}.{leaf}"]
 
     def layer(self, leaf: str) -> str:
-        """Return the name under which one of ``weights`` is pruned, for all experts.
+        """Return the name of one of ``weights`` in the model, under which it is pruned for all experts."""
+        return f"{self.name}.{leaf}"
 
-        >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).layer("up.weight")
-        'mlp.experts.*.up'
-        """
-        return f"{self.name}.{'*.' if self.members else ''}{leaf.removesuffix('.weight')}"
-
-    def expert(self, leaf: str, expert: int | str) -> str:
+    def expert(self, leaf: str, expert: int) -> str:
         """Return the name of one expert's weight.
 
         >>> Experts("mlp.experts", 2, {"down_proj": (2, 8, 4)}).expert("down_proj", 1)
         'mlp.experts.down_proj.1'
-        >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).expert("up.weight", 1)
-        'mlp.experts.1.up'
         """
-        layer = self.layer(leaf)
-        return layer.replace(f"{self.name}.*.", f"{self.name}.{expert}.") if self.members else f"{layer}.{expert}"
+        return f"{self.layer(leaf)}.{expert}"
 
     def columns(self, leaf: str) -> int:
         """Return K of one of ``weights``, whose orientation must be known."""
@@ -70,28 +57,15 @@ class Experts:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the experts of every layer that has some, in the model's order."""
-    experts: list[Experts] = []
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if name.startswith(inside):
-            continue
-        one = _fused(name, module) or _listed(name, module)
-        if one is not None:
-            inside = (*inside, f"{name}.")
-            experts.append(one)
-    return experts
+    return [one for name, module in model.named_modules() if (one := _experts(name, module)) is not None]
 
 
-def _is_called_experts(name: str, module: nn.Module) -> bool:
-    leaf = name.rpartition(".")[2]
-    return re.search(r"experts?$|experts?[A-Z]", type(module).__name__, re.IGNORECASE) is not None or leaf == "experts"
-
-
-def _fused(name: str, module: nn.Module) -> Experts | None:
+def _experts(name: str, module: nn.Module) -> Experts | None:
     """Return experts whose weights are one parameter each, in a class such as ``MixtralExperts``."""
     own = dict(module.named_parameters(recurse=False))
     weights = {leaf: tuple(one.shape) for leaf, one in own.items() if one.dim() == 3}
-    if not weights or not _is_called_experts(name, module):
+    called = re.search(r"experts?$|experts?[A-Z]", type(module).__name__, re.IGNORECASE) is not None
+    if not weights or not (called or name.rpartition(".")[2] == "experts"):
         return None
     return Experts(name, next(iter(weights.values()))[0], weights, _is_transposed(module, weights))
 
@@ -107,28 +81,6 @@ def _is_transposed(module: nn.Module, weights: dict[str, tuple[int, ...]]) -> bo
     if gate_up == [2 * down[1], down[0]]:
         return False
     return True if gate_up == [down[1], 2 * down[0]] else None
-
-
-def _listed(name: str, module: nn.Module) -> Experts | None:
-    """Return experts that are modules of their own, in a list called ``experts``."""
-    members = dict(module.named_children())
-    if (
-        not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        or len(members) < 2
-        or not _is_called_experts(name, module)
-    ):
-        return None
-    first = next(iter(members.values()))
-    weights = {leaf: tuple(one.shape) for leaf, one in first.named_parameters() if one.dim() > 1}
-    linear = all(isinstance(first.get_submodule(leaf.rpartition(".")[0]), nn.Linear) for leaf in weights)
-    return Experts(name, len(members), weights, False if linear else None, tuple(members)) if weights else None
-
-
-def linears_inside(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
-    """Return the linears inside experts, each with the reason to leave it alone."""
-    inside = tuple(f"{one.name}." for one in experts)
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return {name: "a part of an expert" for name in linears if inside and name.startswith(inside)}
 
 
 def find_routers(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:

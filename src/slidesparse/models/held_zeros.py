@@ -6,13 +6,12 @@ It works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from slidesparse.base.arguments import list_of_names, require_kind
+from slidesparse.base.arguments import require_kind
 from slidesparse.base.other_libraries import need
 from slidesparse.errors import InputError
 from slidesparse.models.experts import find_experts
@@ -21,32 +20,27 @@ from slidesparse.models.experts import find_experts
 class HeldZeros:
     """The zeros of a pruned model; they are held by :meth:`apply_` or :meth:`callback` alone, not by making this.
 
-    A weight that is zero everywhere is passed over: no pattern made it so. Adapters begin like this, and would never
-    learn.
+    They are those of all experts, and of all linears but those that share their weight with an embedding. A weight that
+    is zero everywhere is passed over: no pattern made it so. Adapters begin like this, and would never learn.
 
     Args:
         model: A pruned model, its weights in a float type.
-        names: Weights whose zeros are held: names of linears, or of parameters such as those of experts. None: all
-            linears but those that share their weight with an embedding, and all experts.
 
     Raises:
-        InputError: When no weight of these is zero, so that nothing was pruned; or a name has no weight to train.
+        InputError: When no weight of these is zero, so that nothing was pruned; or one cannot be trained.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         require_kind(model, nn.Module, "model", "a torch.nn.Module")
-        places = prunable_weights(model)
-        if names is not None:
-            places = {name: _place(model, name) for name in list_of_names(names, "names")}
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
-        for name, (module, leaf) in places.items():
+        for name, (module, leaf) in prunable_weights(model).items():
             weight = _parameter(name, module, leaf)
             if not weight.is_floating_point() or weight.is_meta:
                 got = f"a {weight.dtype} weight on {weight.device}"
                 raise InputError(f"cannot train {name}", got=got, needed="a float parameter")
             zero = weight.detach() == 0
-            if bool(zero.any()) and (names is not None or not bool(zero.all())):
+            if bool(zero.any()) and not bool(zero.all()):
                 self.places[name], self.zeros[name] = (module, leaf), zero
         if not self.places:
             raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
@@ -84,29 +78,9 @@ def prunable_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     places: dict[str, tuple[nn.Module, str]] = {
         name: (module, "weight") for name, module in linears if id(module.weight) not in embeddings
     }
-    states = [state for one in find_experts(model) for leaf in one.weights for state in one.states(leaf)]
-    return places | {state: _place(model, state) for state in states if state.removesuffix(".weight") not in places}
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module and its attribute for the name of a linear or of a parameter."""
-    require_kind(name, str, "entry of names", "the name of a linear or of a parameter")
-    owner, _, leaf = name.rpartition(".")
-    holder = _submodule(model, owner)
-    if holder is not None and leaf in dict(holder.named_parameters(recurse=False)):
-        return holder, leaf
-    module = _submodule(model, name)
-    if module is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
-        known = next(iter(prunable_weights(model)), "-")
-        raise InputError(f"no weight called {name}", needed=f"the name of a linear or of a parameter, such as {known}")
-    return module, "weight"
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+    return places | {
+        one.layer(leaf): (model.get_submodule(one.name), leaf) for one in find_experts(model) for leaf in one.weights
+    }
 
 
 def _cut_like(weight: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:

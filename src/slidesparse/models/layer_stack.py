@@ -60,21 +60,12 @@ class Sample:
     passed: dict[PassedThrough, Any] = field(default_factory=dict)
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a layer's other arguments; an InputError where one before it had no second output."""
+        """Return a layer's other arguments."""
         args, kwargs = self.arguments[index]
         return tuple(self._present(one) for one in args), {name: self._present(one) for name, one in kwargs.items()}
 
     def _present(self, one: Any) -> Any:
-        if not isinstance(one, PassedThrough):
-            return one
-        if one not in self.passed:
-            raise InputError(
-                f"cannot calibrate layer {one.layer} of the stack",
-                got="a hidden state alone",
-                needed="what a later layer reads next to it",
-                remedy=BY_MAGNITUDE,
-            )
-        return self.passed[one]
+        return self.passed[one] if isinstance(one, PassedThrough) else one
 
     def keep_second(self, index: int, second: Any) -> None:
         """Keep a layer's second output, and drop those that neither it nor later layers read."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,19 +72,12 @@ class LayerStore:
         """Keep the pruned weights of a layer, and the losses of its sets."""
 
 
-class _Pruned(LayerStore):
-    """Holds the pruned weights of a layer, to round them."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self.weights = weights
-
-    def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
-        return self.weights[name]
-
+WeightOf = Callable[[str, Any], torch.Tensor]
+"""Returns the weight [out, in] to prune, in the type in which it is stored, of a linear's name and the linear."""
 
 PruneLayer = Callable[..., tuple[dict[str, torch.Tensor], list[SetLoss]]]
-"""Takes the layer, its index, the sets, its linears by name, patterns, method, samples and store; returns the pruned
-weights by name, and the loss of each set."""
+"""Takes the layer, its index, the sets, its linears by name, patterns, method, samples and a :data:`WeightOf`; returns
+the pruned weights by name, and the loss of each set."""
 
 
 def prune_layers(
@@ -128,14 +122,14 @@ def prune_layers(
             losses: list[SetLoss] = []
             if pruned is None:
                 examples = [] if matching is None or not here else _examples(layer, index, samples, dense)
-                pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
+                pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store.weight)
                 if matching is not None and examples:
                     _fill(linears, pruned)
                     pruned = _matched(layer, linears, pruned, examples, matching)
                 if rounder is not None and here:
                     _fill(linears, pruned)
-                    before = _Pruned(pruned)
-                    pruned, rounded = prune_layer(layer, index, here, linears, patterns, rounder, samples, before)
+                    exact = partial(_already_pruned, pruned)
+                    pruned, rounded = prune_layer(layer, index, here, linears, patterns, rounder, samples, exact)
                     losses = [replace(one, weights=by.loss) for one, by in zip(losses, rounded, strict=True)]
                 del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
@@ -143,6 +137,10 @@ def prune_layers(
             advance(layer, index, samples)
             store.release(name, layer)
             yield losses
+
+
+def _already_pruned(weights: Mapping[str, torch.Tensor], name: str, _: Any) -> torch.Tensor:
+    return weights[name]
 
 
 def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
@@ -182,10 +180,10 @@ def prune_set(
     pattern: Pattern,
     pruner: Pruner,
     inputs: Inputs,
-    store: LayerStore,
+    weight_of: WeightOf,
 ) -> tuple[dict[str, torch.Tensor], SetLoss]:
     """Return the pruned weights of a set of linears that read one input, and the set's loss."""
-    originals = {name: store.weight(name, linears[name]) for name in names}
+    originals = {name: weight_of(name, linears[name]) for name in names}
     new = pruner.prune(Linears(originals, pattern, inputs.gram))
     loss = output_error(originals, new, inputs.gram)
     rounding = None if inputs.rounding is None else rounding_error(new, inputs.gram, inputs.rounding)

@@ -62,7 +62,7 @@ class PackedMixture(nn.Module):
 
 def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
     """Return the reason why packed experts cannot replace a module; None where they can."""
-    if experts.members or set(experts.weights) != set(PARAMETERS):
+    if set(experts.weights) != set(PARAMETERS):
         return f"{type(module).__name__} holds them in another way than in gate_up_proj and down_proj"
     for name, (needed, why) in DESCRIBED.items():
         flag = getattr(module, name, UNSAID.get(name))

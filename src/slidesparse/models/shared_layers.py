@@ -27,7 +27,7 @@ from slidesparse.models.grams import (
     tokens_key,
 )
 from slidesparse.models.layer_stack import Sample
-from slidesparse.models.layerwise import LayerStore, SetLoss, prune_set
+from slidesparse.models.layerwise import SetLoss, WeightOf, prune_set
 from slidesparse.pruning import Pruner, RoundForOutputs
 from slidesparse.weights.pattern import Pattern
 
@@ -53,7 +53,7 @@ class SharedLayers:
         patterns: Mapping[str, Pattern],
         pruner: Pruner,
         samples: Sequence[Sample],
-        store: LayerStore,
+        weight_of: WeightOf,
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
         """Return the pruned weights of a layer, and the losses of its sets, at every process."""
         solver = self._solvers(sets, linears)
@@ -65,7 +65,7 @@ class SharedLayers:
             self.ranks.wait()
             inputs = self._inputs(tree, part, linears, solver)
             for names in (names for names in part if names[0] in inputs):
-                new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
+                new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), weight_of)
                 losses.append((loss, new[names[0]].dtype))
                 own |= new
         return self._exchanged(sets, linears, solver, own, losses)

@@ -16,7 +16,7 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.layer.linear import BIAS, SlideLinear
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.description import describe_in_config, models_inside
-from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.experts import describe_experts, find_experts, find_routers
 from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, float_heads, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.match_layer import Matching
@@ -158,21 +158,14 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
     return run
 
 
-def _read_by(model: nn.Module) -> dict[str, str]:
-    """Return the linears whose weight a transformers model uses directly, found on the meta device."""
-    empty = without_weights(model)
-    if empty is None:
-        return {}
-    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
-    return read_without_calling(empty, linears, run_once(empty))
-
-
 def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[str, str]:
     """Return the linears that transformers models, or readers of their checkpoints, need dense, with the reasons."""
     keep: dict[str, str] = {}
     models = dict(models_inside(model))
     for prefix, one in models.items():
-        reasons = _read_by(one)
+        empty = without_weights(one)  # on the meta device
+        linears = {} if empty is None else {name: m for name, m in empty.named_modules() if isinstance(m, nn.Linear)}
+        reasons = {} if empty is None else read_without_calling(empty, linears, run_once(empty))
         if storage in QUANTISED:  # vLLM reads the checkpoint too
             reasons |= linears_of_float_mixers(one) | (float_heads(one) if lm_head else {})
         output = None if one is model or lm_head else output_embedding(one)
@@ -265,9 +258,8 @@ def sparsify_(
     pruner = _pruner(model, method, calibration, match_steps)
     chooser = Chooser(backend, fallback)
     experts = find_experts(model)
-    inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
-    targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
+    targets = find_targets(model, ignore, lm_head, part=part, keep=keep)
     patterns, common = layer_patterns(targets.linears, pattern, layers), Pattern.parse(pattern)
     roundings = {name: rounding_of(rounding, one, common) for name, one in patterns.items()}
     for name, linear in targets.linears.items():  # all checks come before the first replacement

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,6 @@ def find_targets(
     *,
     part: Part = "language",
     keep: Mapping[str, str] | None = None,
-    without: Container[str] = (),
 ) -> Targets:
     """Sort the linears of a model into those to be treated and the rest.
 
@@ -92,7 +91,6 @@ def find_targets(
         also_ignore: More such names, which a quantised source lists; each may match nothing.
         part: The part of a multimodal model to treat.
         keep: Linear -> reason to keep it dense that the model does not show.
-        without: Linears to pass over: those of experts, which are treated separately.
 
     Raises:
         InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
@@ -101,8 +99,7 @@ def find_targets(
     ignore = list_of_names(ignore, "ignore")
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
-    modules = ((name, module) for name, module in model.named_modules() if name not in without)
-    named = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     holders = Counter(id(module.weight) for module in named.values())
     outside = outside_part(model, named, part)
     output = output_embedding(model)

@@ -17,7 +17,6 @@ from slidesparse.files.staging import bytes_to_write
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.layer_kinds import alike
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds
-from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.prune import prepare
 from slidesparse.offline.prune_options import PruneOptions
@@ -103,7 +102,7 @@ def dry_run(
     prepared = prepare(source, destination, options, device, links)
     made, files = prepared.plan, prepared.files
     size = prepared.n_bytes + files.n_bytes
-    missing = bytes_to_write(prepared.destination, prepared.record, size, as_written)
+    missing = bytes_to_write(prepared.destination, prepared.record, size)
     jobs = {tensor: job for shard in made.shards.values() for tensor, job in shard.items()}
     linears = {name: str(made.patterns[name]) for name in made.treated.linears.linears}
     experts = {tensor: str(job.pattern) for tensor, job in jobs.items() if job.expert is not None}

@@ -18,16 +18,15 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import advice, progress_bar, say
-from slidesparse.checkpoints.check_config import unread_quantisation
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.load import load
-from slidesparse.checkpoints.marker import Marker, is_bitnet, quantisation_dtype
+from slidesparse.checkpoints.marker import Marker, is_bitnet, other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.hub import source_folder
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.causal import require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity, windows
@@ -154,10 +153,9 @@ def evaluate(
     documents = None if text is None else read_documents(text)  # not as a Path, which would be no data set's name
     harness = _harness() if tasks else None
     source = Checkpoint(source_folder(checkpoint, revision))
-    refuse_masked(model_class(source)[0])
+    require_causal(*model_class(source))
     tokenizer = load_tokenizer(source.path)
     model = load_any(source, where)
-    require_causal(model)
     measured = None
     if documents is not None:
         content = as_text(documents, tokenizer)
@@ -231,13 +229,12 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
         return load(path, device)
     known, config = model_class(checkpoint)
     # transformers renames the tensors of other formats.
-    if not is_bitnet(checkpoint.config) and unread_quantisation(checkpoint.config) is None:
+    if not is_bitnet(checkpoint.config) and other_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
-    renamed = {"key_mapping": dict.fromkeys(checkpoint.wrappers, "")} if checkpoint.wrappers else {}
     try:
         with other_library():
             model, loading = known.from_pretrained(
-                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL, **renamed
+                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL
             )
             model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers

@@ -13,10 +13,9 @@ import torch
 
 from slidesparse.base.counted import counted
 from slidesparse.base.progress import advice, progress_bar, table, wrapped
-from slidesparse.checkpoints.check_config import other_quantisation
 from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.marker import quantisation_dtype
+from slidesparse.checkpoints.marker import other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.gemm import Choice, Problem, choose, get_backend
@@ -201,7 +200,7 @@ def _find_targets(source: Source) -> Targets:
     rounded = marker is not None and quantisation_dtype(source.checkpoint.config) is not None
     head = marked is not None and treated_head(model, marked) is not None
     keep = {**meta.why_stored_otherwise(), **source.routers}
-    targets = find_targets(model, lm_head=head, part="all", keep=keep, without=source.inside_experts)
+    targets = find_targets(model, lm_head=head, part="all", keep=keep)
     if marker is None or marked is None:
         return targets
     floats = {**linears_of_float_mixers(model), **float_heads(model)} if rounded else {}
@@ -223,7 +222,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     try:
         meta.require_complete()
     except CheckpointError as error:
-        faults.append(str(other_quantisation(checkpoint) or error))
+        faults.append(str(other_quantisation(checkpoint.config) or error))
     try:
         faults += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:

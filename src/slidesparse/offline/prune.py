@@ -21,11 +21,10 @@ from slidesparse.base.version import __version__
 from slidesparse.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.checkpoints.tensor_names import transformers_loads
-from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer, require_fetched
+from slidesparse.checkpoints.tokenizer_files import lacks_tokenizer
 from slidesparse.files.json_files import write_index, write_json
-from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
-from slidesparse.files.staging import new_folder
+from slidesparse.files.staging import new_folder, staged_together
 from slidesparse.models.config_keys import MARKER_VERSION, QUANTIZATION_KEY
 from slidesparse.models.experts import describe_treated
 from slidesparse.models.layerwise import SetLoss
@@ -36,7 +35,6 @@ from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.execute import execute, require_finite
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
-from slidesparse.offline.option_names import as_written
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan import Plan, plan
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
@@ -111,7 +109,6 @@ def prepare(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    require_fetched(files)
     return Prepared(plan(checkpoint, options), destination, files, where)
 
 
@@ -144,7 +141,7 @@ def prune_checkpoint(
     size = prepared.n_bytes + files.n_bytes
     if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
         LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
-    with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size, as_written) as work:
+    with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size) as work:
         if made.smoothing is not None and made.layers is not None:
             with ranks.first_alone():  # it writes the factors that the others read
                 windows, where = made.layers.windows, prepared.device

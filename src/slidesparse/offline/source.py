@@ -12,7 +12,7 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.expert_tensors import marker_name
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
-from slidesparse.models.experts import Experts, find_experts, find_routers, linears_inside
+from slidesparse.models.experts import Experts, find_experts, find_routers
 from slidesparse.models.sparsify import run_once
 from slidesparse.weights.pattern import Pattern
 
@@ -28,8 +28,7 @@ class Source:
         run: Runs the model on dummy inputs, on the meta device; None for a model that cannot be run.
         experts: The experts of each layer of a mixture.
         expert_layers: Kind of experts' weights in a layer -> its tensors.
-        linears: Module name -> linear, outside of experts.
-        inside_experts: Linear inside experts -> reason to leave it alone.
+        linears: Module name -> linear.
         routers: Router -> reason to leave it alone.
     """
 
@@ -40,7 +39,6 @@ class Source:
     experts: list[Experts]
     expert_layers: dict[str, list[str]]
     linears: dict[str, nn.Linear]
-    inside_experts: dict[str, str]
     routers: dict[str, str]
 
     @classmethod
@@ -48,15 +46,11 @@ class Source:
         """Build a checkpoint's model and read its structure; a CheckpointError where that fails."""
         marker, meta = Marker.from_config(checkpoint.config), build_meta_model(checkpoint)
         model, experts = meta.model, find_experts(meta.model)
-        inside, layers = linears_inside(model, experts), {}
-        for one in experts:
-            for leaf in one.weights:
-                origins = (meta.names.origins[state] for state in one.states(leaf) if state in meta.names.origins)
-                layers[one.layer(leaf)] = list(dict.fromkeys(name for origin in origins for name in sources(origin)))
-        named = ((name, module) for name, module in model.named_modules() if name not in inside)
-        linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+        weights = [one.layer(leaf) for one in experts for leaf in one.weights]
+        layers = {name: sources(meta.names.origins[name]) if name in meta.names.origins else [] for name in weights}
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         routers = find_routers(model, experts)
-        return cls(checkpoint, marker, meta, run_once(model), experts, layers, linears, inside, routers)
+        return cls(checkpoint, marker, meta, run_once(model), experts, layers, linears, routers)
 
     def tensors(self, name: str) -> list[str]:
         """Return the tensors of a parameter, of a module's weight, or of one kind of experts' weights."""

@@ -78,7 +78,7 @@ def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[T
     keep = {**source.meta.why_stored_otherwise(), **source.routers}
 
     def find(ignore: Iterable[str]) -> Targets:
-        how: Any = {"part": options.part, "keep": keep, "without": source.inside_experts}
+        how: Any = {"part": options.part, "keep": keep}
         return find_targets(model, ignore, options.lm_head, by_source, **how)
 
     keep |= float_heads(model) if storage.rounds and options.lm_head else {}

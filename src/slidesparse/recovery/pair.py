@@ -13,7 +13,7 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker, source_quantisation
 from slidesparse.checkpoints.meta_model import MetaModel, build_meta_model
 from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
-from slidesparse.models.causal import refuse_masked, vocabulary_of
+from slidesparse.models.causal import require_causal, vocabulary_of
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import load_tokenizer
@@ -109,7 +109,7 @@ class Pair:
 def _meta_model(checkpoint: Checkpoint) -> MetaModel:
     """Return the causal language model of a checkpoint on the meta device; an InputError for other models."""
     meta = build_meta_model(checkpoint, real_buffers=True)
-    refuse_masked(type(meta.model))
+    require_causal(type(meta.model), getattr(meta.model, "config", None))
     refuse_faults(meta, checkpoint)
     meta.tie()
     model: Any = meta.model

@@ -25,12 +25,10 @@ from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.errors import InputError, UnsupportedError, first_line
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.mixed_texts import without_folder
-from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import survey
-from slidesparse.files.staging import Workplace, new_folder
+from slidesparse.files.staging import Workplace, new_folder, staged_together
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import positions
-from slidesparse.offline.option_names import as_written
 from slidesparse.recovery.memory import Fit, fit_memory
 from slidesparse.recovery.networks import DenseNetwork, StudentNetwork, compile_, compiles, divide, fill
 from slidesparse.recovery.options import RecoverOptions, default_lr
@@ -86,7 +84,7 @@ def recover(
     weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
     record = {"slidesparse": __version__, "options": decisive, "weights": weights, "device": where.type}
     size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
-    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size, as_written) as work:
+    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
         work.describe = lambda: describe_saved(work.kept, options.steps)
         if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
             pair.require_one_tokenizer()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from slidesparse.base.torch_private import require
+from slidesparse.base.torch_private import fp8_mm, int8_mm
 from slidesparse.gemm.reference import apply_scales
 from slidesparse.weights.quant import QUANTISED, dtype_name
 from slidesparse_bench.kernels import cublaslt
@@ -59,7 +59,7 @@ def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[De
         ]
     elif dtype == torch.int8:
         found = [
-            DenseKernel("torch", "_int_mm, int32 out", lambda x, w, sx, sw: _int_mm()(x, w.t()), bare_only=True),
+            DenseKernel("torch", "_int_mm, int32 out", lambda x, w, sx, sw: int8_mm(x, w.t()), bare_only=True),
             DenseKernel("torch", "_int_mm, compiled scales", _int8_scaled(out_dtype)),
         ]
     else:
@@ -92,11 +92,6 @@ def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
     return DenseKernel("cublaslt", "the best of its heuristics", run, searched=searched)
 
 
-# What is measured here is torch's own kernel, so nothing else may stand in for it.
-_int_mm = partial(require, "torch._int_mm")
-_scaled_mm = partial(require, "torch._scaled_mm")
-
-
 def _fast(fast: bool) -> str:
     return ", fast accumulation" if fast else ""
 
@@ -117,7 +112,7 @@ def _with_library(library: str) -> Multiply:
 
 def _int8_scaled(out_dtype: torch.dtype) -> Multiply:
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = _compiled_scales()(_int_mm()(x, w.t()), sx, sw, None, out_dtype)
+        y: torch.Tensor = _compiled_scales()(int8_mm(x, w.t()), sx, sw, None, out_dtype)
         return y
 
     return run
@@ -132,7 +127,7 @@ def _fp8_rows(out_dtype: torch.dtype, fast: bool) -> Multiply:
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
         assert sx is not None
         assert sw is not None
-        y: torch.Tensor = _scaled_mm()(x, w.t(), sx, sw[None, :], out_dtype=out_dtype, use_fast_accum=fast)
+        y: torch.Tensor = fp8_mm(x, w.t(), sx, sw[None, :], out_dtype=out_dtype, use_fast_accum=fast)
         return y
 
     return run
@@ -142,7 +137,7 @@ def _fp8_tensor(out_dtype: torch.dtype, fast: bool) -> Multiply:
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
         assert sx is not None
         assert sw is not None
-        y: torch.Tensor = _scaled_mm()(x, w.t(), sx[0, 0], sw[0], out_dtype=out_dtype, use_fast_accum=fast)
+        y: torch.Tensor = fp8_mm(x, w.t(), sx[0, 0], sw[0], out_dtype=out_dtype, use_fast_accum=fast)
         return y
 
     return run

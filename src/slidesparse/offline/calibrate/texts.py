@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.readable_size import readable_size
-from slidesparse.base.typed_json import MARKS, WITHOUT_MARK, parse_json
+from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_whole, require_size
 from slidesparse.errors import InputError, first_line
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
@@ -129,8 +129,7 @@ def _file_text(path: Path) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"{first_line(error)}, line {content.count(10, 0, error.start) + 1}"
-        remedy = WITHOUT_MARK if content.startswith(MARKS) else None
-        raise InputError(f"{path} is not text", got=got, needed="UTF-8", remedy=remedy) from error
+        raise InputError(f"{path} is not text", got=got, needed="UTF-8") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path} is damaged", got=first_line(error), needed="a file that gzip wrote") from error
     except OSError as error:
