@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -61,7 +60,6 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     here = choose(Problem(Pattern(6, 8), torch.float8_e4m3fn, 64, 64, torch.device("cpu")))
     if not torch.cuda.is_available():
         assert (q_proj["backends"], q_proj["reason"]) == ("dense for any number of tokens", here.reason)
-        assert q_proj["kept_bytes"] == {"dense": 64 * 64 + 4}  # and the float32 1 that FP8 products take for a scale
 
 
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,42 +241,16 @@ def test_tables_and_texts_fit_the_terminal(
     assert max(map(len, shown[None].splitlines())) > 80  # a file has whole rows
 
 
-@pytest.mark.parametrize("target", ["/dev/full", "pipe"])
-def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
+def test_output_that_nobody_takes() -> None:
     """``slidesparse info | head -1``, and a full disk."""
-    command = [sys.executable, "-m", "slidesparse", "info", "--json"]
-    if target == "pipe":
-        reading, out = os.pipe()
-        os.close(reading)
-    else:
-        out = os.open(target, os.O_WRONLY)
-    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(out)
-    if target == "pipe":
-        assert (done.returncode, done.stderr) == (141, "")
-    else:
-        assert (done.returncode, done.stderr) == (
-            1,
-            "slidesparse: standard output cannot be written; got No space left on device;"
-            " files that the command has made are there\n",
-        )
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["Qwen2.5-7B", "--share"], "--share; got MODEL; needed none"),
-        (["--models", "Qwen2.5-7B", "--dtype", "int8", "--from"], "--from; got MODEL, --dtype; needed none"),
-        (["--share", "a", "--from"], "argument --from: not allowed with argument --share"),
-        (["--algorithms-only", "--from"], "argument --from: not allowed with argument --algorithms-only"),
-    ],
-)
-def test_tune_does_one_thing(given: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rest was passed over without a word."""
-    with suppress(SystemExit):
-        assert main(["tune", *given, str(tmp_path / "f.json")]) == 1
-    assert told in capsys.readouterr().err
-    assert not (tmp_path / "f.json").exists()
+    reading, pipe = os.pipe()
+    os.close(reading)
+    full = "slidesparse: a file cannot be used; got No space left on device\n"
+    for out, status, told in ((pipe, 141, ""), (os.open("/dev/full", os.O_WRONLY), 1, full)):
+        command = [sys.executable, "-m", "slidesparse", "info", "--json"]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(out)
+        assert (done.returncode, done.stderr) == (status, told)
 
 
 def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:

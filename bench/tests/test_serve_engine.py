@@ -59,7 +59,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules = {
         "vllm": {"SamplingParams": SimpleNamespace, "AsyncLLMEngine": PretendLLM},
         "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
-        "vllm.config": {"ProfilerConfig": SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": SimpleNamespace},
@@ -137,19 +136,6 @@ def test_steps_without_a_waiting_sequence_take_the_time_between_answers() -> Non
         log.record(SimpleNamespace(cudagraph_stats=None), stats)
     log.record(SimpleNamespace(), None)
     assert (log.tokens, log.seconds) == ([10, 10], [0.0, 0.5])
-
-
-def test_a_timeline_profiles_the_mixed_load(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: PretendLLM) -> None:
-        (tmp_path / "worker.pt.trace.json").write_text('{"traceEvents": []}')
-
-    monkeypatch.setattr(PretendLLM, "start_profile", nothing, raising=False)
-    monkeypatch.setattr(PretendLLM, "stop_profile", nothing, raising=False)
-    monkeypatch.setattr(serve_engine, "MIXED", SHORT)
-    driver = ServeDriver(ServeOptions(tmp_path, False, timeline=tmp_path, timeline_steps=9))
-    assert driver.timeline() == []
-    profiler = PretendLLM.made[0].arguments.profiler_config
-    assert (profiler.torch_profiler_dir, profiler.max_iterations) == (str(tmp_path), 9)
 
 
 FAILING = {

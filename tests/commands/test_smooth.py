@@ -1,4 +1,4 @@
-"""``prune --smooth``: the float model computes what it computed, and outliers no longer spoil 8 bits."""
+"""Smoothing: the float model computes what it computed, and outliers no longer spoil 8 bits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import make_source, make_w8a8, same_tensors
+from checkpoints import make_source, same_tensors
 from interrupted_reads import interrupt
 from small_models import make
-from torch import nn
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.errors import InputError
-from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import MOST, best_exponents, exponents
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.smoothing import (
     ROWS,
-    DenseLayers,
     SmoothedCheckpoint,
     Smoothing,
     find_smoothing,
@@ -109,7 +105,7 @@ def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
 def options(source: Path, **changes: Any) -> PruneOptions:
     text = Calibration(str(source.parent / "text.txt"), 4, 16)
     given: dict[str, Any] = {"pattern": "6:8", "dtype": "int8", "method": "sparsegpt", "calibration": text}
-    return PruneOptions(**{**given, "smooth": True, **changes})
+    return PruneOptions(**{**given, **changes})
 
 
 def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +149,6 @@ def test_the_cost_of_rounding_is_that_of_the_product() -> None:
         assert found == pytest.approx(float(wanted), rel=0.1)
 
 
-def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
-    source = make_source(tmp_path, "llama", torch.bfloat16)
-    make_w8a8(source, tmp_path / "8")
-    with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
-        prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
-
-
 @pytest.mark.parametrize(
     ("name", "smooth"),
     [
@@ -177,32 +166,6 @@ def test_only_what_leaves_a_layer_as_it_was_is_smoothed(name: str, smooth: set[s
     ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
     factors = smoothed_by(tmp_path / "m", ids, tmp_path / "kept").factors
     assert {re.sub(r".*layers?\.\d+\.", "", name) for name in factors} == smooth
-
-
-@torch.no_grad()
-def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
-    """Later layers of Gemma 4 read those of earlier ones, out of a dict: those of a rejected trial would be others."""
-    kinds = ["sliding_attention", "full_attention"] * 2
-    changes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
-    model = make(tmp_path / "m", ARCHITECTURES["gemma4-text"], torch.float32, **changes)
-    ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
-    wanted: list[torch.Tensor] = []
-
-    def see(_: nn.Module, __: Any, out: Any) -> None:
-        wanted.append(out[0] if isinstance(out, tuple) else out)
-
-    with hooked(layer.register_forward_hook(see) for layer in model.model.layers):
-        model(ids, use_cache=False)
-    linears = [name for name in find_targets(model).linears if name.startswith("model.layers.")]
-    layers = DenseLayers(Checkpoint(tmp_path / "m"), linears, ids, CPU)
-    for name, index in layers.walk("try", progress=False):
-        torch.testing.assert_close(torch.cat(layers.outputs(index)), wanted[index])
-        weights = [
-            module.weight for module in layers.model.get_submodule(name).modules() if isinstance(module, nn.Linear)
-        ]
-        for weight in weights:
-            weight.copy_(weight.flip(0))
-        assert not torch.equal(layers.output(index), wanted[index][:1])
 
 
 def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:

@@ -149,7 +149,7 @@ def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytes
 
     monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
     layer = LayerSpeed("int8", 64, 64, (16,), {"dense": (2.0,), "cusparselt 6:8": (1.0,)})
-    kept = load_speeds(tune.store_layers([layer]))
+    kept = load_speeds(tune.store_layers([layer], []))
     assert kept.layers == (layer,)
 
 
@@ -164,8 +164,6 @@ def test_the_command_searches_then_measures(
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
     table = load_speeds(tuned_path(HERE))
     assert table.layers == (layer,)
-    monkeypatch.setattr(tune, "measure_layers", lambda job: pytest.fail("it measured"))
-    assert main(["tune", "--algorithms-only"]) == 0
 
 
 @pytest.mark.usefixtures("gpu")

@@ -19,12 +19,10 @@ from checkpoints import add_tokenizer, make_checkpoint, tokens
 from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
 
 import slidesparse as ss
-from slidesparse.base.readable_size import readable_size
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
-from slidesparse.demo import chat
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.hub import HubModel, describe_model, hub_model, source_folder
+from slidesparse.files.hub import HubModel, hub_model, source_folder
 
 TO_6_OF_8 = ["--pattern", "6:8", "--method", "magnitude"]
 
@@ -64,19 +62,6 @@ def test_what_is_fetched_and_where_it_is(hub: SmallHub, model: Path, tmp_path: P
     hub.asked.clear()
     assert source_folder("maker/small", "v1") == folder
     assert hub.fetched() == []  # it is in the cache
-
-
-def test_licence_and_size_are_said_before_anything_is_fetched(
-    hub: SmallHub, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[list[str]] = []
-    monkeypatch.setattr(chat.LOG, "warning", lambda line: said.append([line, *hub.fetched()]))
-    monkeypatch.setattr(chat, "_row", lambda *_: chat.ChatRow("dense", 1.0, ()))
-    chat.run_chat("maker/small")
-    size = readable_size(sum(path.stat().st_size for path in source_folder("maker/small").iterdir()))
-    assert said == [[f"maker/small, licence 'mit\\x1b[31m': {size}, fetched if they are not in the cache"]]
-    hub.broken = True
-    assert describe_model("maker/small") is None
 
 
 def test_prune_inspect_and_load_by_name(hub: SmallHub, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

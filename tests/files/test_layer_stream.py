@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from torch import nn
 
 import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.targets import find_targets, input_sets
@@ -254,38 +253,6 @@ def test_calibrations_that_cannot_be_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="calibration") as error:
         Calibration(**({"file": "text.txt"} | wrong))
     str(error.value).encode("utf-8")
-
-
-class Rows:
-    """A stand-in for a data set, with one column."""
-
-    column_names = ("text",)
-
-    def __init__(self, *texts: str | None) -> None:
-        self.texts = texts
-
-    def select_columns(self, columns: list[str]) -> list[dict[str, str | None]]:
-        assert columns == ["text"]
-        return [{"text": text} for text in self.texts]
-
-
-def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
-    found: Any = {}
-    module = ModuleType("datasets")
-    module.load_from_disk = lambda path: found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UnsupportedError, match="datasets is not installed"):
-        read_text(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    found = {"train": Rows("one", "two"), "test": Rows("three")}
-    assert read_text(tmp_path) == "one\n\ntwo"
-    found = {"train": Rows("one", None)}
-    with pytest.raises(InputError, match="row 1; got"):
-        read_text(tmp_path)
-    found = {"test": Rows("three")}
-    with pytest.raises(InputError, match="is no data set with texts"):
-        read_text(tmp_path)
 
 
 def test_windows_are_taken_once_each() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slidesparse.base.progress import table, wrapped
+from slidesparse.base.progress import table
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import QuantName
 
@@ -23,8 +23,6 @@ class DemoRow:
         rank_correlation: Spearman's, between the similarities of all sentence pairs here and in the original model.
         n_bytes: Of the treated linears in packed 2:4 form, scales excluded; ``relative_bytes`` over dense 8 bit.
         ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
-        measured_speedup: Over the dense backend, for a whole pass; None when no accelerated backend ran.
-        why_not_measured: The reason for that None, as backend selection gives it.
         exact: Whether slid and dense embeddings of the same pruned weights are equal bit for bit.
         max_difference: The largest absolute difference of these embeddings.
     """
@@ -37,8 +35,6 @@ class DemoRow:
     n_bytes: int
     relative_bytes: float
     ideal_speedup: float
-    measured_speedup: float | None
-    why_not_measured: str | None
     exact: bool
     max_difference: float
 
@@ -62,19 +58,18 @@ class DemoReport:
         """Return plain dicts, lists, strings and numbers."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows], "exact": self.exact}
 
-    def table(self) -> str:
+    def describe(self) -> str:
         """Return the report as text, without a final newline."""
-        head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
+        head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal"]
         rows = [
             [
                 *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}", f"{row.rank_correlation:.4f}"),
                 *(f"{row.n_bytes / 1e6:.2f} MB", f"{row.relative_bytes:.1%}", f"{row.ideal_speedup:.2f}x"),
-                "-" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x",
                 _agreement(row),
             ]
             for row in self.rows
         ]
-        return "\n".join([table([*head, "slid vs dense"], rows), "", *map(wrapped, self._notes())])
+        return "\n".join([table([*head, "slid vs dense"], rows), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
         pairs = self.sentences * (self.sentences - 1) // 2
@@ -86,13 +81,6 @@ class DemoReport:
         equal = sum(row.exact for row in sparse)
         yield f"INT8: slid equals dense on the same pruned weights, bit for bit, in {equal} of {len(sparse)} patterns"
         yield "FP8: sums in another order; every later layer's rounding to 8 bits magnifies the last bit that differs"
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.why_not_measured is not None:
-                reasons.setdefault(row.why_not_measured, []).append(f"{row.pattern} {row.dtype}")
-        for reason, which in reasons.items():
-            where = "" if len(reasons) == 1 else f" ({', '.join(which)})"
-            yield f"no measured speed-up{where}: {reason}"
 
 
 def _agreement(row: DemoRow) -> str:

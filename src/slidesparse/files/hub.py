@@ -17,7 +17,6 @@ from typing import NamedTuple
 from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
-from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, first_line
 
 TEXTS = ("*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt")
@@ -94,24 +93,6 @@ def fetch(repository: str, revision: str | None = None) -> Path:
                 ignore_patterns=[*OTHER_WEIGHTS],
             )
         )
-
-
-def describe_model(repository: str) -> str | None:
-    """Return a line on the licence of a hub's model and the bytes to fetch; None where the hub has no answer."""
-    if os.path.lexists(repository) or NAMESPACE_AND_NAME.fullmatch(repository) is None:
-        return None
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import filter_repo_objects
-
-    try:
-        ask, limit = HfApi(library_name="slidesparse").model_info, constants.DEFAULT_ETAG_TIMEOUT
-        found = ask(repository, timeout=limit, files_metadata=True)
-    except Exception:  # fetching will report it
-        return None
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    wanted = filter_repo_objects(sizes, allow_patterns=[*FETCHED], ignore_patterns=[*OTHER_WEIGHTS])
-    licence, size = getattr(found.card_data, "license", None), readable_size(sum(sizes[name] for name in wanted))
-    return f"{repository}, licence {licence!a}: {size}, fetched if they are not in the cache"
 
 
 def hub_model(folder: Path) -> HubModel | None:

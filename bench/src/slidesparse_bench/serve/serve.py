@@ -59,7 +59,6 @@ from slidesparse_bench.served_records import (
     VLLM,
     EngineKey,
     ServeRecord,
-    TimelineRecord,
     Way,
     Workload,
     resume,
@@ -118,16 +117,13 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         raise UnsupportedError(f"slidesparse bench serve needs {name}", remedy=remedy)
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
-    timeline = profile.timeline is not None
     with _alone(path), scratch_folder(scratch) as folder:
-        profiled = resume(TimelineRecord, path) if timeline else []
-        found = [] if timeline else resume(ServeRecord, path)
-        machine = environment.machine()
-        _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
+        found, machine = resume(path), environment.machine()
+        _require_same(path, (one.machine for one in found), machine)
         server = VLLM if profile.server == VLLM else f"{SGLANG} {version(SGLANG)}"
         speculation = None if profile.eagle is None else f"EAGLE-3 by {STEPS} with {profile.eagle:g} tokens a step"
         way = Way(server, _over_http(profile), speculation)
-        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found, profiled)
+        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found)
         asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
         if any(ahead):
@@ -139,7 +135,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     died = [r for r in run_.found if r.died and r.way == way and any(r.key in keys for keys in asked)]
     return ServeSummary(
         path=str(path),
-        records=len(run_.profiled if timeline else run_.found),
+        records=len(run_.found),
         added=run_.added,
         failed={_name(r.key): r.why_not or "" for r in died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
@@ -185,7 +181,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _over_http(profile: ServeProfile) -> bool:
     """Whether engines are asked over HTTP: where that works, unless the user says otherwise."""
-    if profile.http == OFF or profile.timeline is not None:
+    if profile.http == OFF:
         return False
     why_not = why_no_http(profile.server)
     if why_not is None:
@@ -204,7 +200,7 @@ def _require(run_: ServeRun, keys: list[EngineKey]) -> None:
         return
     require_space(run_.scratch, keys, removable(run_.profile, keys[0]))
     random = [workload.name for key in keys for workload in run_.missing(key) if workload.load]
-    if random and run_.profile.timeline is None and not run_.stock_counts(keys[0]):
+    if random and not run_.stock_counts(keys[0]):
         raise InputError(
             f"{random[0]} of what stock takes",
             got="no stock engine that serves the mixed load",
@@ -219,7 +215,7 @@ def _tell_ahead(run_: ServeRun, keys: Sequence[EngineKey]) -> None:
     minutes, names = sum(map(run_.guess_s, keys)) / 60, ", ".join(map(_name, keys))
     line = f"about {minutes:.0f} minutes for {counted(len(keys), 'engine')}: {names}"
     loads = [workload.name for workload in run_.missing(keys[0]) if workload.load]
-    if loads and run_.profile.timeline is None and run_.stock_comes(keys[0]):
+    if loads and run_.stock_comes(keys[0]):
         line += f"; stock serves the mixed load first, as {', '.join(loads)} will be a share of what it takes"
     _tell(line)
 
@@ -250,10 +246,6 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
         record = dataclasses.replace(record, start_s=round(time.monotonic() - began, 1))
         _tell(f"{_name(key)}: up after {record.start_s:.0f} s")
         engine.call("warm_up")
-        if run_.profile.timeline is not None:
-            for step in engine.call("timeline"):
-                run_.write(TimelineRecord(key, run_.machine, record.started, step))
-            return
         for workload in run_.missing(key):
             rate = _rate(run_, key, workload)
             measured: Measured = engine.measure(workload, rate)
@@ -262,8 +254,7 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
     except UnsupportedError as error:
         _tell(f"{_name(key)}: died: {error}; see {options.log}")
         run_.failed[_name(key)] = str(error)
-        if run_.profile.timeline is None:
-            run_.write(dataclasses.replace(record, workload=workload, why_not=str(error)))
+        run_.write(dataclasses.replace(record, workload=workload, why_not=str(error)))
     finally:
         engine.stop()
 
@@ -294,7 +285,6 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
     if profile.eagle is not None:
         drafts, forced = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)
         arguments |= drafts
-    traces = None if profile.timeline is None else run_.scratch / f"traces-{len(run_.profiled)}"
     return ServeOptions(
         folder,
         bool(key.backend),
@@ -302,8 +292,6 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         arguments,
         share=SHARE,
         gpus=tuple(environment.uuids(key.gpus)),
-        timeline=traces,
-        timeline_steps=profile.timeline or 0,
         http=run_.way.http,
         log=_log_of(run_.path, key),
         server=profile.server,

@@ -43,7 +43,7 @@ from slidesparse_bench.serve.serve_server import first_error
 from slidesparse_bench.serve.serve_sglang import SGLangInside, SGLangOverHttp
 from slidesparse_bench.serve.serve_soak import verdict
 from slidesparse_bench.serve.serve_steady import steady
-from slidesparse_bench.served_records import AT_ONCE, DECODE, SGLANG, SOAK, Step, Workload
+from slidesparse_bench.served_records import AT_ONCE, DECODE, SGLANG, SOAK, Workload
 
 T = TypeVar("T")
 
@@ -109,8 +109,6 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
     os.environ.update(options.environment)
     if not options.plugin:
         os.environ.update(VLLM_PLUGINS="none", SGLANG_PLUGINS="none")
-    if options.timeline is not None:
-        os.environ["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"
     log = None if options.http else options.log  # over HTTP the server has it, whose errors tell what it says
     if log is not None:
         _write_into(log)
@@ -204,16 +202,6 @@ class ServeDriver:
         steps = None if self._front.steps is None else StepLog()
         power = self._meter.power if self._meter else None
         return dataclasses.replace(summarise([one], asked, one.seconds, steps, power), soak=stood)
-
-    def timeline(self) -> list[Step]:
-        """Profile as many steps of the mixed load as the options say, after :data:`TIMELINE_DELAY`. Only in process."""
-        assert self._options.timeline is not None
-        assert isinstance(self._front, Inside)
-        asked = requests(MIXED, 0)
-        self._run(self._front.start_timeline())
-        self._serve(asked)
-        found = self._run(self._front.stop_timeline(self._options.timeline))
-        return found[: self._options.timeline_steps]
 
     def close(self) -> None:
         """End the engine."""

@@ -20,9 +20,6 @@ SEQUENCES = 256
 SHARE = 0.9
 """Of the GPU's memory, as vLLM takes it."""
 
-TIMELINE_DELAY = 60
-"""Engine steps of the mixed load before its timeline begins: those at its start take whole batches of prompts."""
-
 
 @dataclass(frozen=True)
 class ServeOptions(EngineOptions):
@@ -30,8 +27,6 @@ class ServeOptions(EngineOptions):
 
     Attributes:
         gpus: UUIDs of those that it runs on.
-        timeline: Where it writes profiles; None: it makes none.
-        timeline_steps: How many steps of a profile.
         http: Ask a server of its own over HTTP.
         log: Where the engine's output goes: that server's, which always has one, or in process its own.
         server: ``vllm`` or ``sglang``.
@@ -39,8 +34,6 @@ class ServeOptions(EngineOptions):
     """
 
     gpus: tuple[str, ...] = ()
-    timeline: Path | None = None
-    timeline_steps: int = 0
     http: bool = False
     log: Path | None = None
     server: str = VLLM
