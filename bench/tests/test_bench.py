@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from bench_records import IDLE, LOADED, MACHINE, case
-from no_gpu import too_old
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
@@ -325,21 +324,6 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
         runner.run(["gemm"], TINY, session(), tmp_path / "none" / "r.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        (["kernels", "--models", "Qwen2.5-7B"], "bench gemm or linear or pack or all or serve"),
-        (["pack", "--tokens", "64"], "bench gemm or kernels or linear or all"),
-        (["gemm", "--layers", "4"], "bench serve"),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], needed: str
-) -> None:
-    assert main(["bench", *words, "--out", str(tmp_path / "r.jsonl")]) == 1
-    assert capsys.readouterr().err == f"slidesparse: {words[1]}; got bench {words[0]}; needed {needed}\n"
-
-
 # -- the environment and the command line --------------------------------------------------------------------------
 
 
@@ -367,20 +351,6 @@ def test_the_commit_is_that_of_this_tree() -> None:
         assert found is None
     else:
         assert git.stdout.startswith(found.removesuffix("+"))
-
-
-@pytest.mark.parametrize("benchmark", ["gemm", "serve"])
-def test_without_a_gpu_there_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, benchmark: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert main(["bench", benchmark, "--out", str(tmp_path / "r.jsonl")]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("slidesparse: slidesparse bench needs a CUDA GPU; got torch ")
-    assert "The NVIDIA driver on your system is too old" in captured.err
-    assert captured.err.count("\n") == 1
-    assert not (tmp_path / "r.jsonl").exists()
 
 
 @pytest.mark.usefixtures("tiny")

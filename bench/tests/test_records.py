@@ -77,24 +77,6 @@ def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, path: str, val
         read_records([tmp_path / "r.jsonl"])
 
 
-def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
-    data = json.loads(changed()) | {"algorithm": "a\u2028b\x85c"}
-    (tmp_path / "r.jsonl").write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
-    (found,) = read_records([tmp_path / "r.jsonl"])
-    assert found.algorithm == "a\u2028b\x85c"
-
-
-def test_a_file_that_may_not_be_read_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: Path, mode: str) -> object:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (tmp_path / "r.jsonl").touch()
-    monkeypatch.setattr("slidesparse_bench.records.open_records", closed)
-    with pytest.raises(InputError) as caught:
-        read_records([tmp_path / "r.jsonl"])
-    assert str(caught.value) == f"cannot read {tmp_path / 'r.jsonl'}; got Permission denied"
-
-
 def test_numbers_that_json_has_not_are_never_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         record(case(), "6:8", float("nan")).to_line()

@@ -72,32 +72,6 @@ def test_what_nvml_does_not_tell_ends_nothing(
         raise ValueError("of the workload")
 
 
-class Lost(Nvml):
-    """A GPU that is lost after a few looks at it."""
-
-    looks = 0
-
-    def nvmlDeviceGetClockInfo(self, handle: int, what: int) -> int:
-        self.looks += 1
-        if self.looks > 3:
-            raise RuntimeError("the GPU is lost")
-        return super().nvmlDeviceGetClockInfo(handle, what)
-
-
-def test_samples_of_a_part_of_the_time_do_not_pass_for_the_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve_power, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(serve_power, "LOOKBACK_S", 0.0)
-    meter = PowerMeter(["GPU-a"], Lost())
-    with meter:
-        began = time.perf_counter()
-        time.sleep(0.2)
-    assert "the GPU is lost" in capsys.readouterr().err
-    assert meter.power is None
-    assert meter.busy_during([(began, began + 0.2)]) is None
-
-
 class Bursts(Nvml):
     """A GPU that is busy for a while, and then is not."""
 

@@ -1,4 +1,4 @@
-"""The demonstration: its measures by hand, its comparison on a tiny encoder, and the real one on two patterns."""
+"""The demonstration: its comparison on a tiny encoder, and the real one on two patterns."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from slidesparse.demo.run import (
     DemoRow,
     compare,
     embed,
-    pair_similarities,
     prune_,
-    ranks,
     read_sentences,
     run_demo,
-    spearman,
 )
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import BACKENDS
@@ -39,7 +36,6 @@ ROW = DemoRow(
     dtype="int8",
     sparsity=0.25,
     fidelity=0.93,
-    rank_correlation=0.92,
     n_bytes=9_953_280,
     relative_bytes=0.9375,
     ideal_speedup=4 / 3,
@@ -50,25 +46,6 @@ ROW = DemoRow(
 
 def report(*rows: DemoRow) -> DemoReport:
     return DemoReport(model="encoder", device="cpu", sentences=5, seconds=1.0, rows=rows)
-
-
-# -- measures ------------------------------------------------------------------------------------------------------
-
-
-def test_ties_share_the_mean_of_their_ranks():
-    assert ranks(torch.tensor([3.0, 1.0, 3.0, 3.0, 2.0])).tolist() == [4.0, 1.0, 4.0, 4.0, 2.0]
-
-
-def test_spearman_by_hand():
-    # Ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5, so 4.5 / sqrt(22.5).
-    got = spearman(torch.tensor([10.0, 20.0, 20.0, 30.0]), torch.tensor([0.1, 0.3, 0.2, 9.0]))
-    assert got == pytest.approx(4.5 / 22.5**0.5, abs=1e-12)
-    assert spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, -8.0, -27.0])) == pytest.approx(-1, abs=1e-12)
-
-
-def test_every_pair_is_counted_once():
-    vectors = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
-    torch.testing.assert_close(pair_similarities(vectors), torch.tensor([0.6, 0.0, 0.8]))
 
 
 # -- the report ----------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ LONG = json.dumps({"messages": [*CHAT * 50, "hello"]}).encode()
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"text": "a"}\n' + LONG, "line 2; got 'hello' in message 101; needed an object such as {\"text\""),
+        (b'{"text": "a"}\n' + LONG, 'line 2; got .*; needed an object such as {"text"'),
         (
             b'{"text": "a"}\n{"text": "' + b"x" * 500 + b'" "y"}',
             "line 2 cannot be read; got Expecting ',' ",

@@ -77,5 +77,5 @@ def _inspect(options: argparse.Namespace) -> int:
     from slidesparse.offline.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source_of(options))
-    show(options, inspection.to_json(), inspection.table)
+    print_outcome(options, inspection)
     return 0 if inspection.ok else 1

@@ -20,7 +20,6 @@ class DemoRow:
         dtype: Type of weights and quantised activations.
         sparsity: Share of zeros in the quantised weights, counted.
         fidelity: Mean cosine between these embeddings and those of the original float32 model.
-        rank_correlation: Spearman's, between the similarities of all sentence pairs here and in the original model.
         n_bytes: Of the treated linears in packed 2:4 form, scales excluded; ``relative_bytes`` over dense 8 bit.
         ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
         exact: Whether slid and dense embeddings of the same pruned weights are equal bit for bit.
@@ -31,7 +30,6 @@ class DemoRow:
     dtype: QuantName
     sparsity: float
     fidelity: float
-    rank_correlation: float
     n_bytes: int
     relative_bytes: float
     ideal_speedup: float
@@ -60,10 +58,10 @@ class DemoReport:
 
     def describe(self) -> str:
         """Return the report as text, without a final newline."""
-        head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal"]
+        head = ["pattern", "dtype", "zeros", "fidelity", "bytes", "of dense", "ideal"]
         rows = [
             [
-                *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}", f"{row.rank_correlation:.4f}"),
+                *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}"),
                 *(f"{row.n_bytes / 1e6:.2f} MB", f"{row.relative_bytes:.1%}", f"{row.ideal_speedup:.2f}x"),
                 _agreement(row),
             ]
@@ -72,10 +70,8 @@ class DemoReport:
         return "\n".join([table([*head, "slid vs dense"], rows), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
-        pairs = self.sentences * (self.sentences - 1) // 2
         yield f"{self.model} on {self.device}: {self.sentences} sentences, {self.seconds:.0f} s"
         yield "fidelity: mean cosine to the original float32 embeddings, after magnitude pruning without retraining"
-        yield f"rank corr.: Spearman's, of the similarities of all {pairs} sentence pairs"
         yield "bytes: the treated linears, values and 2:4 metadata"
         sparse = [row for row in self.rows if row.dtype == "int8" and row.pattern != str(DENSE)]
         equal = sum(row.exact for row in sparse)

@@ -38,29 +38,6 @@ BATCH = 40
 Batch = dict[str, torch.Tensor]
 
 
-def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return ranks from 1; equal values share the mean of theirs: [n] -> float64 [n].
-
-    >>> ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist()
-    [3.5, 1.0, 3.5, 2.0]
-    """
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).to(torch.float64)
-    mean: torch.Tensor = last - (counts - 1) / 2
-    return mean[which]
-
-
-def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return Spearman's rank correlation of two vectors [n]: Pearson's correlation of their ranks."""
-    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
-
-
-def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return the cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
-    i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
-    return (embeddings @ embeddings.T)[i, j]
-
-
 def read_sentences() -> list[str]:
     """Read the package's 120 sentences: twelve topics of ten, so that similarities have a structure."""
     text = resources.files("slidesparse").joinpath("demo/sentences.txt").read_text(encoding="utf-8")
@@ -145,7 +122,6 @@ def compare(
         dtype=dtype,
         sparsity=zeros / weights,
         fidelity=float((got * baseline).sum(-1).mean()),
-        rank_correlation=spearman(pair_similarities(got), pair_similarities(baseline)),
         n_bytes=n_bytes,
         relative_bytes=n_bytes / weights,
         ideal_speedup=float(pattern.ideal_speedup),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.counted import counted
-from slidesparse.base.progress import advice, progress_bar, table, wrapped
+from slidesparse.base.progress import advice, progress_bar, table
 from slidesparse.checkpoints.check_config import other_quantisation
 from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -104,7 +104,7 @@ class Inspection:
         """Return all fields, and whether the checkpoint can be used."""
         return {**asdict(self), "ok": self.ok}
 
-    def table(self) -> str:
+    def describe(self) -> str:
         """Return the inspection as text: layers that differ only by number share a line; problems come last."""
         rows = [
             (
@@ -134,7 +134,7 @@ class Inspection:
             *advice(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
         ]
         problems = [f"PROBLEM: {problem}" for problem in self._problems()]
-        return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])
+        return "\n".join([table(columns, rows), *lines, *problems])
 
     def _problems(self) -> list[str]:
         problems = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]

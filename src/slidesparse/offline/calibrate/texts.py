@@ -187,18 +187,7 @@ def _document(where: str, document: Any) -> Document:
             chat = PlacedChat({"role": one["role"], "content": one["content"]} for one in messages)
             chat.where = where
             return chat
-    raise InputError(where, got=_wrong_part(document), needed=NEEDED)
-
-
-def _wrong_part(document: Any) -> str:
-    """Show the wrong part of a document, which may be long: its first invalid message, or its keys."""
-    fields = document if isinstance(document, dict) else {}
-    for number, one in enumerate(fields["messages"] if isinstance(fields.get("messages"), list) else (), start=1):
-        if not _is_message(one):
-            parts = [one.get("role"), one.get("content")] if isinstance(one, dict) else [one]
-            wrong = next(part for part in parts if not isinstance(part, str) or part is one)
-            return f"{wrong!r:.80} in message {number}"
-    return f"{ ({key: fields[key] for key in ('text', 'messages') if key in fields} or [*fields] or document)!r:.80}"
+    raise InputError(where, got=f"{document!r:.80}", needed=NEEDED)
 
 
 def _is_message(one: Any) -> bool:
