@@ -17,15 +17,14 @@ from bench_records import IDLE, LOADED, MACHINE, case
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.reference import Reference, product
+from slidesparse.gemm.reference import Reference
 from slidesparse.offline.known_models import MODELS, TYPES
 from slidesparse.tuning.checking import relative_error
-from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import QUANT_NAMES
 from slidesparse_bench import environment, problems, runner
 from slidesparse_bench.comparison import Refusal, Session, Subject, compare
 from slidesparse_bench.interleaved import MIN_ROUNDS, summarize, time_passes
-from slidesparse_bench.kernels import gemm, operands
+from slidesparse_bench.kernels import operands
 from slidesparse_bench.problems import PROFILES
 from slidesparse_bench.records import ALL, DENSE_VARIANT, Record, read_records
 
@@ -238,27 +237,6 @@ def test_a_backend_that_auto_never_takes_keeps_its_own_name(tmp_path: Path, monk
     runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
     names = {scaled: {r.variant for r in read_records([path]) if r.case.scaled is scaled} for scaled in (True, False)}
     assert names == {True: {"dense", "reference 6:8"}, False: {"dense", "2:4", "6:8", "inf"}}
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_product_alone_is_held_against_the_algorithms_of_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bare(self: Reference, x: torch.Tensor, operand: Any, out_features: int) -> torch.Tensor:
-        return product(x, operand[0])
-
-    def finalists(self: Reference, problem: Any, tokens: int, count: int) -> list[Any]:
-        assert (problem.pattern, tokens in TINY.tokens) == (Pattern(6, 8), True)
-        return [(f"algorithm {i}", partial(bare, self)) for i in range(count)]
-
-    monkeypatch.setattr(Reference, "bare", bare, raising=False)
-    monkeypatch.setattr(Reference, "finalists", finalists, raising=False)
-    path = tmp_path / "r.jsonl"
-    summary = runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
-    assert not summary.wrong
-    alone = [r for r in read_records([path]) if r.variant == "reference alone 6:8"]
-    assert {(r.backend, len(r.tried)) for r in alone} == {("reference", 1), ("library", gemm.FINALISTS)}
-    assert all(r.timing is not None and r.case.scaled for r in alone)
 
 
 @pytest.mark.usefixtures("tiny")

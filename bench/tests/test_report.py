@@ -184,26 +184,6 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert not list((tmp_path / "b").glob("*.png"))
 
 
-def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
-    records = []
-    for layer, chosen in (("qkv", 10.1), ("o", 11.0)):
-        of = case(layer)
-        records += [
-            record(of, DENSE_VARIANT, 9.0),
-            record(of, "6:8", 12.12, backend="cusparselt", ideal=4 / 3),
-            record(of, "cusparselt alone 6:8", chosen, backend="cusparselt", ideal=4 / 3),
-            record(of, "cusparselt alone 6:8", 10.0, backend="library", ideal=4 / 3),
-        ]
-    tables = report(records, tmp_path)
-    qkv, o = tables["library"]
-    assert [float(row["over it"]) for row in (qkv, o)] == pytest.approx([0.01, 0.1])
-    assert float(qkv["scales add"]) == pytest.approx(0.2)
-    assert qkv["library's best"] == "library kernel"
-    (summary,) = tables["library_summary"]
-    assert (summary["problems"], summary["within 2 %"]) == ("2", "1")
-    assert float(summary["worst"]) == pytest.approx(0.1)
-
-
 def test_one_gpu_a_report(tmp_path: Path) -> None:
     others = [*square_records(), replace(square_records()[0], machine=replace(MACHINE, gpu="Other"))]
     with pytest.raises(InputError):

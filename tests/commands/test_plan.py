@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import by_magnitude, contents, make_checkpoint, make_source, make_w8a8
+from checkpoints import by_magnitude, contents, make_checkpoint, make_w8a8
 from small_models import make
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.errors import CheckpointError
-from slidesparse.offline import execute
-from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.plan import plan
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions
@@ -61,47 +55,9 @@ def test_the_run_writes_what_the_plan_says(
                 assert torch.equal(written.tensor(output), checkpoint.tensor(tensor))
 
 
-def test_a_plan_cannot_be_changed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    made: Any = plan(Checkpoint(tmp_path / "m"), by_magnitude("6:8", "int8"))
-    (jobs,) = made.shards.values()
-    for one, field in ((made, "options"), (made.source, "checkpoint"), (jobs["lm_head.weight"], "pattern")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(one, field, None)
-
-
 def test_a_quantised_source_that_is_dense_stays_as_it_is(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     make_w8a8(tmp_path / "m", tmp_path / "q", "fp8")
     prune_checkpoint(tmp_path / "q", tmp_path / "s", by_magnitude("dense"))
     name = "model.safetensors"
     assert contents(tmp_path / "s")[name] == contents(tmp_path / "q")[name]
-
-
-def test_a_killed_run_goes_on_where_its_text_lies_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the text becomes decides, not its name. The run was refused, as one with another --calibration."""
-    source = make_source(tmp_path, "llama", torch.float32)
-    options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
-    elsewhere = replace(options, calibration=Calibration(str(tmp_path / "moved.txt"), 4, 16))
-    (tmp_path / "moved.txt").write_text((tmp_path / "text.txt").read_text())
-    prune_checkpoint(source, tmp_path / "whole", elsewhere)
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(execute, "write_shard", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prune_checkpoint(source, tmp_path / "s", options)
-    layer = tmp_path / "s.partial/kept/model.layers.0.safetensors"
-    before = layer.stat().st_mtime_ns
-    (tmp_path / "text.txt").unlink()
-    for other in (
-        Calibration(str(tmp_path / "moved.txt"), 4, 16, seed=1),
-        Calibration(str(tmp_path / "moved.txt"), 5, 16),
-    ):
-        with pytest.raises(CheckpointError, match=r"another run; got another --calibration"):
-            prune_checkpoint(source, tmp_path / "s", replace(options, calibration=other))
-    assert layer.stat().st_mtime_ns == before
-    prune_checkpoint(source, tmp_path / "s", elsewhere)
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")

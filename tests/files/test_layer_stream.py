@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -220,8 +219,9 @@ def test_only_what_changes_the_tokens_makes_a_killed_run_another(source: Path) -
     reverse_letters(source)  # the same text becomes other tokens: layers of both would stand in one checkpoint
     is_another_run()
     add_tokenizer(source)
-    os.utime(text, ns=(0, 0))
-    prune_checkpoint(source, source.parent / "s", options)
+    text.rename(source.parent / "moved.txt")  # the run was refused, as one with another --calibration
+    moved = calibration(source.parent, file=str(source.parent / "moved.txt"))
+    prune_checkpoint(source, source.parent / "s", replace(options, calibration=moved))
 
 
 def refuse(source: Path, says: str, options: PruneOptions) -> None:

@@ -211,19 +211,6 @@ def test_who_is_wrong_in_a_later_start_loses_the_times_of_earlier_ones(
     assert layer.us == {"dense": (2e3,) * 5, "quick 6:8": (None,) * 5}
 
 
-def test_who_was_wrong_once_is_not_measured_again_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        make_wrong(patch, above=64)
-        assert loaded(tuner(most=256))
-    assert not loaded(tuner(most=16384))
-    times = LayerSpeed("int8", OUT, K, (16, 4096), {"dense": (1.0,) * 2, "quick 6:8": (0.5,) * 2})
-    add_layers(installation(CPU), [times])  # as slidesparse tune does
-    assert choose(PROBLEM).backends == ("dense",)
-    monkeypatch.setattr(Quick, "library", lambda _: "Quick 2.0")
-    assert loaded(tuner())
-    assert choose(PROBLEM).backends == ("quick",)
-
-
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]) -> None:
     def fail(*_: object) -> None:
         raise ValueError("CUDA error: unknown\nmore")  # torch's for scales that it does not take

@@ -28,8 +28,6 @@ CONTROL = "inf"
 """The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 
 COPY, QUANTIZE = "copy", "quantize"
-ALONE, LIBRARY = "alone", "library"
-"""Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
 PLAIN = "plain"
 """Variant ``plain 6:8``: the rows of all experts by one weight, the rate that a grouped product is held against."""
 GROUPED = "grouped"

@@ -28,10 +28,7 @@ from slidesparse_bench.kernels.operands import (
     weight_bytes,
 )
 from slidesparse_bench.problems import HEADLINE, ideal_speedup
-from slidesparse_bench.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
-
-FINALISTS = 3
-"""Algorithms of a library with which its backend's choice is compared."""
+from slidesparse_bench.records import DENSE_VARIANT, Case, Record, Tried
 
 
 @runtime_checkable
@@ -40,17 +37,6 @@ class Searched(Protocol):
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
-        ...
-
-
-@runtime_checkable
-class Ranked(Protocol):
-    """A backend that can run each of its algorithms alone, so that its choice can be compared with them."""
-
-    def finalists(
-        self, problem: Problem, tokens: int, count: int
-    ) -> Sequence[tuple[str, Callable[[torch.Tensor, Operand, int], torch.Tensor]]]:
-        """Return (name, the product alone) of the fastest algorithms of a search at this shape."""
         ...
 
 
@@ -73,37 +59,7 @@ def measure(session: Session, case: Case) -> list[Record]:
                 subjects.append(found)
             else:
                 refusals.append(found)
-        if case.scaled and HEADLINE in session.patterns(case):
-            subjects += _alone(session, case, name)
     return compare(session, case, subjects, refusals)
-
-
-def _alone(session: Session, case: Case, name: str) -> list[Subject]:
-    """Return a backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
-    backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device, name)
-    if not (backend.accelerated and isinstance(backend, Bare) and isinstance(backend, Ranked)):
-        return []
-    ranked = [] if backend.why_not(problem) else backend.finalists(problem, case.tokens, FINALISTS)
-    if not ranked:
-        return []
-    weight = (HEADLINE, case.dtype, case.out_features, case.in_features, session.device)
-    x, packed, multiplied = activations(case, HEADLINE, session.device), packed_weight(*weight), operand(name, *weight)
-    values, _ = lifted(x, packed, backend.layout, name)
-
-    def subject(of: str, algorithm: str, run: Callable[..., torch.Tensor]) -> Subject:
-        return Subject(
-            variant=f"{name} {ALONE} {HEADLINE}",
-            backend=of,
-            algorithm=algorithm,
-            run=lambda x, weight: run(x, weight, case.out_features),
-            operands=(values, multiplied),
-            n_bytes=product_bytes(case, weight_bytes(packed, multiplied), values, float_type(case.dtype)),
-            check=error_against(x, packed, False),
-            ideal_speedup=ideal_speedup(HEADLINE),
-        )
-
-    chosen = subject(name, "the backend's choice", backend.bare)
-    return [chosen, *(subject(LIBRARY, algorithm, run) for algorithm, run in ranked)]
 
 
 def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:

@@ -41,10 +41,6 @@ ABOUT_FUSED = """\
 `over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
 rate of the copy of the same comparison."""
 
-ABOUT_LIBRARY = """\
-A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
-same comparison; each problem is in `library.csv`."""
-
 ABOUT_PLOTS = """\
 Dashes at the right margins: the ideal. Dotted, where a copy was measured too: the roofline, the speed-up if dense and
 sparse both ran at their limits, those of the fastest dense product and of the fastest copy among these records."""
@@ -58,7 +54,6 @@ SECTIONS: tuple[Section, ...] = (
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
     ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
-    ("Backends and their libraries", ABOUT_LIBRARY, tables.library_summary_tables),
     ("Packing", "", tables.pack_tables),
     ("Dense baselines", "The fastest of these, in each comparison, is the baseline.", tables.baseline_tables),
 )
@@ -96,7 +91,7 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
         return head + [part for section in sections for part in _section(*section)]
 
     written = [table for _, _, made in sections for table in made]
-    written += [*tables.library_tables(found), tables.everything(found)]
+    written.append(tables.everything(found))
     return write_page(folder / PAGE, lambda where: _draw(plots, found, where), parts, written)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from slidesparse_bench.records import ALONE, COPY, DENSE_VARIANT, LIBRARY, QUANTIZE, SQUARE, Record
+from slidesparse_bench.records import COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Record
 from slidesparse_bench.report.numbers import Comparison, Point, median_us, points, ratio
 from slidesparse_bench.report.table import Cell, Table
 
 OURS = "slidesparse"
 FEW = 8
 """The most algorithms of a library that a table names; of more it gives the number."""
-AIM = 0.02
-"""The most time that a backend may take over its library's best algorithm, as a share."""
 ITEM_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp16": 2}
 
 
@@ -188,43 +186,6 @@ def pack_tables(found: Sequence[Comparison]) -> list[Table]:
                 )
     columns = ("model", "layer", "dtype", "step", "backend", "us", "dense GB/s")
     return [Table("pack", "Packing", columns, tuple(rows), {"us": ".0f", "dense GB/s": ".0f"})] if rows else []
-
-
-def library_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Return a backend's product alone over its library's best algorithm, and the time that scales add to it."""
-    rows = []
-    for one in found:
-        for name in sorted({r.variant for r in one.records if f" {ALONE} " in r.variant}):
-            backend, _, pattern = name.split(" ")
-            ours, best, scaled = one.best(name, backend), one.best(name, LIBRARY), one.best(pattern, backend)
-            if ours is None or best is None:
-                continue
-            case = one.case
-            over = median_us(ours) / median_us(best) - 1
-            added = None if scaled is None else median_us(scaled) / median_us(ours) - 1
-            shape = (case.dtype, case.model, case.layer, case.tokens)
-            rows.append((*shape, name, median_us(ours), best.algorithm, over, added, ours.noise))
-    columns = ("dtype", "model", "layer", "M", "product", "us", "library's best", "over it", "scales add", "noise")
-    formats = {"us": ".1f", "over it": "+.1%", "scales add": "+.0%", "noise": ".1%"}
-    title = "A backend's product alone over its library's best algorithm"
-    return [Table("library", title, columns, tuple(rows), formats)] if rows else []
-
-
-def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Return how many of the products of :func:`library_tables` are within the aim."""
-    groups: dict[tuple[Cell, Cell], list[float]] = {}
-    for table in library_tables(found):
-        for row in table.rows:
-            over = row[table.columns.index("over it")]
-            assert isinstance(over, float)
-            groups.setdefault((row[4], row[0]), []).append(over)
-    rows = tuple(
-        (*key, len(over), sum(value <= AIM for value in over), sorted(over)[len(over) // 2], max(over))
-        for key, over in groups.items()
-    )
-    columns = ("product", "dtype", "problems", "within 2 %", "median", "worst")
-    formats = {"median": "+.1%", "worst": "+.1%"}
-    return [Table("library_summary", "The same, counted", columns, rows, formats)] if rows else []
 
 
 def baseline_tables(found: Sequence[Comparison]) -> list[Table]:

@@ -12,8 +12,6 @@ cached: a steady call costs one call into the library and one kernel launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -69,7 +67,6 @@ def token_bucket(tokens: int) -> int:
 _CAPTURED: set[MatmulPlan] = set()
 """Plans that CUDA graphs may have captured: never destroyed, since their kernels may read a plan's memory."""
 
-Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
 # -- the backend ---------------------------------------------------------------------------------------------------
 
@@ -171,14 +168,6 @@ class CuSparseLt(Backend):
         first = sorted(record.tried, key=lambda trial: trial.algorithm != record.algorithm) if record else []
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
-    def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
-        """Return the fastest algorithms of a search at this shape, as :meth:`bare`; [] without a search."""
-        shape = self._shape(problem, tokens)
-        record = self._record(shape)
-        timed = [(trial.time_us, trial.algorithm) for trial in (record.tried if record else ()) if trial.time_us]
-        fastest = sorted(timed, key=lambda pair: pair[0])[:count]
-        return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
-
     def _record(self, shape: Shape) -> AlgorithmRecord | None:
         return nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
 
@@ -217,26 +206,17 @@ class CuSparseLt(Backend):
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         """Return the library's product alone: [>= M, >= out], the accumulators."""
-        return self._bare(None, x, operand, out_features)
-
-    def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         with torch.cuda.device(x.get_device()):
-            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), operand[0], out_features, plan=plan)
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), operand[0], out_features)
 
     def _product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        out_features: int,
-        bias: torch.Tensor | None = None,
-        plan: MatmulPlan | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply activations [rows, K'] by the 2:4 matrix, and add the bias."""
         rows, columns = x.shape
         out = out_features + -out_features % MULTIPLE
         accumulator = self._accumulators.get(x.dtype, x.dtype)
-        if plan is None:
-            plan = plan_for(Shape(x.get_device(), out, columns, rows, x.dtype, accumulator))
+        plan = plan_for(Shape(x.get_device(), out, columns, rows, x.dtype, accumulator))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
         acc = empty(rows, out, accumulator, x.get_device())
