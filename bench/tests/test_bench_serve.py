@@ -76,7 +76,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
     monkeypatch.setattr(serve, "ServedEngine", Pretender)
     monkeypatch.setattr(serve, "find_spec", lambda name: True)
-    monkeypatch.setattr(serve, "why_no_http", lambda server: "nobody serves in a test")
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
     monkeypatch.setattr(serve_checkpoints, "write_eagle_head", lambda folder, config, device: folder.mkdir())
     monkeypatch.setattr(serve, "version", lambda name: "0.5.17")
@@ -180,23 +179,9 @@ def test_two_runs_do_not_add_to_one_file(pretend: None, tmp_path: Path, monkeypa
     assert run(PROFILE, tmp_path / name, tmp_path).added == 0 + 15  # no longer
 
 
-def test_two_runs_do_not_replace_each_others_checkpoints(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
-        other = replace(PROFILE, dtypes=("fp8",))  # on another GPU, say
-        with pytest.raises(InputError, match="--scratch; got one that another bench serve uses; needed one for each"):
-            run(other, tmp_path / "other.jsonl", tmp_path / "scratch")
-        assert (self.options.folder / "config.json").exists()
-        return Pretender.measure(self, workload, rate)
-
-    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
-    assert run(replace(PROFILE, engines=("stock",)), tmp_path / "r.jsonl", tmp_path / "scratch").added == 3
-
-
 def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError):
-        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path / "scratch")
+    with pytest.raises(InputError):
+        run(adapt(dtypes=["int8"], workloads=["arrivals at 80%"]), tmp_path / "r.jsonl", tmp_path / "scratch")
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
 
 
@@ -261,23 +246,6 @@ def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
     assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
 
 
-def test_what_was_served_without_a_figure_ends_no_engine(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = Pretender.measure
-
-    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
-        found = served(self, workload, rate)
-        return replace(found, seconds=(), why_not="too many") if workload.name == "mixed" else found
-
-    monkeypatch.setattr(Pretender, "measure", measure)
-    path = tmp_path / "r.jsonl"
-    summary = run(PROFILE, path, tmp_path)
-    assert (summary.added, summary.failed, summary.waiting) == (18, {}, ())
-    assert "2:4: mixed: served, but not measured: too many" in capsys.readouterr().err
-    assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
-
-
 @pytest.mark.parametrize(
     "profile",
     [
@@ -302,21 +270,6 @@ def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
     assert summary.added == 3  # burst, mixed, and why there are no arrivals
     assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
-
-
-def test_over_http_and_in_process_are_not_mixed(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "r.jsonl"
-    assert run(PROFILE, path, tmp_path).added == 18
-    assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "why_no_http", lambda server: None)
-    assert run(PROFILE, path, tmp_path).added == 18
-    assert run(PROFILE, path, tmp_path).added == 0
-    records = read([path])
-    assert [record.http for record in records] == [False] * 18 + [True] * 18
-    assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
-    assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
 
 
 def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,12 +307,6 @@ def test_rivals_are_stock_with_weights_of_their_own(
     rivals = Pretender.started[3:6]
     assert {(options.plugin, str(options.additional)) for options in rivals} == {(False, "{}")}
     assert [options.folder.name for options in rivals] == [f"Qwen2.5-7B-28-{w}-dense" for w in ("fp8", "w4a8", "w4a16")]
-
-
-def test_loads_beyond_the_usual_ones_are_asked_for_by_name() -> None:
-    names = ["decode 1 at 80", "decode 8 at 600", "decode 64 at 8192", "answers 8"]
-    assert [workload.name for workload in adapt(workloads=names).workloads] == names
-    assert not {workload.name for workload in adapt().workloads} & set(names)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(

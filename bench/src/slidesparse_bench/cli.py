@@ -47,9 +47,6 @@ def add_bench(commands: Commands, text: str) -> None:
         "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
     )
     served.add_argument("--soak", type=float, metavar="S", help="then requests at random for S seconds, and a verdict")
-    served.add_argument(
-        "--http", choices=("auto", "on", "off"), help="ask over HTTP (default: auto, where vLLM's server is installed)"
-    )
     served.add_argument("--server", choices=("vllm", "sglang"), help="whose engines (default: vllm)")
     served.add_argument("--rivals", nargs="+", metavar="TYPE", help="also stock in fp8, w4a8, w4a16")
     served.add_argument("--eagle", type=float, metavar="N", help="EAGLE-3's drafts, forced to give N tokens a step")
@@ -116,7 +113,7 @@ def _require_own_options(options: argparse.Namespace) -> None:
         ("gemm", "kernels", "linear", "all"): ("tokens",),
         ("gemm",): ("grouped",),
         ("serve",): (
-            *("layers", "graphs", "scratch", "quick", "engines", "gpus", "workloads", "soak", "http"),
+            *("layers", "graphs", "scratch", "quick", "engines", "gpus", "workloads", "soak"),
             *("server", "rivals", "eagle"),
         ),
     }
@@ -142,7 +139,6 @@ def _bench_serve(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         workloads=options.workloads,
         soak_s=options.soak,
-        http=options.http or serve_profile.AUTO_HTTP,
         server=options.server or "vllm",
         rivals=options.rivals,
         eagle=options.eagle,

@@ -77,7 +77,7 @@ class Way:
 
     Attributes:
         server: ``vllm``, whose release is the machine's, or ``sglang`` and its release.
-        http: Over HTTP, of a server by the client of that server's own benchmark; else in process.
+        http: Over HTTP, as older records are; else in process.
         speculation: How drafts were made and accepted; None: no speculation.
     """
 

@@ -48,9 +48,8 @@ from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_memory import require_free
 from slidesparse_bench.serve.serve_options import SHARE, ServeOptions
-from slidesparse_bench.serve.serve_profile import OFF, ON, ServeProfile
+from slidesparse_bench.serve.serve_profile import ServeProfile
 from slidesparse_bench.serve.serve_run import ServeRun
-from slidesparse_bench.serve.serve_server import why_no_http
 from slidesparse_bench.served_records import (
     AT_ONCE,
     DECODE,
@@ -109,7 +108,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     Raises:
         InputError: The file holds something else, was measured elsewhere or is added to by another run, or requests
             are to arrive at a share of what no stock engine took.
-        UnsupportedError: No GPU, too few, one that others hold; no server, no HTTP though it is asked for; a full disk.
+        UnsupportedError: No GPU, too few, one that others hold; no server; a full disk.
     """
     environment.require_gpu()  # first: who has no GPU shall not install vLLM for nothing
     if find_spec(profile.server) is None:
@@ -122,7 +121,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         _require_same(path, (one.machine for one in found), machine)
         server = VLLM if profile.server == VLLM else f"{SGLANG} {version(SGLANG)}"
         speculation = None if profile.eagle is None else f"EAGLE-3 by {STEPS} with {profile.eagle:g} tokens a step"
-        way = Way(server, _over_http(profile), speculation)
+        way = Way(server, speculation=speculation)
         run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found)
         asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
@@ -177,21 +176,6 @@ def _alone(path: Path) -> Iterator[None]:
     finally:
         if new and not path.stat().st_size:
             path.unlink()
-
-
-def _over_http(profile: ServeProfile) -> bool:
-    """Whether engines are asked over HTTP: where that works, unless the user says otherwise."""
-    if profile.http == OFF:
-        return False
-    why_not = why_no_http(profile.server)
-    if why_not is None:
-        return True
-    if profile.http == ON:
-        raise UnsupportedError(
-            "--http on", got=why_not, needed="the server and its client", remedy="install what is missing"
-        )
-    _tell(f"in process, not over HTTP: {why_not}")
-    return False
 
 
 def _require(run_: ServeRun, keys: list[EngineKey]) -> None:
@@ -292,7 +276,6 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         arguments,
         share=SHARE,
         gpus=tuple(environment.uuids(key.gpus)),
-        http=run_.way.http,
         log=_log_of(run_.path, key),
         server=profile.server,
         environment=forced,

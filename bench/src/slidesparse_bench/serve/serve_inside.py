@@ -1,4 +1,4 @@
-"""Ask a vLLM engine from the process that it was started in: no HTTP, and every step of the engine is seen.
+"""Ask a vLLM engine from the process that it was started in, which sees every step of the engine.
 
 The engine core runs in another process yet, as a server's does: what it answers, asyncio takes in here and hands to
 each request's own task, as vLLM's HTTP front end does.
@@ -6,7 +6,6 @@ each request's own task, as vLLM's HTTP front end does.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -48,13 +47,6 @@ class Inside:
             times.append(time.perf_counter() - arrival)
             tokens += len(part.outputs[0].token_ids)
         return Served(tuple(times), tokens)
-
-    def require_alive(self) -> None:
-        """Do nothing: a dead engine raises when it is asked."""
-
-    def engine_process(self) -> tuple[int, bool]:
-        """The process that started the engine, this one, which is no part of it."""
-        return os.getpid(), False
 
     async def close(self) -> None:
         """End the engine."""

@@ -23,10 +23,6 @@ from slidesparse_bench.served_records import AGAIN, CONTROL, RIVALS, SGLANG, STO
 
 DTYPES = ("int8", "fp8", "bf16")
 
-AUTO_HTTP, ON, OFF = "auto", "on", "off"
-HTTP = (AUTO_HTTP, ON, OFF)
-"""Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
-
 OWN_GRAPHS = 512
 """Tokens of the largest CUDA graph that vLLM captures by itself."""
 
@@ -47,7 +43,6 @@ class ServeProfile:
         gpus: Tensor parallelism.
         engines: Labels of those that run; None for all.
         budget_s: No engine is started that would end later; None: no limit.
-        http: One of :data:`HTTP`.
         server: ``vllm`` or ``sglang``.
         rivals: Labels out of :data:`slidesparse_bench.served_records.RIVALS`.
         eagle: Tokens that a step gives in the mean by EAGLE-3's drafts, whose acceptance is forced; None: no drafts.
@@ -63,7 +58,6 @@ class ServeProfile:
     gpus: int = 1
     engines: tuple[str, ...] | None = None
     budget_s: float | None = None
-    http: str = AUTO_HTTP
     server: str = VLLM
     rivals: tuple[str, ...] = ()
     eagle: float | None = None
@@ -115,7 +109,6 @@ def adapt(
     budget_s: float | None = None,
     workloads: Sequence[str] | None = None,
     soak_s: float | None = None,
-    http: str = AUTO_HTTP,
     server: str = VLLM,
     rivals: Sequence[str] | None = None,
     eagle: float | None = None,
@@ -147,7 +140,6 @@ def adapt(
         layers=layers,
         gpus=gpus or 1,
         budget_s=budget_s,
-        http=http,
         server=server,
         rivals=select([f"{STOCK} {name.upper()}" for name in rivals or ()], tuple(RIVALS), (), "rival"),
         eagle=eagle,
