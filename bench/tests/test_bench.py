@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -315,20 +314,6 @@ def test_clocks_are_what_the_gpu_says(
     monkeypatch.setattr(environment, "_query", lambda fields: answer)
     found = environment.clocks()
     assert (found.sm_mhz, found.power_w, found.temperature_c) == clocks
-
-
-def test_the_commit_is_that_of_this_tree() -> None:
-    here = Path(environment.__file__).parent
-    git = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    tracked = subprocess.run(
-        ["git", "-C", str(here), "ls-files", "--error-unmatch", environment.__file__], capture_output=True, check=False
-    )
-    environment.commit.cache_clear()
-    found = environment.commit()
-    if git.returncode or tracked.returncode:
-        assert found is None
-    else:
-        assert git.stdout.startswith(found.removesuffix("+"))
 
 
 @pytest.mark.usefixtures("tiny")

@@ -74,14 +74,6 @@ def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest
     assert [layer.out for layer in layers] == [48, 32]
 
 
-@pytest.mark.usefixtures("backends")
-def test_a_form_that_is_wrong_is_named_and_has_no_time() -> None:
-    layers, wrong = measured(FakeStopwatch(lambda *_: 1e4), [64, 32], "quick", "wrong")
-    assert wrong == [WrongForm("int8", out, 32, "wrong 6:8") for out in (48, 32, 96)]
-    assert {layer.us["wrong 6:8"] for layer in layers} == {(None, None)}
-    assert {layer.us["quick 6:8"] for layer in layers} == {(1e4, 1e4)}
-
-
 def test_weights_of_six_bits_are_measured_for_the_backends_that_read_them() -> None:
     job = make_job(["BitNet-2B"], ["6:8"], None, [64], ["hopper", "hopper-6bit"])
     kinds = [kind for kind in job.kinds() if (kind.out, kind.columns) == (2560, 2560)]

@@ -97,23 +97,6 @@ def test_a_layer_is_measured_once_and_read_by_the_next_start(lines: Callable[[],
     assert tuned_path(installation(CPU)).stat() == before
 
 
-@pytest.mark.parametrize("what", ["driver", "kernel"])
-def test_a_new_driver_or_kernel_makes_old_times_a_prior(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loaded(tuner())
-    if what == "driver":
-        monkeypatch.setattr(select, "driver_version", lambda: "590.1")
-        told = "quick takes 0.50 of dense's time; prior: measured at 24x64 with driver 580.1; this is driver 590.1"
-    else:
-        monkeypatch.setattr(Quick, "library", lambda _: "Quick 2.0")
-        told = "quick takes 0.50 of dense's time; prior: measured at 24x64 with Quick 1.0; this is Quick 2.0"
-    choice = choose(PROBLEM)
-    assert (choice.backends, choice.reason) == (("quick",), told)
-    assert choice.times(OUT, K)[64] == (1e3, 2e3, False)
-    assert loaded(tuner(dense_us=8e2))
-    choice = choose(PROBLEM)
-    assert (choice.backends, choice.reason) == (("dense",), "quick takes 1.25 of dense's time; measured here")
-
-
 @pytest.mark.parametrize(
     ("problem", "backend", "fallback"),
     [
