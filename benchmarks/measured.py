@@ -26,7 +26,7 @@ from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.report.serve_numbers import Group, groups
-from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, ServeRecord, read
+from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, read
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy/published"))
 import compare
@@ -130,7 +130,7 @@ USUAL_LOADS = ("burst", "mixed", *(f"decode {n} at 80" for n in (16, 64, 256)))
 @lru_cache
 def group_of(path: Path) -> Group:
     """The engines of a record of one model and type, with what they served."""
-    (group,) = groups(read(ServeRecord, [path]))
+    (group,) = groups(read([path]))
     return group
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/six_bits_fidelity.py OUT.json
 
-Needs the extra ``demo``, and no GPU. The encoder and the measure are those of ``slidesparse demo``: Spearman's
+Needs the extra ``demo``, and no GPU. The encoder is that of ``slidesparse demo``, and the measure Spearman's
 correlation of the similarities of 120 sentences with those of the dense float32 model. Pruning is by magnitude.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, prune_, read_sentences, spearman
+from slidesparse.demo.run import IGNORE, embed, load_encoder, prune_, read_sentences
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
@@ -24,6 +24,17 @@ from slidesparse_bench import environment
 
 PATTERNS = ("dense", "6:8", "4:6", "2:4")
 RECIPES: tuple[Rounding, ...] = ("absmax", "6bit")
+
+
+def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Spearman's rank correlation of two vectors [n] without equal values: Pearson's correlation of their ranks."""
+    return float(torch.corrcoef(torch.stack([one.argsort().argsort().double() for one in (a, b)]))[0, 1])
+
+
+def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
+    """The cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
+    i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1)
+    return (embeddings @ embeddings.T)[i, j]
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidesparse.cli import build_parser
+
 SOURCES = ("dense", "sharded", "w8a8", "pruned")
 COMMANDS = ("inspect", "prune", "eval", "load")
 
@@ -209,33 +211,29 @@ WORDS = (
     *("6:8", "../x", "\udcff", "\x1b[2J", "re:.*q=4:6"),
 )
 
-OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "inspect": {"--json": ()},
-    "load": {},
-    "prune": {
-        "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5"),
-        "--dtype": ("int8", "fp8", "bf16", "fp32", "int4"),
-        "--method": ("magnitude", "wanda", "sparsegpt", "best"),
-        "--rounding": ("absmax", "ternary", "6bit"),
-        "--ignore": ("re:.*mlp.*", "re:.*", "lm_head", "model.layers.0.self_attn.q_proj"),
-        "--layer": ("re:.*down_proj=4:6", "re:.*down_proj=dense", "re:.*q_proj=2:4", "re:.*=dense"),
-        "--links": ("refuse", "copy", "skip"),
-        "--calibration": ("TEXT", "SOURCE", "missing"),
-        "--samples": ("2", "4"),
-        "--length": ("2", "16"),
-        "--seed": ("0", "7"),
-        "--device": ("cpu", "CPU", "cuda", "cpu:9"),
-        "--lm-head": (),
-        "--json": (),
-    },
-    "eval": {
-        "--text": ("TEXT", "SOURCE", "missing"),
-        "--window": ("16", "2", "64"),
-        "--stride": ("8", "1", "64"),
-        "--batch": ("1", "4"),
-        "--json": (),
-    },
+VALUES_OF_OPTIONS = (
+    *("6:8", "4:6", "dense", "int8", "bf16", "2", "16", "0", "cpu", "cuda", "TEXT", "SOURCE", "missing"),
+    *("lm_head", "re:.*mlp.*", "re:.*", "re:.*down_proj=4:6", "re:.*down_proj=dense"),
+)
+"""Values that some option takes; options with a choice take one of theirs."""
+
+SKIPPED = {
+    *("--help", "--verbose", "--dry-run"),  # which say more, or make nothing
+    *("--self-chats", "--match-steps", "--tasks", "--revision"),  # which take long, or need more
 }
+
+
+def options_of(command: str) -> dict[str, tuple[str, ...]]:
+    """The options of a command with values to try; none for a flag."""
+    (commands,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
+    actions = commands.choices[command]._actions if command in commands.choices else ()
+    named = {action.option_strings[-1]: action for action in actions if action.option_strings}
+    return {
+        name: () if action.nargs == 0 else tuple(action.choices or VALUES_OF_OPTIONS)
+        for name, action in named.items()
+        if name not in SKIPPED
+    }
+
 
 USUAL: dict[str, list[str]] = {
     "inspect": [],
@@ -250,7 +248,7 @@ def command_line(case: Case, folder: Path) -> list[str]:
     words = list(USUAL[case.command])
     for number in case.arguments:
         rng = random.Random(number)
-        known = OPTIONS[case.command]
+        known = options_of(case.command)
         if not known:
             break
         option = rng.choice(sorted(known))

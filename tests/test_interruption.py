@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +35,32 @@ def test_while_torch_is_imported(tmp_path: Path, name: str, word: str) -> None:
     assert (done.returncode, done.stderr) == (128 + getattr(signal, name), f"slidesparse: {word}\n")
 
 
-def test_where_a_library_makes_another_error_of_it(tmp_path: Path) -> None:
-    code = """
+SIGNALS = {
+    "a library makes another error of it": (
+        """
 try:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(30)
 except KeyboardInterrupt:
     raise ImportError("numpy's extension modules failed to import")
-"""
-    done = run_with_torch(tmp_path, code)
-    assert (done.returncode, done.stderr) == (130, "slidesparse: interrupted\n")
-
-
-def test_where_the_exception_is_lost(tmp_path: Path) -> None:
-    code = """
+""",
+        130,
+        "interrupted",
+    ),
+    "the exception is lost": (
+        """
 class Lost:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 Lost()
 time.sleep(30)
-"""
-    done = run_with_torch(tmp_path, code)
-    assert (done.returncode, done.stderr) == (143, "slidesparse: terminated\n")
-
-
-def test_more_signals_change_nothing_at_first_and_then_end_all(tmp_path: Path) -> None:
-    code = """
+""",
+        143,
+        "terminated",
+    ),
+    "more signals change nothing at first, and then end all": (
+        """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
@@ -72,9 +70,18 @@ finally:
     time.sleep(1.1)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(30)
-"""
+""",
+        143,
+        "terminated",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", SIGNALS)
+def test_signals_that_are_not_simply_raised(tmp_path: Path, where: str) -> None:
+    code, status, word = SIGNALS[where]
     done = run_with_torch(tmp_path, code)
-    assert (done.returncode, done.stderr) == (143, "slidesparse: terminated\n")
+    assert (done.returncode, done.stderr) == (status, f"slidesparse: {word}\n")
 
 
 def test_what_was_ignored_still_is(tmp_path: Path) -> None:
@@ -101,20 +108,10 @@ raise ImportError(f"child {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
 
 def test_handlers_are_given_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook
-    monkeypatch.setattr(slidesparse.offline.info, "collect", sends(signal.SIGINT, lambda: {}))
+    monkeypatch.setattr(slidesparse.offline.info, "collect", lambda: os.kill(os.getpid(), signal.SIGINT))
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "slidesparse: interrupted\n"
     assert ([signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook) == before
-
-
-def sends(number: int, then: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that interrupts this process, and is not expected to go on."""
-
-    def interrupt(*arguments: Any, **named: Any) -> Any:
-        os.kill(os.getpid(), number)
-        return then(*arguments, **named)
-
-    return interrupt
 
 
 @pytest.mark.parametrize(("name", "word"), WORDS)

@@ -35,8 +35,7 @@ COMMANDS = {
 EMPTY = [
     *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
     *([*WANDA, "--calibration", ""], ["eval", "", *EVAL[2:]], [*EVAL, "--text", ""], ["inspect", ""]),
-    *(["demo", "--plot", ""], ["tune", ""], ["tune", "--share", ""], ["tune", "--from", ""]),
-    *(["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
+    *(["tune", ""], ["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
     *(["report", "", "--out", "r"], ["report", "text.txt", "--out", ""]),
 ]
 NO_GPU = [

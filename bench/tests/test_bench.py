@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from bench_records import IDLE, LOADED, MACHINE, case
-from no_gpu import too_old
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
@@ -303,21 +301,6 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
         runner.run(["gemm"], TINY, session(), tmp_path / "none" / "r.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        (["kernels", "--models", "Qwen2.5-7B"], "bench gemm or linear or pack or all or serve"),
-        (["pack", "--tokens", "64"], "bench gemm or kernels or linear or all"),
-        (["gemm", "--layers", "4"], "bench serve"),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], needed: str
-) -> None:
-    assert main(["bench", *words, "--out", str(tmp_path / "r.jsonl")]) == 1
-    assert capsys.readouterr().err == f"slidesparse: {words[1]}; got bench {words[0]}; needed {needed}\n"
-
-
 # -- the environment and the command line --------------------------------------------------------------------------
 
 
@@ -331,34 +314,6 @@ def test_clocks_are_what_the_gpu_says(
     monkeypatch.setattr(environment, "_query", lambda fields: answer)
     found = environment.clocks()
     assert (found.sm_mhz, found.power_w, found.temperature_c) == clocks
-
-
-def test_the_commit_is_that_of_this_tree() -> None:
-    here = Path(environment.__file__).parent
-    git = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    tracked = subprocess.run(
-        ["git", "-C", str(here), "ls-files", "--error-unmatch", environment.__file__], capture_output=True, check=False
-    )
-    environment.commit.cache_clear()
-    found = environment.commit()
-    if git.returncode or tracked.returncode:
-        assert found is None
-    else:
-        assert git.stdout.startswith(found.removesuffix("+"))
-
-
-@pytest.mark.parametrize("benchmark", ["gemm", "serve"])
-def test_without_a_gpu_there_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, benchmark: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert main(["bench", benchmark, "--out", str(tmp_path / "r.jsonl")]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("slidesparse: slidesparse bench needs a CUDA GPU; got torch ")
-    assert "The NVIDIA driver on your system is too old" in captured.err
-    assert captured.err.count("\n") == 1
-    assert not (tmp_path / "r.jsonl").exists()
 
 
 @pytest.mark.usefixtures("tiny")

@@ -23,11 +23,10 @@ from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_options import ServeOptions
 from slidesparse_bench.serve.serve_profile import ServeProfile, adapt
 from slidesparse_bench.served_figures import Latency, Power
-from slidesparse_bench.served_records import ServeRecord, Step, TimelineRecord, Way, Workload, read, to_line
+from slidesparse_bench.served_records import ServeRecord, Way, Workload, read, to_line
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
-STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {})
 
 
 class Pretender:
@@ -48,8 +47,6 @@ class Pretender:
             raise UnsupportedError("the engine failed", got="no memory")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        if name == "timeline":
-            return [STEP] * self.options.timeline_steps
         if name == "measure":
             return self.measure(*arguments)
         return None
@@ -79,7 +76,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
     monkeypatch.setattr(serve, "ServedEngine", Pretender)
     monkeypatch.setattr(serve, "find_spec", lambda name: True)
-    monkeypatch.setattr(serve, "why_no_http", lambda server: "nobody serves in a test")
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
     monkeypatch.setattr(serve_checkpoints, "write_eagle_head", lambda folder, config, device: folder.mkdir())
     monkeypatch.setattr(serve, "version", lambda name: "0.5.17")
@@ -109,13 +105,13 @@ def test_a_gpu_that_others_hold_ends_a_run_that_has_engines_to_start(
     assert not Pretender.started
 
 
-def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
+def engines(records: Sequence[ServeRecord]) -> list[str]:
     return list(dict.fromkeys(record.key.engine for record in records))
 
 
 def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, tmp_path: Path) -> None:
     summary = run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
-    records = read(ServeRecord, [tmp_path / "r.jsonl"])
+    records = read([tmp_path / "r.jsonl"])
     assert (summary.added, summary.records, summary.failed, summary.waiting) == (18, 18, {}, ())
     assert engines(records) == ENGINES
     assert [record.workload for record in records] == list(QUICK) * 6
@@ -139,7 +135,7 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     asked = [options.additional.get("slidesparse") for options in Pretender.started]
     ours = {"dense": "dense", "auto": "auto", "hopper": "sparse"}
     assert asked == [None, *({"backend": name, "experts": experts} for name, experts in ours.items()), None, None]
-    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
+    (record, *_) = read([tmp_path / "r.jsonl"])
     attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
 
@@ -160,7 +156,7 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     Pretender.asked = []
     assert run(PROFILE, path, tmp_path).added == 13
     assert Pretender.asked[0] == ("decode 64 at 80", None)
-    assert len(read(ServeRecord, [path])) == 18
+    assert len(read([path])) == 18
     assert run(PROFILE, path, tmp_path).added == 0
 
 
@@ -183,23 +179,9 @@ def test_two_runs_do_not_add_to_one_file(pretend: None, tmp_path: Path, monkeypa
     assert run(PROFILE, tmp_path / name, tmp_path).added == 0 + 15  # no longer
 
 
-def test_two_runs_do_not_replace_each_others_checkpoints(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
-        other = replace(PROFILE, dtypes=("fp8",))  # on another GPU, say
-        with pytest.raises(InputError, match="--scratch; got one that another bench serve uses; needed one for each"):
-            run(other, tmp_path / "other.jsonl", tmp_path / "scratch")
-        assert (self.options.folder / "config.json").exists()
-        return Pretender.measure(self, workload, rate)
-
-    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
-    assert run(replace(PROFILE, engines=("stock",)), tmp_path / "r.jsonl", tmp_path / "scratch").added == 3
-
-
 def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError):
-        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path / "scratch")
+    with pytest.raises(InputError):
+        run(adapt(dtypes=["int8"], workloads=["arrivals at 80%"]), tmp_path / "r.jsonl", tmp_path / "scratch")
     assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
 
 
@@ -233,15 +215,7 @@ def test_a_last_line_without_an_end_is_ended_before_more_come(pretend: None, tmp
     with open_records(path, "x") as file:
         file.write(text.removesuffix("\n"))
     assert run(PROFILE, path, tmp_path).added == 15
-    assert len(read(ServeRecord, [path])) == 18
-
-
-def test_a_line_that_was_cut_is_named_with_what_to_do(pretend: None, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
-    path.write_text(path.read_text()[:-50])
-    with pytest.raises(InputError, match=r"line 3: record cannot be read; .* middle of it: delete that line"):
-        run(PROFILE, path, tmp_path)
+    assert len(read([path])) == 18
 
 
 def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
@@ -263,30 +237,13 @@ def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
     monkeypatch.setattr(Pretender, "dies_at", dies_at)
     path = tmp_path / "r.jsonl"
     summary = run(PROFILE, path, tmp_path)
-    failed = [record for record in read(ServeRecord, [path]) if record.why_not is not None]
+    failed = [record for record in read([path]) if record.why_not is not None]
     assert engines(failed) == ["control", "6:8", "2:4"]
     assert {record.workload and record.workload.name for record in failed} == {workload}
     assert len(summary.failed) == 3
     assert Pretender.stopped == 6
-    assert engines(read(ServeRecord, [path]))[-1] == "stock again"
+    assert engines(read([path]))[-1] == "stock again"
     assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
-
-
-def test_what_was_served_without_a_figure_ends_no_engine(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = Pretender.measure
-
-    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
-        found = served(self, workload, rate)
-        return replace(found, seconds=(), why_not="too many") if workload.name == "mixed" else found
-
-    monkeypatch.setattr(Pretender, "measure", measure)
-    path = tmp_path / "r.jsonl"
-    summary = run(PROFILE, path, tmp_path)
-    assert (summary.added, summary.failed, summary.waiting) == (18, {}, ())
-    assert "2:4: mixed: served, but not measured: too many" in capsys.readouterr().err
-    assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
 
 
 @pytest.mark.parametrize(
@@ -308,26 +265,11 @@ def test_without_stock_arrivals_are_refused_before_anything_starts(
 def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
-    (first, *_) = read(ServeRecord, [path])
+    (first, *_) = read([path])
     path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
     summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
     assert summary.added == 3  # burst, mixed, and why there are no arrivals
     assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
-
-
-def test_over_http_and_in_process_are_not_mixed(
-    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "r.jsonl"
-    assert run(PROFILE, path, tmp_path).added == 18
-    assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
-    monkeypatch.setattr(serve, "why_no_http", lambda server: None)
-    assert run(PROFILE, path, tmp_path).added == 18
-    assert run(PROFILE, path, tmp_path).added == 0
-    records = read(ServeRecord, [path])
-    assert [record.http for record in records] == [False] * 18 + [True] * 18
-    assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
-    assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
 
 
 def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +280,7 @@ def test_sglang_and_vllm_are_not_mixed(pretend: None, tmp_path: Path, monkeypatc
     profile = adapt(**asked, server="sglang", eagle=2.5)
     assert run(profile, path, tmp_path).added == 4 * 3  # none with other graphs
     assert run(profile, path, tmp_path).added == 0
-    ways = {record.way for record in read(ServeRecord, [path])}
+    ways = {record.way for record in read([path])}
     assert ways == {Way(), Way("sglang 0.5.17", False, "EAGLE-3 by 3 with 2.5 tokens a step")}
     assert [options.server for options in Pretender.started] == ["vllm"] * 5 + ["sglang"] * 4
     options = Pretender.started[-1]
@@ -360,17 +302,11 @@ def test_rivals_are_stock_with_weights_of_their_own(
     monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
     profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], rivals=["fp8", "w4a8", "w4a16"])
     run(profile, tmp_path / "r.jsonl", tmp_path)
-    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[3:6] == ["stock FP8", "stock W4A8", "stock W4A16"]
+    assert engines(read([tmp_path / "r.jsonl"]))[3:6] == ["stock FP8", "stock W4A8", "stock W4A16"]
     assert written[2:] == [(torch.float8_e4m3fn, None), (torch.bfloat16, "w4a8"), (torch.bfloat16, "w4a16")]
     rivals = Pretender.started[3:6]
     assert {(options.plugin, str(options.additional)) for options in rivals} == {(False, "{}")}
     assert [options.folder.name for options in rivals] == [f"Qwen2.5-7B-28-{w}-dense" for w in ("fp8", "w4a8", "w4a16")]
-
-
-def test_loads_beyond_the_usual_ones_are_asked_for_by_name() -> None:
-    names = ["decode 1 at 80", "decode 8 at 600", "decode 64 at 8192", "answers 8"]
-    assert [workload.name for workload in adapt(workloads=names).workloads] == names
-    assert not {workload.name for workload in adapt().workloads} & set(names)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
@@ -394,17 +330,6 @@ def test_missing_vllm_is_one_line(
     )
 
 
-def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
-    profile = replace(PROFILE, timeline=3, engines=("stock", "6:8"))
-    path = tmp_path / "t.jsonl"
-    assert run(profile, path, tmp_path).added == 6
-    records = read(TimelineRecord, [path])
-    assert engines(records) == ["stock", "6:8"]
-    assert records[0].step == STEP
-    assert {options.timeline_steps for options in Pretender.started} == {3}
-    assert run(profile, path, tmp_path).added == 0
-
-
 def test_the_command_line_reaches_the_engines(
     pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,13 +344,12 @@ def test_the_command_line_reaches_the_engines(
     "wrong",
     [
         *(["--patterns", "6:9"], ["--patterns", "dense"], ["--models", "GPT"], ["--dtype", "fp16"]),
-        *(["--engines", "9:9"], ["--gpus", "0"], ["--gpus", "2"], ["--graphs", "99999"], ["--timeline", "0"]),
+        *(["--engines", "9:9"], ["--gpus", "0"], ["--gpus", "2"], ["--graphs", "99999"]),
         *(["--graphs", "2048", "--engines", "stock", "stock again"], ["--tokens", "5"], ["--workloads", "bursts"]),
         *(["--soak", "0"], ["--budget-s", "nan"], ["--layers", "0"], ["--backends", "cutlass"]),
-        *(["--server", "sglang", "--graphs", "512"], ["--server", "sglang", "--timeline", "9"], ["--eagle", "9"]),
+        *(["--server", "sglang", "--graphs", "512"], ["--eagle", "9"]),
         *(["--server", "sglang", "--dtype", "bf16"], ["--rivals", "w4a4"]),
-        *(["--timeline", "9", "--http", "on"], ["--timeline", "9", "--soak", "60"], ["--profile", "quick"]),
-        *(["--scratch", "/dev/null/here"], ["--out", "/dev/null/here.jsonl"], ["--out", "/"]),
+        *(["--profile", "quick"], ["--scratch", "/dev/null/here"], ["--out", "/dev/null/here.jsonl"], ["--out", "/"]),
     ],
 )
 def test_wrong_arguments_get_one_line(
@@ -437,10 +361,3 @@ def test_wrong_arguments_get_one_line(
     assert error.count("\n") == 1
     assert "Errno" not in error
     assert not Pretender.started
-
-
-def test_a_file_of_something_else_is_refused(pretend: None, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"format": 1}\n')
-    with pytest.raises(InputError):
-        run(PROFILE, path, tmp_path)

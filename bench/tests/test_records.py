@@ -60,14 +60,9 @@ def nested(path: str, value: Any) -> str:
     [
         ("timing.median_us", 0),
         ("timing.median_us", float("nan")),
-        ("timing.p20_us", float("inf")),
-        ("timing.p80_us", 1e300),
-        ("timing.host_us", -1.0),
         ("case.dtype", "int3"),
         ("case.benchmark", "nothing"),
         ("case.tokens", -64),
-        ("clocks_after.sm_mhz", -1.0),
-        ("noise", -0.1),
         ("ideal_speedup", 0),
     ],
 )
@@ -75,24 +70,6 @@ def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, path: str, val
     (tmp_path / "r.jsonl").write_text(changed() + "\n" + nested(path, value) + "\n")
     with pytest.raises(InputError, match=r"r\.jsonl, line 2: record"):
         read_records([tmp_path / "r.jsonl"])
-
-
-def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
-    data = json.loads(changed()) | {"algorithm": "a\u2028b\x85c"}
-    (tmp_path / "r.jsonl").write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
-    (found,) = read_records([tmp_path / "r.jsonl"])
-    assert found.algorithm == "a\u2028b\x85c"
-
-
-def test_a_file_that_may_not_be_read_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: Path, mode: str) -> object:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (tmp_path / "r.jsonl").touch()
-    monkeypatch.setattr("slidesparse_bench.records.open_records", closed)
-    with pytest.raises(InputError) as caught:
-        read_records([tmp_path / "r.jsonl"])
-    assert str(caught.value) == f"cannot read {tmp_path / 'r.jsonl'}; got Permission denied"
 
 
 def test_numbers_that_json_has_not_are_never_written() -> None:

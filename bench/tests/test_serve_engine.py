@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,9 +16,10 @@ import pytest
 
 from slidesparse.errors import UnsupportedError
 from slidesparse_bench.serve import serve_engine
+from slidesparse_bench.serve.engine_log import first_error
 from slidesparse_bench.serve.serve_engine import ServedEngine, ServeDriver
-from slidesparse_bench.serve.serve_load import decode
-from slidesparse_bench.serve.serve_measured import Measured, StepLog, Unmeasured, decode_step
+from slidesparse_bench.serve.serve_load import Served, decode
+from slidesparse_bench.serve.serve_measured import Measured, StepLog, Unmeasured, client_step, decode_step
 from slidesparse_bench.serve.serve_options import ServeOptions
 from slidesparse_bench.served_records import AT_ONCE, Workload
 
@@ -59,7 +63,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules = {
         "vllm": {"SamplingParams": SimpleNamespace, "AsyncLLMEngine": PretendLLM},
         "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
-        "vllm.config": {"ProfilerConfig": SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": SimpleNamespace},
@@ -139,19 +142,6 @@ def test_steps_without_a_waiting_sequence_take_the_time_between_answers() -> Non
     assert (log.tokens, log.seconds) == ([10, 10], [0.0, 0.5])
 
 
-def test_a_timeline_profiles_the_mixed_load(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: PretendLLM) -> None:
-        (tmp_path / "worker.pt.trace.json").write_text('{"traceEvents": []}')
-
-    monkeypatch.setattr(PretendLLM, "start_profile", nothing, raising=False)
-    monkeypatch.setattr(PretendLLM, "stop_profile", nothing, raising=False)
-    monkeypatch.setattr(serve_engine, "MIXED", SHORT)
-    driver = ServeDriver(ServeOptions(tmp_path, False, timeline=tmp_path, timeline_steps=9))
-    assert driver.timeline() == []
-    profiler = PretendLLM.made[0].arguments.profiler_config
-    assert (profiler.torch_profiler_dir, profiler.max_iterations) == (str(tmp_path), 9)
-
-
 FAILING = {
     "vllm/__init__.py": (
         "import subprocess\n"
@@ -179,3 +169,41 @@ def test_an_engine_core_that_fails_in_process_is_told_by_its_own_error(
         engine.ready(timeout_s=120)
     engine.stop()
     assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_the_first_error_of_a_log_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    warning = "(APIServer pid=7) WARNING 11-24 12:19:02 [a.py:9] limits can cause `OSError: [Errno 24] Too many`\n"
+    cause = "(EngineCore pid=8) ERROR 11-24 12:19:02 [core.py:1165] ValueError: the cause\n"
+    log.write_text(f"{warning}{cause}frame\n\nRuntimeError: see above\n")
+    assert first_error(log) == "ValueError: the cause"
+    log.write_text(warning)
+    assert first_error(log) is None
+
+
+def test_a_step_is_what_lies_between_tokens_while_all_decode() -> None:
+    slow = Served((1.0, 2.0, 3.0, 4.0), 4)
+    late = Served((1.5, 3.5, 9.0), 3)
+    assert client_step([slow, late]) == 1.0  # 2 to 3 and 3 to 4; 1.5 to 3.5
+    with pytest.raises(Unmeasured, match="no time in which all 2"):
+        client_step([Served((1.0,), 1), slow])
+
+
+def test_what_an_engine_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import subprocess\nclass AsyncLLMEngine:\n    @staticmethod\n    def from_engine_args(*_, **__):\n"
+    child += "        print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    for name, text in (FAILING | {"vllm/__init__.py": child}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)  # for the far end
+    engine = ServedEngine(ServeOptions(tmp_path / "model", False, log=tmp_path / "log"))
+    engine.ready(timeout_s=120)
+    process = int((tmp_path / "log").read_text().rsplit("child ", 1)[1].split()[0])
+    os.kill(engine._process.pid or 0, signal.SIGKILL)
+    engine.stop()
+    stat = Path(f"/proc/{process}/stat")
+    for _ in range(100):
+        if not stat.exists() or "Z" in stat.read_text().split()[2]:
+            return
+        time.sleep(0.05)
+    pytest.fail("a process of the engine is left")

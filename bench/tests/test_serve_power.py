@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from slidesparse.errors import UnsupportedError
-from slidesparse_bench.serve import serve_power
 from slidesparse_bench.serve.serve_load import Served
 from slidesparse_bench.serve.serve_measured import Round
 from slidesparse_bench.serve.serve_memory import require_free
@@ -70,58 +69,6 @@ def test_what_nvml_does_not_tell_ends_nothing(
     assert "no power, clocks or energy: the GPU is lost" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the workload"), meter:
         raise ValueError("of the workload")
-
-
-class Lost(Nvml):
-    """A GPU that is lost after a few looks at it."""
-
-    looks = 0
-
-    def nvmlDeviceGetClockInfo(self, handle: int, what: int) -> int:
-        self.looks += 1
-        if self.looks > 3:
-            raise RuntimeError("the GPU is lost")
-        return super().nvmlDeviceGetClockInfo(handle, what)
-
-
-def test_samples_of_a_part_of_the_time_do_not_pass_for_the_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve_power, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(serve_power, "LOOKBACK_S", 0.0)
-    meter = PowerMeter(["GPU-a"], Lost())
-    with meter:
-        began = time.perf_counter()
-        time.sleep(0.2)
-    assert "the GPU is lost" in capsys.readouterr().err
-    assert meter.power is None
-    assert meter.busy_during([(began, began + 0.2)]) is None
-
-
-class Bursts(Nvml):
-    """A GPU that is busy for a while, and then is not."""
-
-    def __init__(self) -> None:
-        self.busy = 100
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(gpu=self.busy)
-
-
-def test_the_load_of_a_part_leaves_out_what_samples_say_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_power, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(serve_power, "LOOKBACK_S", 0.1)
-    nvml = Bursts()
-    meter = PowerMeter(["GPU-a"], nvml)
-    with meter:
-        began = time.perf_counter()
-        time.sleep(0.1)
-        nvml.busy = 20
-        time.sleep(0.2)
-        ended = time.perf_counter()
-    assert meter.busy_during([(began, ended)]) == pytest.approx(0.2, abs=0.1)
-    assert meter.busy_during([(began, began + 0.05)]) is None
-    assert 0.2 < meter.power.busy < 0.9
 
 
 def test_a_load_is_steady_while_requests_wait_for_a_place() -> None:

@@ -1,4 +1,4 @@
-"""SGLang's engine in process, with one that only pretends; sglang_plugin/test_sglang_client.py has its own client."""
+"""SGLang's engine in process, with one that only pretends."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", config, torch.float8_e4m3fn, Pattern.parse("4:6"), torch.device("cpu"))
     found = inspect_checkpoint(tmp_path / "c")
     assert found.ok
-    assert "7" in found.table()  # seven linears
+    assert "7" in found.describe()  # seven linears
 
 
 def test_a_random_mixture_is_what_it_says(tmp_path: Path) -> None:
     config = model_config("Qwen3-30B-A3B", 1) | {**SMALL, "num_experts": 3, "moe_intermediate_size": 16, "head_dim": 16}
     write_checkpoint(tmp_path / "c", config, torch.int8, Pattern.parse("6:8"), torch.device("cpu"))
     found = inspect_checkpoint(tmp_path / "c")
-    assert found.ok, found.table()
+    assert found.ok, found.describe()
     stored = Checkpoint(tmp_path / "c")
     experts = [name for name in stored.files if ".experts." in name]
     assert len(experts) == 3 * 3 * 2  # gate, up and down, with their scales

@@ -45,7 +45,7 @@ def test_as_the_language_model_by_itself(tmp_path: Path, method: str) -> None:
             assert torch.equal(ours.tensor(f"language_model.{name}"), theirs.tensor(name))
 
 
-@pytest.mark.parametrize("step", [{}, {"match_steps": 1}, {"smooth": True}], ids=str)
+@pytest.mark.parametrize("step", [{}, {"match_steps": 1}], ids=str)
 def test_an_output_embedding_is_treated_beside_calibrated_layers_where_it_is_not_pruned(
     tmp_path: Path, step: dict[str, Any]
 ) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 
-from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.checkpoints.marker import quantisation_dtype
-from slidesparse.cli import main
 from slidesparse.gemm import Problem, cards, get_backend
 from slidesparse.gemm.cards import CARDS, find_card
 from slidesparse.gemm.cusparselt import api
@@ -55,12 +50,6 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
 
 
 # -- prune and inspect ---------------------------------------------------------------------------------------------
-
-
-def test_prune_makes_int8_on_any_machine(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--method", "magnitude"]) == 0
-    assert quantisation_dtype(Checkpoint(tmp_path / "s").config) == torch.int8
 
 
 @pytest.mark.parametrize(("capability", "wrong"), [((8, 0), ["fp8"]), ((9, 0), []), ((10, 0), ["int8"]), (None, [])])

@@ -105,15 +105,8 @@ def left_by_another_run(partial: Path) -> None:
 REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "left by another run": ("q", left_by_another_run, "unfinished output of another run"),
     "written by another run": ("q", lambda partial: partial.mkdir(), "another run is writing"),
-    "a file in the way": (
-        "q",
-        lambda partial: partial.write_text(""),
-        "is no folder; remove .*partial and",
-    ),
-    "a link in the way": ("q", lambda partial: partial.symlink_to("elsewhere"), r"q\.partial is a link"),
     "is there": ("q", lambda partial: (partial.parent / "q").mkdir(), "q exists"),
     "in the source": ("m/q", str, "is the source or lies inside it"),
-    "the source": ("m", str, "is the source or lies inside it"),
 }
 
 

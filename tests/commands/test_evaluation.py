@@ -215,22 +215,3 @@ def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.describe() == "counting: acc,none 0.2500"
     assert (asked["tasks"], asked["limit"], asked["model"].batch_size) == (["counting"], 3, 2)
     assert asked["model"].trust_remote_code is False
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen"),
-    [
-        (TypeError("no template"), "cannot run odd; got TypeError: no template"),
-        (torch.OutOfMemoryError("too much"), "^too much$"),
-        (InputError("ours"), "^ours$"),
-    ],
-)
-def test_what_a_task_raises_is_told_and_what_the_model_raises_is_left(
-    source: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, seen: str
-) -> None:
-    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
-        raise raised
-
-    stand_in(monkeypatch, simple_evaluate)
-    with pytest.raises((InputError, torch.OutOfMemoryError), match=seen):
-        evaluate(source, tasks=["odd"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, by_magnitude, make_checkpoint
 from huggingface_hub import ModelCard
@@ -105,8 +103,5 @@ def test_what_transformers_cannot_load_is_said_first(tmp_path: Path, name: str) 
     assert [NOT_IN_TRANSFORMERS in line for line in said] == [name != "llama"] * 3
     assert ("transformers loads the folder" in card) == (name == "llama")
     assert "\n\n\n" not in card
-    known = getattr(transformers, found.model)
-    with nullcontext() if name == "llama" else pytest.raises((RuntimeError, ValueError)):
-        known.from_pretrained(tmp_path / "s")
     floats = prune_checkpoint(tmp_path / "m", tmp_path / "f", by_magnitude("6:8", "bf16"))
     assert floats.in_transformers

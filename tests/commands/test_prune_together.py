@@ -218,16 +218,6 @@ def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> Non
         assert not list((tmp_path).rglob("*.tmp"))
 
 
-def test_wrong_usage_is_one_line(tmp_path: Path, source: Path) -> None:
-    ended = prune(tmp_path, source, 3, ["--pattern", "6:8", "--method", "magnitude", "--no-such-option", "--json"])
-    assert ended[0].status == 2
-    assert all(one.status in (2, 143, -15) for one in ended)  # those that waited for the first to speak, or were late
-    (line,) = [line for line in lines(ended) if line.startswith("slidesparse: ")]
-    assert "--no-such-option" in line
-    (told,) = [one.out for one in ended if one.out]
-    assert json.loads(told)["error"]["kind"] == "UsageError"
-
-
 def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) -> None:
     words = ["prune", source, tmp_path / "s", *MAGNITUDE, "--pattern"]
     ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])

@@ -1,4 +1,4 @@
-"""``prune --smooth``: the float model computes what it computed, and outliers no longer spoil 8 bits."""
+"""Smoothing: the float model computes what it computed, and outliers no longer spoil 8 bits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import make_source, make_w8a8, same_tensors
+from checkpoints import make_source, same_tensors
 from interrupted_reads import interrupt
 from small_models import make
-from torch import nn
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.errors import InputError
-from slidesparse.models.hooks import hooked
 from slidesparse.models.smooth import MOST, best_exponents, exponents
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate import smoothing
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.calibrate.smoothing import (
     ROWS,
-    DenseLayers,
     SmoothedCheckpoint,
     Smoothing,
     find_smoothing,
@@ -40,19 +36,13 @@ from slidesparse.weights.quant import dequantize, quantize_rows
 CPU = torch.device("cpu")
 
 
-def with_outliers(folder: Path, dtype: torch.dtype = torch.bfloat16, small: bool = False) -> Path:
-    """A model in which two channels of every norm are forty times as large as the others.
-
-    With ``small``, others are small in their turn, and so are weights, as those of large models.
-    """
+def with_outliers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model in which two channels of every norm are forty times as large as the others."""
     source = make_source(folder, "llama", dtype)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     for name, value in model.named_parameters():
         if "norm" in name and value.dim() == 1:
             value.data[[3, 17]] *= 40
-            value.data[20:36] *= 0.02 if small else 1
-        elif "_proj" in name:
-            value.data *= (100 if "o_proj" in name or "down_proj" in name else 0.01) if small else 1
     model.save_pretrained(source)
     return source
 
@@ -86,30 +76,10 @@ def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: P
     assert torch.equal(logits(model, ids), before)
 
 
-def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
-    source = with_outliers(tmp_path)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
-    read: list[torch.Tensor] = []
-    q = model.model.layers[0].self_attn.q_proj
-    q.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, 1)))
-    logits(model, ids)
-    smoothed = smoothed_by(source, ids, tmp_path / "kept")
-    scale = smoothed.factors["model.layers.0.self_attn.q_proj.weight"]
-
-    def error(x: torch.Tensor, weight: torch.Tensor) -> float:
-        (a, b), (c, d) = quantize_rows(x, torch.int8), quantize_rows(weight, torch.int8)
-        wanted = x @ weight.T
-        return float(((a.float() * b) @ (c.float() * d).T - wanted).norm() / wanted.norm())
-
-    weight = q.weight.detach()
-    assert error(read[0] / scale, weight * scale) < 0.5 * error(read[0], weight)
-
-
 def options(source: Path, **changes: Any) -> PruneOptions:
     text = Calibration(str(source.parent / "text.txt"), 4, 16)
     given: dict[str, Any] = {"pattern": "6:8", "dtype": "int8", "method": "sparsegpt", "calibration": text}
-    return PruneOptions(**{**given, "smooth": True, **changes})
+    return PruneOptions(**{**given, **changes})
 
 
 def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +123,6 @@ def test_the_cost_of_rounding_is_that_of_the_product() -> None:
         assert found == pytest.approx(float(wanted), rel=0.1)
 
 
-def test_a_source_in_8_bits_is_refused(tmp_path: Path) -> None:
-    source = make_source(tmp_path, "llama", torch.bfloat16)
-    make_w8a8(source, tmp_path / "8")
-    with pytest.raises(InputError, match="smoothing; got a source in 8 bits"):
-        prune_checkpoint(tmp_path / "8", tmp_path / "made", options(source))
-
-
 @pytest.mark.parametrize(
     ("name", "smooth"),
     [
@@ -177,32 +140,6 @@ def test_only_what_leaves_a_layer_as_it_was_is_smoothed(name: str, smooth: set[s
     ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
     factors = smoothed_by(tmp_path / "m", ids, tmp_path / "kept").factors
     assert {re.sub(r".*layers?\.\d+\.", "", name) for name in factors} == smooth
-
-
-@torch.no_grad()
-def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
-    """Later layers of Gemma 4 read those of earlier ones, out of a dict: those of a rejected trial would be others."""
-    kinds = ["sliding_attention", "full_attention"] * 2
-    changes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
-    model = make(tmp_path / "m", ARCHITECTURES["gemma4-text"], torch.float32, **changes)
-    ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
-    wanted: list[torch.Tensor] = []
-
-    def see(_: nn.Module, __: Any, out: Any) -> None:
-        wanted.append(out[0] if isinstance(out, tuple) else out)
-
-    with hooked(layer.register_forward_hook(see) for layer in model.model.layers):
-        model(ids, use_cache=False)
-    linears = [name for name in find_targets(model).linears if name.startswith("model.layers.")]
-    layers = DenseLayers(Checkpoint(tmp_path / "m"), linears, ids, CPU)
-    for name, index in layers.walk("try", progress=False):
-        torch.testing.assert_close(torch.cat(layers.outputs(index)), wanted[index])
-        weights = [
-            module.weight for module in layers.model.get_submodule(name).modules() if isinstance(module, nn.Linear)
-        ]
-        for weight in weights:
-            weight.copy_(weight.flip(0))
-        assert not torch.equal(layers.output(index), wanted[index][:1])
 
 
 def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:

@@ -1,12 +1,10 @@
-"""The real lm-evaluation-harness: ``slidesparse eval --tasks``, and the same tasks of a model that is served."""
+"""The real lm-evaluation-harness: ``slidesparse eval --tasks``."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 import torch
 import transformers
 from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, put_bos_first
-from scored_completions import TO_SCORE, TO_WRITE, server
 
 import slidesparse as ss
 from slidesparse.cli import main
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     reason="python tests/evaluation_harness/try_lm_eval.py installs it and runs this, as CI does",
 )
 
-SERVING = (Path(__file__).parents[2] / "docs/serving.md").read_text()
 QUESTIONS = ("two and two", "sparse", "the windows of a group", "keep", "4:6 or 6:8?", "slide over", "a", "dense, or")
 CHOICES = ("four", "windows", "the other half of it", "no.")
 LENGTH = 12
@@ -155,45 +151,6 @@ def test_eval_gives_what_is_computed_by_hand(
     found = json.loads(said.out)["tasks"]
     assert metrics(found) == expected
     assert all(name.endswith(",none") for values in found.values() for name in values)  # no counts among the metrics
-
-
-@pytest.mark.usefixtures("own_tasks_only")
-def test_a_served_model_gives_the_same_with_the_command_of_the_docs(
-    sparse: Path,
-    tasks: list[str],
-    by_hand: ByHand,
-    stop: str,
-    expected: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from lm_eval.__main__ import cli_evaluate
-
-    model, tokenizer = ss.load(sparse, device="cpu"), transformers.AutoTokenizer.from_pretrained(sparse)
-    command = shlex.split(re.findall(r"^lm_eval (?:[^\\\n]|\\\n)*", SERVING, re.MULTILINE)[0].replace("\\\n", ""))
-    start = command.index("--tasks")
-    with server(lambda ids: model(input_ids=ids).logits, tokenizer) as (url, requests):
-        there = {"./Qwen2.5-7B-6of8": str(sparse), "http://localhost:8000/v1/completions": url}
-        arguments = [*command[: start + 1], ",".join(tasks), *command[start + 2 :]]
-        for printed, real in there.items():
-            assert sum(printed in argument for argument in arguments) == 1, printed
-            arguments = [argument.replace(printed, real) for argument in arguments]
-        monkeypatch.setattr(sys, "argv", [*arguments, "--output_path", str(tmp_path), "--log_samples"])
-        cli_evaluate()
-    assert {frozenset(asked) for asked in requests} == {frozenset(TO_SCORE), frozenset(TO_WRITE)}
-    (results,) = tmp_path.rglob("results_*.json")
-    assert metrics(json.loads(results.read_text())["results"]) == expected
-    chosen, written = (samples(tmp_path, name) for name in ("choose", "write"))
-    for said, by_definition in zip(chosen, by_hand.scores, strict=True):
-        assert [float(answer[0][0]) for answer in said] == pytest.approx(by_definition, abs=1e-4)
-    assert [said[0][0] for said in written] == [text.partition(stop)[0] for text in by_hand.written]
-
-
-def samples(folder: Path, task: str) -> list[Any]:
-    """What was answered to the questions of a task, in their order."""
-    (file,) = folder.rglob(f"samples_{task}_*.jsonl")
-    rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
-    return [row["resps"] for row in rows]
 
 
 @pytest.mark.usefixtures("own_tasks_only")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from pathlib import Path
@@ -70,7 +69,7 @@ LONG = json.dumps({"messages": [*CHAT * 50, "hello"]}).encode()
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"text": "a"}\n' + LONG, "line 2; got 'hello' in message 101; needed an object such as {\"text\""),
+        (b'{"text": "a"}\n' + LONG, 'line 2; got .*; needed an object such as {"text"'),
         (
             b'{"text": "a"}\n{"text": "' + b"x" * 500 + b'" "y"}',
             "line 2 cannot be read; got Expecting ',' ",
@@ -110,10 +109,10 @@ def test_a_template_that_fails_names_the_chat(tmp_path: Path) -> None:
         read_text(tmp_path / "c.jsonl", load_tokenizer(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.CSV", "t.tsv.gz"])
-def test_tables_are_not_read_as_text(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(gzip.compress(b"id,text") if name.endswith("gz") else b"id,text\n1,hello\n")
-    with pytest.raises(InputError, match=r"is a table; got \.[ct]sv; .*\.jsonl"):
+@pytest.mark.parametrize("name", ["t.csv", "t.CSV", "t.jsonl.gz"])
+def test_tables_and_archives_are_not_read_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("id,text\n1,hello\n")
+    with pytest.raises(InputError, match=r"is no text; got \.(csv|gz); .*\.jsonl"):
         read_documents(tmp_path / name)
 
 
@@ -151,20 +150,7 @@ def test_chats_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(words) == 0
 
 
-def test_compressed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, content in (("a.txt.gz", "plain\r\ntext"), ("b.JSONL.gz", '{"text": "of a line"}')):
-        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
-    assert read_text(tmp_path / "a.txt.gz") == "plain\ntext"
-    assert read_text(tmp_path / "b.JSONL.gz") == "of a line"
-    whole = (tmp_path / "a.txt.gz").read_bytes()
-    for damaged in (whole[:-5], whole[:12] + b"\xff" * 20, b"no gzip at all", whole[:-8] + b"12345678"):
-        (tmp_path / "bad.gz").write_bytes(damaged)
-        with pytest.raises(InputError, match=r"bad.gz is damaged"):
-            read_text(tmp_path / "bad.gz")
-    monkeypatch.setattr(texts, "MAX_BYTES", 1000)
-    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a" * 100_000))
-    with pytest.raises(InputError, match=r"bomb.gz is too large"):
-        read_text(tmp_path / "bomb.gz")
+def test_a_file_without_end_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "holes.txt", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(InputError, match=r"holes.txt is too large; got 1.1 TB"):
@@ -174,7 +160,7 @@ def test_compressed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_folder_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
-    (tmp_path / "c.md.gz").write_bytes(gzip.compress(b"three"))
+    (tmp_path / "c.md").write_bytes(b"three")
     for name in (".hidden.txt", "picture.png"):
         (tmp_path / name).write_text("not read")
     (tmp_path / "d.txt").mkdir()

@@ -80,18 +80,6 @@ def test_a_wrong_product_has_no_time_and_its_reason_is_told() -> None:
     assert found.wrong == {"wrong"}
 
 
-def test_who_is_wrong_once_has_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul = Quick.matmul
-
-    def wrong_at_64(self: Quick, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return matmul(self, x, *rest) * (2 if len(x) == 64 and self.name == "wrong" else 1)
-
-    monkeypatch.setattr(Wrong, "matmul", wrong_at_64)
-    found = taken(FakeStopwatch(by(dense=1e3, quick=1e3, wrong=1.0)), [16, 64, 256], ("dense", "wrong", "quick"))
-    assert found.layer.us["wrong 6:8"] == (None, None, None)
-    assert found.layer.us["quick 6:8"] == (1e3, 1e3, 1e3)
-
-
 def test_who_is_wrong_is_not_run_again_and_no_later_fault_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_then_broken(self: Quick, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         if len(x) > 16:

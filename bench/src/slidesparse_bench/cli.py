@@ -5,15 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import Commands, add_command, named_path
 from slidesparse.errors import InputError
-
-if TYPE_CHECKING:
-    from slidesparse_bench.runner import Summary
-
 
 USUAL = "quick"
 """The profile of a benchmark, unless the user names another."""
@@ -53,13 +47,9 @@ def add_bench(commands: Commands, text: str) -> None:
         "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
     )
     served.add_argument("--soak", type=float, metavar="S", help="then requests at random for S seconds, and a verdict")
-    served.add_argument(
-        "--http", choices=("auto", "on", "off"), help="ask over HTTP (default: auto, where vLLM's server is installed)"
-    )
     served.add_argument("--server", choices=("vllm", "sglang"), help="whose engines (default: vllm)")
     served.add_argument("--rivals", nargs="+", metavar="TYPE", help="also stock in fp8, w4a8, w4a16")
     served.add_argument("--eagle", type=float, metavar="N", help="EAGLE-3's drafts, forced to give N tokens a step")
-    served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -81,17 +71,8 @@ def _bench(options: argparse.Namespace) -> int:
     )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
-    marked = _mark_wrong(summary, options.out)
-    print(json.dumps(asdict(summary), indent=2) if options.json else "\n".join([summary.describe(), *marked]))
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
     return 1 if summary.wrong else 0
-
-
-def _mark_wrong(summary: Summary, path: Path) -> list[str]:
-    """Mark the forms of layers that were wrong, so that ``auto`` does not take them, and return a line for each."""
-    from slidesparse.offline.tune import describe_wrong
-    from slidesparse_bench.layer_speeds import mark_wrong
-
-    return describe_wrong(mark_wrong(path)) if summary.wrong else []
 
 
 def _bench_grouped(options: argparse.Namespace) -> int:
@@ -116,13 +97,11 @@ def _bench_grouped(options: argparse.Namespace) -> int:
         known_dtypes=QUANT_NAMES,
     )
     summary = runner.run((GROUPED,), profile, runner.cuda_session(profile), options.out)
-    marked = _mark_wrong(summary, options.out)
     if options.json:
         print(json.dumps(asdict(summary), indent=2))
     else:
         tables = expert_tables(comparisons(read_records([options.out])))
-        described = "\n".join([summary.describe(), *marked])
-        print(described, *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
+        print(summary.describe(), *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
     return 1 if summary.wrong else 0
 
 
@@ -134,7 +113,7 @@ def _require_own_options(options: argparse.Namespace) -> None:
         ("gemm", "kernels", "linear", "all"): ("tokens",),
         ("gemm",): ("grouped",),
         ("serve",): (
-            *("layers", "graphs", "scratch", "quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
+            *("layers", "graphs", "scratch", "quick", "engines", "gpus", "workloads", "soak"),
             *("server", "rivals", "eagle"),
         ),
     }
@@ -158,10 +137,8 @@ def _bench_serve(options: argparse.Namespace) -> int:
         graphs=options.graphs,
         layers=options.layers,
         gpus=options.gpus,
-        timeline=options.timeline,
         workloads=options.workloads,
         soak_s=options.soak,
-        http=options.http or serve_profile.AUTO_HTTP,
         server=options.server or "vllm",
         rivals=options.rivals,
         eagle=options.eagle,
@@ -185,15 +162,10 @@ def _report(options: argparse.Namespace) -> int:
     from slidesparse_bench.report import write_report
     from slidesparse_bench.report.serve import write_serve_report
 
-    kinds = {path: served_records.benchmark_of(path) for path in options.records}
-    served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
-    profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
-    others = [path for path in kinds if path not in (*served, *profiled)]
-    records = read_records(others)
-    loads = served_records.read(served_records.ServeRecord, served)
-    steps = served_records.read(served_records.TimelineRecord, profiled)
+    served = [path for path in options.records if served_records.benchmark_of(path) == served_records.SERVE]
+    others = [path for path in options.records if path not in served]
+    records, loads = read_records(others), served_records.read(served)
     written = write_report(records, options.out) if others else []
-    if served or profiled:
-        written += write_serve_report(loads, steps, options.out)
+    written += write_serve_report(loads, options.out) if served else []
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0

@@ -10,9 +10,7 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
@@ -23,7 +21,7 @@ from slidesparse_bench.served_figures import Latency, Power, Soak, Steady, check
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
 
-SERVE, TIMELINE = "serve", "serve timeline"
+SERVE = "serve"
 
 STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
 """Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
@@ -79,7 +77,7 @@ class Way:
 
     Attributes:
         server: ``vllm``, whose release is the machine's, or ``sglang`` and its release.
-        http: Over HTTP, of a server by the client of that server's own benchmark; else in process.
+        http: Over HTTP, as older records are; else in process.
         speculation: How drafts were made and accepted; None: no speculation.
     """
 
@@ -185,62 +183,7 @@ class ServeRecord:
         return self.why_not is not None and (self.workload is None or not self.wall_s)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One engine step. All times in microseconds, under the profiler, which slows the host and hardly the GPU.
-
-    Attributes:
-        tokens: Of the batch.
-        prompts: Requests of which a prompt, or a part, is taken in.
-        requests: All requests.
-        wall_us: From its mark to the next.
-        host_us: The mark itself: preparing and launching.
-        gpu_us: From the first kernel to the next step's first kernel.
-        busy_us: Of that, time in which any kernel ran.
-        lead_us: From the mark to the first kernel: small where the GPU waits for the host.
-        kernels_us: What kernels do (``gemm``, ``lift``, ...) -> the sum of their times.
-        launches: Kernels.
-        calls_us: Calls of the host into CUDA -> time in them.
-        scopes_us: vLLM's parts of a step -> time in them.
-    """
-
-    tokens: int
-    prompts: int
-    requests: int
-    wall_us: float
-    host_us: float
-    gpu_us: float
-    busy_us: float
-    lead_us: float
-    kernels_us: dict[str, float]
-    launches: int
-    calls_us: dict[str, float]
-    scopes_us: dict[str, float]
-
-
-@dataclass(frozen=True)
-class TimelineRecord:
-    """One engine step of the mixed load under the profiler.
-
-    Attributes:
-        key: The engine.
-        machine: Where.
-        started: When the engine was started.
-        step: The step.
-    """
-
-    key: EngineKey
-    machine: Machine
-    started: str
-    step: Step
-    benchmark: str = TIMELINE
-    format: int = FORMAT
-
-
-R = TypeVar("R", ServeRecord, TimelineRecord)
-
-
-def to_line(record: ServeRecord | TimelineRecord) -> str:
+def to_line(record: ServeRecord) -> str:
     """One line of a records file, without the newline."""
     return json.dumps(dataclasses.asdict(record), separators=(",", ":"), allow_nan=False)
 
@@ -255,42 +198,31 @@ def benchmark_of(path: Path) -> str | None:
     return first.get("benchmark") if isinstance(first, dict) else None
 
 
-def read(kind: type[R], paths: Iterable[Path]) -> list[R]:
+def read(paths: Iterable[Path]) -> list[ServeRecord]:
     """Read all records of some files, in their order.
-
-    Args:
-        kind: :class:`ServeRecord` or :class:`TimelineRecord`.
-        paths: The files.
 
     Raises:
         InputError: Naming the file and line that is no such record, or a file that cannot be read.
     """
-    return parse_lines(paths, partial(_from_line, kind))
+    return parse_lines(paths, _from_line)
 
 
-def resume(kind: type[R], path: Path) -> list[R]:
+def resume(path: Path) -> list[ServeRecord]:
     """Read the records of a file that is to be added to, as :func:`read` does, and end its last line."""
-    return resume_lines(path, partial(_from_line, kind))
+    return resume_lines(path, _from_line)
 
 
-def _from_line(kind: type[R], line: str) -> R:
+def _from_line(line: str) -> ServeRecord:
     data = parse_json(line, "record")
-    due = SERVE if kind is ServeRecord else TIMELINE
     found = (data.get("benchmark"), data.get("format")) if isinstance(data, dict) else type(data).__name__
-    if found != (due, FORMAT):
-        raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
-    if isinstance(step := data.get("step"), dict):
-        step.pop("names_us", None)  # which older records have, and nobody reads
-    record: R = decode(kind, LATER | data if kind is ServeRecord else data, "record")
+    if found != (SERVE, FORMAT):
+        raise InputError("a record", got=repr(found), needed=repr((SERVE, FORMAT)))
+    record: ServeRecord = decode(ServeRecord, LATER | data, "record")
     require_printable(record.key, "record.key")
     require_printable(record.machine, "record.machine")
     require_numbers(record.key, "record.key", "layers", "gpus", "graphs", positive=True)
     require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
-    if isinstance(record, ServeRecord):
-        _check_served(record)
-    else:
-        times = ("tokens", "prompts", "requests", "wall_us", "host_us", "gpu_us", "busy_us", "lead_us", "launches")
-        require_numbers(record.step, "record.step", *times, "kernels_us", "calls_us", "scopes_us")
+    _check_served(record)
     return record
 
 

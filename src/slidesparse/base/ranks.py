@@ -131,13 +131,10 @@ def explained() -> Iterator[None]:
         raise LostRank("another process of the run has ended", got=got, remedy="torchrun says which") from error
 
 
-def is_first_to_fail(alone: bool) -> bool:
-    """Return whether this process is the first of its run to ask, and so has to say why the run ended.
-
-    ``alone`` is the answer in a process that has joined no run.
-    """
+def is_first_to_fail() -> bool:
+    """Return whether this process is the first of its run to ask, and so has to say why the run ended."""
     if not _SPEAKER:
-        return alone
+        return True
     try:
         first: str = _SPEAKER["store"].compare_set("failed", "", _SPEAKER["rank"]).decode()
     except RuntimeError:  # the process with the store has ended

@@ -46,13 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(words: list[str], signals: Signals) -> int:
     """Run a command and report its errors, except interruptions."""
-    from slidesparse.cli.together import another_reports
-
     verbose = False
     try:
         if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
             reconfigure(errors="backslashreplace")  # for names outside of its encoding, as on standard error
-        options = build_parser("--json" in words, is_silent=another_reports(words)).parse_args(words)
+        options = build_parser("--json" in words).parse_args(words)
         verbose = getattr(options, "verbose", False)
         from slidesparse.cli.verbosity import verbosity  # not for --help: it imports progress bars
 
@@ -75,20 +73,18 @@ def _answer(words: list[str], signals: Signals) -> int:
         return 1
 
 
-def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all commands; it reports wrong usage in JSON too, or leaves that to another process."""
+def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all commands; ``as_json``: it reports wrong usage in JSON too."""
     from slidesparse.base.version import __version__
     from slidesparse.cli import checkpoints, measuring
     from slidesparse.cli.arguments import Parser
-    from slidesparse.cli.completion import add_completion
 
     parser = Parser(prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores.")
-    parser.as_json, parser.is_silent = as_json, is_silent
+    parser.as_json = as_json
     parser.add_argument("--version", action="version", version=__version__)
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
     measuring.add_commands(commands)
-    add_completion(commands)
     for command in commands.choices.values():
-        command.as_json, command.is_silent = as_json, is_silent
+        command.as_json = as_json
     return parser

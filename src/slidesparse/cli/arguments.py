@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
-from slidesparse.cli.together import wait_for_report
 from slidesparse.errors import printable
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -20,16 +19,12 @@ Options: TypeAlias = "argparse.ArgumentParser | argparse._ArgumentGroup"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in JSON too (``as_json``), or leaves it to another process (``is_silent``)."""
+    """A parser that reports wrong usage in JSON too (``as_json``)."""
 
     as_json = False
-    is_silent = False
 
     def error(self, message: str) -> NoReturn:
         """Report wrong usage, and exit with status 2."""
-        if self.is_silent:
-            wait_for_report()
-            self.exit(2)
         if self.as_json:
             print_error(fields("UsageError", message))
         super().error(printable(message))

@@ -62,14 +62,8 @@ def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: R
 
 def calibration_of(options: argparse.Namespace, own: Sequence[str] = ()) -> Calibration | None:
     """Return the calibration of the options with the model's own chats; None for magnitude."""
-    from slidesparse.offline.calibrate.calibration import Calibration
-    from slidesparse.offline.calibrate.texts import DEFAULT
+    from slidesparse.offline.calibrate.calibration import calibration_for
 
-    given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
-    if texts := [*options.calibration, *own]:
-        return Calibration(texts[0], **given, more=tuple(texts[1:]), bos=not options.no_bos)
-    if options.method != "magnitude":
-        return Calibration(DEFAULT, **given, bos=not options.no_bos)
-    if names := [*(f"--{name}" for name in given), *(["--no-bos"] if options.no_bos else [])]:
-        raise InputError("magnitude takes no calibration text", got=", ".join(names), remedy="leave out --method")
-    return None
+    given = {name: getattr(options, name) for name in WINDOWS} | {"bos": False if options.no_bos else None}
+    windows = {name: value for name, value in given.items() if value is not None}
+    return calibration_for(options.method, [*options.calibration, *own], windows)

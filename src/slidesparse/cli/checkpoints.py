@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from slidesparse.cli.arguments import (
     Commands,
@@ -12,7 +11,6 @@ from slidesparse.cli.arguments import (
     add_no_bos,
     add_source,
     device_of,
-    named_path,
     print_outcome,
     show,
     source_of,
@@ -20,15 +18,13 @@ from slidesparse.cli.arguments import (
 from slidesparse.cli.chats import add_chats
 from slidesparse.cli.pruning import add_prune
 from slidesparse.cli.recovering import add_recover
-from slidesparse.errors import InputError
-
-PLOT = Path("slidesparse-demo.png")
 
 
 def add_commands(commands: Commands) -> None:
     """Add info, demo, prune, eval, inspect, recover and chats."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
-    _add_demo(commands)
+    text = "Prune a real trained model, prove exactness, and show what each pattern costs."
+    add_device(add_command(commands, "demo", _demo, text))
     add_prune(commands)
     _add_eval(commands)
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
@@ -45,39 +41,12 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_demo(commands: Commands) -> None:
-    text = "Prune a real trained model, prove exactness, and show what each pattern costs."
-    demo = add_command(commands, "demo", _demo, text)
-    demo.add_argument("--plot", type=named_path, help=f"where the plot goes (default: {PLOT})")
-    text = "ask a chat model, dense and pruned: a folder, a .gguf or NAMESPACE/NAME (default: SmolLM2-135M-Instruct)"
-    demo.add_argument("--chat", nargs="?", const="", metavar="CHECKPOINT", help=text)
-    add_device(demo)
-
-
 def _demo(options: argparse.Namespace) -> int:
-    if options.chat is not None:
-        from slidesparse.demo.chat import run_chat
+    from slidesparse.demo.run import run_demo
 
-        if options.plot is not None:
-            raise InputError("options without effect", got="--plot with --chat", remedy="leave out one of them")
-        print_outcome(options, run_chat(options.chat or None, device_of(options)))
-        return 0
-    from slidesparse.cli import failure
-    from slidesparse.demo.run import draw_demo, run_demo
-    from slidesparse.errors import SlideSparseError
-
-    options.plot = options.plot or PLOT
-    report = run_demo(options.plot, device=device_of(options))
-    value, failed = report.to_json(), None
-    try:
-        draw_demo(report, options.plot)
-    except SlideSparseError as error:  # such as of a full disk: the results are still shown
-        value, failed = {**value, "error": error.to_json()}, error
-    plot = f"\nplot: {options.plot}" if failed is None else ""
-    show(options, value, lambda: report.table() + plot)
-    if failed is not None:
-        failure.report(failed, words=())
-    return 0 if report.exact and failed is None else 1
+    report = run_demo(device_of(options))
+    print_outcome(options, report)
+    return 0 if report.exact else 1
 
 
 def _add_eval(commands: Commands) -> None:
@@ -108,5 +77,5 @@ def _inspect(options: argparse.Namespace) -> int:
     from slidesparse.offline.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(source_of(options))
-    show(options, inspection.to_json(), inspection.table)
+    print_outcome(options, inspection)
     return 0 if inspection.ok else 1

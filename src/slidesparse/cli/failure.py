@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from slidesparse.base.ranks import is_first_to_fail
 from slidesparse.cli import interruption
-from slidesparse.cli.together import another_reports
 from slidesparse.errors import SlideSparseError, first_line, printable
 
 REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
@@ -22,7 +21,7 @@ def report(error: BaseException, words: Sequence[str]) -> None:
 
     With ``--json``, ``{"error": {...}}`` goes to standard output too, which stays one JSON value.
     """
-    if not is_first_to_fail(alone=not another_reports(words)):
+    if not is_first_to_fail():
         return
     line = describe(error)
     if sys.stderr is not None:
@@ -58,9 +57,6 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return interruption.describe(error)
-    if isinstance(error, OSError) and _is_of_output(error):
-        got = error.strerror or error
-        return f"standard output cannot be written; got {got}; files that the command has made are there"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'} cannot be used; got {error.strerror or error}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
@@ -70,12 +66,6 @@ def describe(error: BaseException) -> str:
         remedy = "check its environment variables, or install it again"
         return f"{broken} cannot be imported; got {first_line(error)}; {remedy}"
     return f"unexpected error; got {first_line(error)}; {REPORT}"
-
-
-def _is_of_output(error: OSError) -> bool:
-    """Return whether an error comes from printing, the only output of this folder's modules."""
-    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return error.filename is None and bool(frames) and str(frames[-1]).startswith("slidesparse.cli")
 
 
 def _not_imported(error: BaseException) -> str | None:

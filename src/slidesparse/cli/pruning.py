@@ -24,7 +24,6 @@ from slidesparse.cli.calibration import (
 )  # fmt: skip
 from slidesparse.cli.together import own_device, together
 from slidesparse.errors import InputError
-from slidesparse.offline.published import BEST, expected_cost
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
@@ -59,8 +58,8 @@ def add_prune(commands: Commands) -> None:
     how.add_argument("--method", choices=METHODS, default="sparsegpt", help=text)
     text = "train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
     how.add_argument("--match-steps", type=int, default=0, metavar="STEPS", help=f"{text} (default: 0, none)")
-    text = "fold outliers of activations into weights before rounding, by powers of two (default: for int8 with text)"
-    how.add_argument("--smooth", action=argparse.BooleanOptionalAction, help=text)
+    text = "do not fold outliers of activations into weights, by powers of two, before int8 is rounded"
+    how.add_argument("--no-smooth", action="store_false", dest="smooth", help=text)
     words = prune.add_argument_group("the calibration text")
     text = "text like the model's use: .txt, .jsonl, .parquet, a folder, a data set (default: Python's library)"
     add_calibration(words, text)
@@ -70,8 +69,7 @@ def add_prune(commands: Commands) -> None:
     add_device(machine, "where weights are pruned and calibration runs: cpu or cuda")
     text = "links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)"
     machine.add_argument("--links", default="refuse", choices=("refuse", "copy", "skip"), help=text)
-    costs = "; ".join(expected_cost(zeros, 10**9) for zeros in (1 / 4, 1 / 3, 1 / 2))
-    prune.epilog = f"Least is lost by {BEST}. {costs}."
+    prune.epilog = "Least is lost by --match-steps 200 with text like the model's use, then slidesparse recover."
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:

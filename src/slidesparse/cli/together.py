@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from slidesparse.base.log import LOG
-from slidesparse.base.ranks import is_one_of_several, joined
+from slidesparse.base.ranks import joined
 from slidesparse.errors import SlideSparseWarning
 
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
-
-COMMANDS = ("prune", "recover")
-"""Commands that several processes can run together."""
-
-REPORT_S = 10.0
-"""Most seconds until another process has reported wrong usage, and the launcher ends this one."""
-
-
-def another_reports(words: Sequence[str]) -> bool:
-    """Return whether another process of this machine has the same words, and reports their errors."""
-    own = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    return bool(words) and words[0] in COMMANDS and is_one_of_several() and own not in ("", "0")
-
-
-def wait_for_report() -> None:
-    """Wait before this process ends, since a launcher would then end the reporting one too."""
-    try:
-        time.sleep(REPORT_S)
-    except KeyboardInterrupt:  # from the launcher, since the other one has ended
-        return
 
 
 def together(run: Callable[[argparse.Namespace, Ranks], int]) -> Callable[[argparse.Namespace], int]:

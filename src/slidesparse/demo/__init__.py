@@ -1,1 +1,1 @@
-"""``slidesparse demo``: a real encoder, pruned, proved exact and plotted."""
+"""``slidesparse demo``: a real encoder, pruned and proved exact."""

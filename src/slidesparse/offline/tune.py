@@ -6,8 +6,8 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,15 @@ import torch
 
 from slidesparse.base.cache_folder import lasting_cache_folder
 from slidesparse.base.device import require_cuda
-from slidesparse.base.from_bench import from_bench
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
-from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, wrong_form
-from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, SpeedTable, WrongForm
-from slidesparse.gemm.speed_files import add_layers, load_speeds, table_text, tuned_path
-from slidesparse.gemm.time_model import explain
+from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, WrongForm
+from slidesparse.gemm.speed_files import add_layers, tuned_path
 from slidesparse.offline.tune_job import Kind, TuneJob
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning.at_load import usable_times
@@ -101,13 +98,12 @@ def _packed(kind: Kind, source: torch.dtype, device: torch.device) -> PackedWeig
     return pack_weight(weight, pattern, parse_dtype(kind.dtype), kind.rounding)
 
 
-def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
+def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm]) -> Path:
     """Add layer times to the user's table, by which ``auto`` chooses, or raise an UnsupportedError."""
     here = installation()
-    there = here if driver is None else replace(here, driver=driver)
-    if (path := add_layers(there, layers, wrong)) is None:
+    if (path := add_layers(here, layers, wrong)) is None:
         raise UnsupportedError(
-            f"the times cannot be kept in {tuned_path(there)}",
+            f"the times cannot be kept in {tuned_path(here)}",
             got="a folder that cannot be written",
             remedy="let XDG_CACHE_HOME name another folder",
         )
@@ -116,7 +112,7 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
 
 @dataclass
 class Tuned:
-    """The results of tuning, and the file with the layers; None where none was stored."""
+    """The results of tuning, and the file with the layers; None where no layer was measured."""
 
     algorithms: Sequence[AlgorithmRecord] = ()
     layers: Sequence[LayerSpeed] = ()
@@ -149,7 +145,11 @@ class Tuned:
         if self.path is not None:
             lines.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
             lines.append(f"stored in {self.path}")
-        return "\n".join([*lines, *describe_wrong(self.wrong)])
+        lines += [
+            f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here"
+            for one in self.wrong
+        ]
+        return "\n".join(lines)
 
 
 def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
@@ -158,26 +158,20 @@ def _search_json(record: AlgorithmRecord) -> dict[str, Any]:
     return {**there, "time_us": record.time_us, "default_us": record.default_us}
 
 
-def tune(job: TuneJob, *, layers: bool = True) -> Tuned:
-    """Measure a job, with or without its layers, and store the results."""
+def tune(job: TuneJob) -> Tuned:
+    """Measure a job, and store the results."""
     tuned = Tuned(search_algorithms(job))
-    for times, wrong in measure_layers(job) if layers else ():
+    for times, wrong in measure_layers(job):
         tuned.path = store_layers(times, wrong)  # at once, in case a later one fails
         tuned.layers, tuned.wrong = [*tuned.layers, *times], [*tuned.wrong, *wrong]
     return tuned
-
-
-def tune_from(records: Sequence[Path]) -> Tuned:
-    """Store the layer times of files that bench wrote on this GPU."""
-    layers, wrong, driver = from_bench("layer-times", "slidesparse tune --from")(records)
-    return Tuned(layers=layers, wrong=wrong, path=store_layers(layers, wrong, driver))
 
 
 def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
     """Return rows of text: layer, type, and for each pattern and backend its times over dense."""
     return [
         (
-            _sizes(layer),
+            f"{layer.out}x{layer.columns}",
             layer.dtype,
             name,
             "  ".join(
@@ -189,51 +183,3 @@ def _rows(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
         for name, times in layer.us.items()
         if name != DENSE_FORM
     ]
-
-
-def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
-    """Return a line for each form with wrong results."""
-    return [f"{WRONG}: {layer_name(one)}, {one.name}: auto does not take it here" for one in wrong]
-
-
-def share_times(path: Path) -> SpeedTable:
-    """Write the times measured here into a file for others, and return them, without wrong forms.
-
-    The file is a table like all others (:mod:`slidesparse.gemm.speed_files`): the names of the GPU, its driver and the
-    libraries, sizes, and times. It has no other facts about the machine.
-
-    Raises:
-        InputError: There are none, or the file is there already.
-        UnsupportedError: There is no CUDA device.
-    """
-    require_cuda("slidesparse tune --share")
-    here = installation()
-    known = load_speeds(tuned_path(here))
-    if known is None:
-        raise InputError(
-            f"nothing was measured on this {here.gpu} with this driver and these libraries",
-            remedy="run slidesparse tune ./MODEL first",
-        )
-    if path.exists():
-        raise InputError(f"{path} is there already", remedy="name another file, or delete it")
-    shared = replace(known, wrong=())  # a wrong result concerns this machine alone
-    replace_file(path, table_text(shared))
-    return shared
-
-
-def describe_shared(shared: SpeedTable, path: Path) -> str:
-    """Return the contents of a shared file as text."""
-    there = shared.installation
-    libraries = ", ".join(there.libraries.values())
-    lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]
-    lines += [f"{layer_name(layer)}: {explain(layer)}" for layer in shared.layers]
-    return "\n".join([*lines, f"{path}: these lines are all that it says about this machine"])
-
-
-def layer_name(layer: LayerSpeed | WrongForm) -> str:
-    """Return ``int8 4096x4096``, or ``int8 1536x2048, 128 experts, 8 a token``."""
-    return f"{layer.dtype} {_sizes(layer)}"
-
-
-def _sizes(layer: LayerSpeed | WrongForm) -> str:
-    return f"{layer.out}x{layer.columns}" + ("" if layer.experts is None else f", {layer.experts}")

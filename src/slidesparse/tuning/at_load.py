@@ -26,8 +26,9 @@ from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
 from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
-from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed, lacking
+from slidesparse.gemm.speed import LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
+from slidesparse.gemm.time_model import explain
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
 from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
@@ -172,7 +173,7 @@ class LoadTuner:
         path = keep(layer, taken.wrong) if layer is not None or taken.wrong else None
         if layer is not None:
             line = "slidesparse: measured %s in %.1f s (%s): %s"
-            self.log.info(line, name, seconds, path or "not kept", describe(layer))
+            self.log.info(line, name, seconds, path or "not kept", explain(layer))
         if self._clock() >= end and (taken.layer is None or lacking(tokens, taken.layer.tokens)):
             self._tell_spent()
 
@@ -217,19 +218,6 @@ def usable_times(taken: TakenTimes, name: str, log: logging.Logger) -> LayerSpee
 def _keep_layer(problem: Problem, layer: LayerSpeed | None, wrong: Iterable[str]) -> Path | None:
     forms = [wrong_form(problem, name) for name in wrong]
     return add_layers(installation(problem.device), [] if layer is None else [layer], forms)
-
-
-def describe(layer: LayerSpeed) -> str:
-    """Return a layer's times over dense in words: ``hopper 6:8 over dense 0.77 at 16, 1.03 at 64 tokens``."""
-    lines = []
-    for name, times in layer.us.items():
-        if name != DENSE_FORM:
-            dense = layer.us[DENSE_FORM]
-            shares = [
-                f"{us / base:.2f} at {m}" for m, us, base in zip(layer.tokens, times, dense, strict=True) if us and base
-            ]
-            lines.append(f"{name} over dense {', '.join(shares)} tokens" if shares else f"{name} cannot run")
-    return "; ".join(lines)
 
 
 def layer_name(problem: Problem) -> str:

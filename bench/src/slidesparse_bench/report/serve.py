@@ -1,20 +1,17 @@
-"""The page of served loads: what each engine takes, what users wait, the steps of a load, and where their time goes."""
+"""The page of served loads: what each engine takes, what users wait, and the steps of a load."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slidesparse.errors import InputError
-from slidesparse_bench.report.numbers import ratio
 from slidesparse_bench.report.page import machine_line, write_page
-from slidesparse_bench.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
 from slidesparse_bench.report.serve_numbers import (
     Group,
     groups,
     steps,
-    timeline_bins,
     tokens_a_joule,
     tokens_a_second,
 )
@@ -29,12 +26,9 @@ from slidesparse_bench.served_records import (
     STOCK,
     VLLM,
     ServeRecord,
-    Step,
-    TimelineRecord,
 )
 
 PAGE = "serve.md"
-TIMELINE_TABLE = "serve_timeline"
 
 ABOUT = """\
 Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
@@ -52,44 +46,22 @@ OTHERS = """\
 SGLang tells nobody of its steps, so a step of decoding is the time between a client's tokens there. Drafts of EAGLE-3
 have random weights, and the server is told how many of their tokens to accept."""
 
-PROFILED = """\
-Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
-where it differs, the host itself was faster or slower, so `host` and `forward` must be seen relative to it."""
-
-
 SOAKED = """\
 Requests at random for minutes, at 80 % of what stock takes of the mixed load. Waits are those of the first, second and
 last third of the time; memory of the host is that of the engine's processes, its slope that of the last two thirds."""
 
-
-NOTES = {TIMELINE_TABLE: (PROFILED,), COMPUTING_TABLE: (COMPUTING,)}
-"""Table -> what stands above it."""
 
 ONE = {"gpu": "GPU", "vllm": "release of vLLM"}
 """What all machines of a report have in common, since engines are divided by one another: field -> its name."""
 
 BASES = (STOCK, AGAIN, CONTROL)
 
-MEASURES: dict[str, Callable[[Step], float]] = {
-    "tokens": lambda step: step.tokens,
-    "wall ms": lambda step: step.wall_us / 1e3,
-    "GPU ms": lambda step: step.gpu_us / 1e3,
-    "busy ms": lambda step: step.busy_us / 1e3,
-    "busy": lambda step: ratio(step.busy_us, step.gpu_us) or 0.0,
-    "host ms": lambda step: step.host_us / 1e3,
-    "forward ms": lambda step: step.scopes_us.get("forward", 0.0) / 1e3,
-    "preprocess ms": lambda step: step.scopes_us.get("preprocess", 0.0) / 1e3,
-    "lead ms": lambda step: step.lead_us / 1e3,
-    "launches": lambda step: step.launches,
-}
 
-
-def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[TimelineRecord], folder: Path) -> list[Path]:
-    """Draw everything that records of served loads, and of their timelines, hold.
+def write_serve_report(records: Sequence[ServeRecord], folder: Path) -> list[Path]:
+    """Draw everything that records of served loads hold.
 
     Args:
         records: Of one GPU model and one release of vLLM.
-        profiled: Likewise.
         folder: Made if it does not exist; files of an earlier report are replaced.
 
     Returns:
@@ -100,22 +72,22 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
     """
     from slidesparse_bench.report import serve_plots
 
-    machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
-    of_vllm = [*(r.machine for r in records if r.server == VLLM), *(r.machine for r in profiled)]
+    machines = list(dict.fromkeys(r.machine for r in records))
+    of_vllm = [r.machine for r in records if r.server == VLLM]
     for name, what in ONE.items():
         values = sorted({str(getattr(machine, name)) for machine in (of_vllm if name == VLLM else machines)})
         if len(values) > 1 or not machines:
             raise InputError("records of a report", got=", ".join(values) or "none", needed=f"records of one {what}")
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]
-    tables += [*computing_tables(profiled, records), *timeline_tables(profiled), *missing_tables(records)]
+    tables += missing_tables(records)
 
     def parts(pictures: list[str]) -> list[str]:
         head = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT, *pictures]
         head += [OTHERS] if any(r.server != VLLM or r.speculation for r in records) else []
         soaks = soak_lines(records)
         head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
-        return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]
+        return head + [part for one in tables for part in (f"## {one.title}", one.markdown())]
 
     def draw(where: Path) -> list[Path]:
         return [path for group in found for path in serve_plots.draw(group, where)]
@@ -196,27 +168,6 @@ def steps_table(group: Group) -> Table:
     return Table(
         f"serve_steps_{group.slug}", f"{group.name}: steps of the mixed load", tuple(columns), tuple(rows), formats
     )
-
-
-def timeline_tables(profiled: Sequence[TimelineRecord]) -> list[Table]:
-    """Medians over profiled steps of about the same number of tokens."""
-    bins = timeline_bins(profiled)
-    if not bins:
-        return []
-    kinds = list(dict.fromkeys(kind for record in profiled for kind in record.step.kernels_us))
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (most, engine, len(records), *_medians([record.step for record in records], kinds))
-        for (engine, most), records in bins.items()
-    )
-    measures = (*MEASURES, *(f"{kind} ms" for kind in kinds))
-    formats = dict.fromkeys(measures, ".2f") | {"tokens": ".0f", "launches": ".0f", "busy": ".0%"}
-    columns = ("tokens, at most", "engine", "steps", *measures)
-    return [Table(TIMELINE_TABLE, "Steps of the mixed load under the profiler", columns, rows, formats)]
-
-
-def _medians(found: Sequence[Step], kinds: Sequence[str]) -> list[float]:
-    whole = [statistics.median(map(measure, found)) for measure in MEASURES.values()]
-    return whole + [statistics.median(step.kernels_us.get(kind, 0.0) / 1e3 for step in found) for kind in kinds]
 
 
 def missing_tables(records: Sequence[ServeRecord]) -> list[Table]:

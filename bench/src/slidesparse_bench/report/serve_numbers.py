@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slidesparse_bench.report.numbers import ratio
 from slidesparse_bench.report.table import file_name
-from slidesparse_bench.served_records import CONTROL, STOCK, ServeRecord, TimelineRecord, Way
+from slidesparse_bench.served_records import CONTROL, STOCK, ServeRecord, Way
 
 EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Most tokens of the steps of a bin."""
@@ -129,15 +129,3 @@ def steps(record: ServeRecord) -> list[Bin]:
         Bin(most, len(times), statistics.median(times) / 1e3, sum(times) / whole)
         for most, times in sorted(found.items())
     ]
-
-
-def timeline_bins(records: Sequence[TimelineRecord]) -> dict[tuple[str, int], list[TimelineRecord]]:
-    """Profiled steps by engine and bin, a bin's engines in the order of the other tables."""
-    found: dict[tuple[str, int], list[TimelineRecord]] = {}
-    order: dict[str, int] = {}
-    for record in records:
-        key = record.key
-        name = f"{key.model} {key.dtype} {key.engine}"
-        order[name] = _order(key.engine)
-        found.setdefault((name, bin_of(record.step.tokens)), []).append(record)
-    return dict(sorted(found.items(), key=lambda item: (item[0][1], order[item[0][0]])))

@@ -48,9 +48,8 @@ from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_measured import Measured
 from slidesparse_bench.serve.serve_memory import require_free
 from slidesparse_bench.serve.serve_options import SHARE, ServeOptions
-from slidesparse_bench.serve.serve_profile import OFF, ON, ServeProfile
+from slidesparse_bench.serve.serve_profile import ServeProfile
 from slidesparse_bench.serve.serve_run import ServeRun
-from slidesparse_bench.serve.serve_server import why_no_http
 from slidesparse_bench.served_records import (
     AT_ONCE,
     DECODE,
@@ -59,7 +58,6 @@ from slidesparse_bench.served_records import (
     VLLM,
     EngineKey,
     ServeRecord,
-    TimelineRecord,
     Way,
     Workload,
     resume,
@@ -110,7 +108,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     Raises:
         InputError: The file holds something else, was measured elsewhere or is added to by another run, or requests
             are to arrive at a share of what no stock engine took.
-        UnsupportedError: No GPU, too few, one that others hold; no server, no HTTP though it is asked for; a full disk.
+        UnsupportedError: No GPU, too few, one that others hold; no server; a full disk.
     """
     environment.require_gpu()  # first: who has no GPU shall not install vLLM for nothing
     if find_spec(profile.server) is None:
@@ -118,16 +116,13 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         raise UnsupportedError(f"slidesparse bench serve needs {name}", remedy=remedy)
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
-    timeline = profile.timeline is not None
     with _alone(path), scratch_folder(scratch) as folder:
-        profiled = resume(TimelineRecord, path) if timeline else []
-        found = [] if timeline else resume(ServeRecord, path)
-        machine = environment.machine()
-        _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
+        found, machine = resume(path), environment.machine()
+        _require_same(path, (one.machine for one in found), machine)
         server = VLLM if profile.server == VLLM else f"{SGLANG} {version(SGLANG)}"
         speculation = None if profile.eagle is None else f"EAGLE-3 by {STEPS} with {profile.eagle:g} tokens a step"
-        way = Way(server, _over_http(profile), speculation)
-        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found, profiled)
+        way = Way(server, speculation=speculation)
+        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), way, found)
         asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
         if any(ahead):
@@ -139,7 +134,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     died = [r for r in run_.found if r.died and r.way == way and any(r.key in keys for keys in asked)]
     return ServeSummary(
         path=str(path),
-        records=len(run_.profiled if timeline else run_.found),
+        records=len(run_.found),
         added=run_.added,
         failed={_name(r.key): r.why_not or "" for r in died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
@@ -183,28 +178,13 @@ def _alone(path: Path) -> Iterator[None]:
             path.unlink()
 
 
-def _over_http(profile: ServeProfile) -> bool:
-    """Whether engines are asked over HTTP: where that works, unless the user says otherwise."""
-    if profile.http == OFF or profile.timeline is not None:
-        return False
-    why_not = why_no_http(profile.server)
-    if why_not is None:
-        return True
-    if profile.http == ON:
-        raise UnsupportedError(
-            "--http on", got=why_not, needed="the server and its client", remedy="install what is missing"
-        )
-    _tell(f"in process, not over HTTP: {why_not}")
-    return False
-
-
 def _require(run_: ServeRun, keys: list[EngineKey]) -> None:
     """Refuse what cannot end well before any engine is started."""
     if not keys:
         return
     require_space(run_.scratch, keys, removable(run_.profile, keys[0]))
     random = [workload.name for key in keys for workload in run_.missing(key) if workload.load]
-    if random and run_.profile.timeline is None and not run_.stock_counts(keys[0]):
+    if random and not run_.stock_counts(keys[0]):
         raise InputError(
             f"{random[0]} of what stock takes",
             got="no stock engine that serves the mixed load",
@@ -219,7 +199,7 @@ def _tell_ahead(run_: ServeRun, keys: Sequence[EngineKey]) -> None:
     minutes, names = sum(map(run_.guess_s, keys)) / 60, ", ".join(map(_name, keys))
     line = f"about {minutes:.0f} minutes for {counted(len(keys), 'engine')}: {names}"
     loads = [workload.name for workload in run_.missing(keys[0]) if workload.load]
-    if loads and run_.profile.timeline is None and run_.stock_comes(keys[0]):
+    if loads and run_.stock_comes(keys[0]):
         line += f"; stock serves the mixed load first, as {', '.join(loads)} will be a share of what it takes"
     _tell(line)
 
@@ -250,10 +230,6 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
         record = dataclasses.replace(record, start_s=round(time.monotonic() - began, 1))
         _tell(f"{_name(key)}: up after {record.start_s:.0f} s")
         engine.call("warm_up")
-        if run_.profile.timeline is not None:
-            for step in engine.call("timeline"):
-                run_.write(TimelineRecord(key, run_.machine, record.started, step))
-            return
         for workload in run_.missing(key):
             rate = _rate(run_, key, workload)
             measured: Measured = engine.measure(workload, rate)
@@ -262,8 +238,7 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
     except UnsupportedError as error:
         _tell(f"{_name(key)}: died: {error}; see {options.log}")
         run_.failed[_name(key)] = str(error)
-        if run_.profile.timeline is None:
-            run_.write(dataclasses.replace(record, workload=workload, why_not=str(error)))
+        run_.write(dataclasses.replace(record, workload=workload, why_not=str(error)))
     finally:
         engine.stop()
 
@@ -294,7 +269,6 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
     if profile.eagle is not None:
         drafts, forced = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)
         arguments |= drafts
-    traces = None if profile.timeline is None else run_.scratch / f"traces-{len(run_.profiled)}"
     return ServeOptions(
         folder,
         bool(key.backend),
@@ -302,9 +276,6 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         arguments,
         share=SHARE,
         gpus=tuple(environment.uuids(key.gpus)),
-        timeline=traces,
-        timeline_steps=profile.timeline or 0,
-        http=run_.way.http,
         log=_log_of(run_.path, key),
         server=profile.server,
         environment=forced,

@@ -1,7 +1,6 @@
 """An engine of vLLM or SGLang in a process of its own, which serves workloads and says what users felt.
 
-It is asked over HTTP (serve_http.py) or in process (serve_inside.py; SGLang either way by serve_sglang.py); what is
-asked, and when, is the same.
+It is asked in process (serve_inside.py, serve_sglang.py); what is asked, and when, is the same.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from slidesparse.errors import UnsupportedError, first_line
 from slidesparse_bench.engine.engine_process import ENVIRONMENT, Engine, answer_calls
-from slidesparse_bench.serve.serve_http import OverHttp
+from slidesparse_bench.serve.engine_log import first_error
 from slidesparse_bench.serve.serve_inside import Inside
 from slidesparse_bench.serve.serve_load import BURST, MIXED, Request, Served, requests, soak_requests
 from slidesparse_bench.serve.serve_measured import (
@@ -39,42 +38,18 @@ from slidesparse_bench.serve.serve_measured import (
 from slidesparse_bench.serve.serve_memory import MemoryLog, resident_bytes
 from slidesparse_bench.serve.serve_options import ServeOptions
 from slidesparse_bench.serve.serve_power import PowerMeter
-from slidesparse_bench.serve.serve_server import first_error
-from slidesparse_bench.serve.serve_sglang import SGLangInside, SGLangOverHttp
+from slidesparse_bench.serve.serve_sglang import SGLangInside
 from slidesparse_bench.serve.serve_soak import verdict
 from slidesparse_bench.serve.serve_steady import steady
-from slidesparse_bench.served_records import AT_ONCE, DECODE, SGLANG, SOAK, Step, Workload
+from slidesparse_bench.served_records import AT_ONCE, DECODE, SGLANG, SOAK, Workload
 
 T = TypeVar("T")
 
 ANSWER_S = 600.0
 """A workload takes at most so long, and the seconds that it asks for."""
 
-ENDING_S = 2.0
-"""A process takes so long to end after its last words."""
-
 WARM_REQUESTS = 100
 """Of the mixed load, after a few bursts, before anything is timed."""
-
-
-class Front(Protocol):
-    """A way to ask an engine."""
-
-    @property
-    def steps(self) -> StepLog | None:
-        """The engine's steps; None where nobody sees them."""
-
-    async def answer(self, request: Request, name: str, arrival: float) -> Served:
-        """Ask for one answer."""
-
-    def require_alive(self) -> None:
-        """Raise UnsupportedError if the engine has ended."""
-
-    def engine_process(self) -> tuple[int, bool]:
-        """The process above all of the engine's, and whether it is one of them."""
-
-    async def close(self) -> None:
-        """End the engine."""
 
 
 class ServedEngine(Engine):
@@ -109,11 +84,8 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
     os.environ.update(options.environment)
     if not options.plugin:
         os.environ.update(VLLM_PLUGINS="none", SGLANG_PLUGINS="none")
-    if options.timeline is not None:
-        os.environ["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"
-    log = None if options.http else options.log  # over HTTP the server has it, whose errors tell what it says
-    if log is not None:
-        _write_into(log)
+    if options.log is not None:
+        _write_into(options.log)
     drivers: list[ServeDriver] = []
 
     def make() -> ServeDriver:
@@ -121,7 +93,7 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
         return drivers[0]
 
     try:
-        answer_calls(connection, make, partial(_tell, log))
+        answer_calls(connection, make, partial(_tell, options.log))
     finally:
         for driver in drivers:
             driver.close()
@@ -148,7 +120,8 @@ class ServeDriver:
         self._options = options
         self._served = 0
         self._loop = _event_loop()
-        self._front = self._run(_start(options))
+        front = SGLangInside if options.server == SGLANG else Inside
+        self._front: Inside = self._run(front.start(options))
         gc.collect()
         gc.freeze()  # as vLLM's server does once it is up
         self._meter = _meter(options.gpus)
@@ -191,10 +164,9 @@ class ServeDriver:
 
     def _soak(self, workload: Workload, rate: float) -> Measured:
         asked = soak_requests(workload, rate)
-        root, counted = self._front.engine_process()
         memory = MemoryLog(
             {
-                "host": lambda: resident_bytes(root, counted),
+                "host": lambda: resident_bytes(os.getpid()),
                 "gpu": lambda: self._meter.memory_bytes() if self._meter else None,
             }
         )
@@ -204,16 +176,6 @@ class ServeDriver:
         steps = None if self._front.steps is None else StepLog()
         power = self._meter.power if self._meter else None
         return dataclasses.replace(summarise([one], asked, one.seconds, steps, power), soak=stood)
-
-    def timeline(self) -> list[Step]:
-        """Profile as many steps of the mixed load as the options say, after :data:`TIMELINE_DELAY`. Only in process."""
-        assert self._options.timeline is not None
-        assert isinstance(self._front, Inside)
-        asked = requests(MIXED, 0)
-        self._run(self._front.start_timeline())
-        self._serve(asked)
-        found = self._run(self._front.stop_timeline(self._options.timeline))
-        return found[: self._options.timeline_steps]
 
     def close(self) -> None:
         """End the engine."""
@@ -233,11 +195,8 @@ class ServeDriver:
 
     def _serve(self, asked: Sequence[Request]) -> list[Served]:
         answers = self._run(self._serve_all(asked))
-        self._front.require_alive()
         errors = [answer.error for answer in answers if answer.error is not None]
         if len(errors) == len(asked):
-            time.sleep(ENDING_S)  # a server that dies closes its connections first
-            self._front.require_alive()
             raise UnsupportedError("the engine answered no request", got=errors[0])
         return answers
 
@@ -256,12 +215,6 @@ class ServeDriver:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
-
-
-async def _start(options: ServeOptions) -> Front:
-    if options.server == SGLANG:
-        return await (SGLangOverHttp if options.http else SGLangInside).start(options)
-    return await OverHttp.start(options) if options.http else await Inside.start(options)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:

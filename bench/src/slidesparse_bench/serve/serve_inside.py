@@ -1,4 +1,4 @@
-"""Ask a vLLM engine from the process that it was started in: no HTTP, and every step of the engine is seen.
+"""Ask a vLLM engine from the process that it was started in, which sees every step of the engine.
 
 The engine core runs in another process yet, as a server's does: what it answers, asyncio takes in here and hands to
 each request's own task, as vLLM's HTTP front end does.
@@ -6,17 +6,13 @@ each request's own task, as vLLM's HTTP front end does.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from slidesparse_bench.serve import serve_timeline
 from slidesparse_bench.serve.serve_load import Request, Served
 from slidesparse_bench.serve.serve_measured import StepLog
-from slidesparse_bench.serve.serve_options import TIMELINE_DELAY, ServeOptions, engine_settings
-from slidesparse_bench.served_records import Step
+from slidesparse_bench.serve.serve_options import ServeOptions, engine_settings
 
 
 class Inside:
@@ -41,8 +37,6 @@ class Inside:
             "disable_log_stats": True,  # but for our own
             "cudagraph_metrics": True,  # how many tokens a step has
         }
-        if options.timeline is not None:
-            settings["profiler_config"] = _profiler(options.timeline, options.timeline_steps)
         arguments = AsyncEngineArgs(**engine_settings(options) | settings)
         return cls(AsyncLLMEngine.from_engine_args(arguments, stat_loggers=[lambda config, index: steps]), steps)
 
@@ -54,47 +48,9 @@ class Inside:
             tokens += len(part.outputs[0].token_ids)
         return Served(tuple(times), tokens)
 
-    def require_alive(self) -> None:
-        """Do nothing: a dead engine raises when it is asked."""
-
-    def engine_process(self) -> tuple[int, bool]:
-        """The process that started the engine, this one, which is no part of it."""
-        return os.getpid(), False
-
-    async def start_timeline(self) -> None:
-        """Let the engine profile its steps, some later than now."""
-        await self.llm.start_profile()
-
-    async def stop_timeline(self, folder: Path) -> list[Step]:
-        """The steps that were profiled."""
-        await self.llm.stop_profile()
-        return serve_timeline.read_steps(_newest(folder))
-
     async def close(self) -> None:
         """End the engine."""
         self.llm.shutdown()
-
-
-def _profiler(folder: Path, steps: int) -> Any:
-    from vllm.config import ProfilerConfig
-
-    return ProfilerConfig(
-        profiler="torch",
-        torch_profiler_dir=str(folder),
-        torch_profiler_with_stack=False,
-        torch_profiler_use_gzip=False,
-        torch_profiler_dump_cuda_time_total=False,
-        ignore_frontend=True,
-        delay_iterations=TIMELINE_DELAY,
-        max_iterations=steps,
-    )
-
-
-def _newest(folder: Path) -> Path:
-    traces = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
-    if not traces:
-        raise FileNotFoundError(f"vLLM left no trace in {folder}: the load ended before its timeline did")
-    return traces[-1]
 
 
 def _input(prompt: Sequence[int]) -> Any:

@@ -21,7 +21,7 @@ class Measured:
     """What became of a workload.
 
     Attributes:
-        seconds: Of each repeat; of decoding, the median step of each, or over HTTP :func:`client_step`.
+        seconds: Of each repeat; of decoding, the median step of each, or of SGLang :func:`client_step`.
         prompt_tokens: Asked of each repeat.
         output_tokens: Given by each repeat, a mean where some were lost; 0 where nobody could measure.
         wall_s: All repeats together, as the GPU's energy was counted.
@@ -150,8 +150,7 @@ def client_step(answers: Sequence[Served]) -> float:
     That is from the last request's first token on, until the first request has its last.
 
     Raises:
-        Unmeasured: Nobody got two tokens in that time: requests that come one by one over HTTP are many, and the first
-            has its last token when the last one begins.
+        Unmeasured: Nobody got two tokens in that time.
     """
     times = [answer.times for answer in answers if answer.times]
     begin = max((of_one[0] for of_one in times), default=0.0)

@@ -103,12 +103,11 @@ def growth(samples: Sequence[MemorySample]) -> Growth | None:
     return Growth(samples[0][1] / 1e6, samples[-1][1] / 1e6, 60 * slope / 1e6)
 
 
-def resident_bytes(root: int, with_root: bool, proc: Path = Path("/proc")) -> int | None:
+def resident_bytes(root: int, proc: Path = Path("/proc")) -> int | None:
     """Resident memory of a process's descendants together, what they share counted in each.
 
     Args:
         root: The process.
-        with_root: Count it too.
         proc: Where the system tells of processes.
 
     Returns:
@@ -130,5 +129,4 @@ def resident_bytes(root: int, with_root: bool, proc: Path = Path("/proc")) -> in
         one = left.pop()
         left += children.get(one, [])
         found.append(one)
-    counted = found if with_root else found[1:]
-    return sum(pages[one] for one in counted) * os.sysconf("SC_PAGE_SIZE")
+    return sum(pages[one] for one in found[1:]) * os.sysconf("SC_PAGE_SIZE")

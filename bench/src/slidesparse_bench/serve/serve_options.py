@@ -1,4 +1,4 @@
-"""How an engine that serves is started, whichever way it is asked."""
+"""How an engine that serves is started."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ SEQUENCES = 256
 SHARE = 0.9
 """Of the GPU's memory, as vLLM takes it."""
 
-TIMELINE_DELAY = 60
-"""Engine steps of the mixed load before its timeline begins: those at its start take whole batches of prompts."""
-
 
 @dataclass(frozen=True)
 class ServeOptions(EngineOptions):
@@ -30,18 +27,12 @@ class ServeOptions(EngineOptions):
 
     Attributes:
         gpus: UUIDs of those that it runs on.
-        timeline: Where it writes profiles; None: it makes none.
-        timeline_steps: How many steps of a profile.
-        http: Ask a server of its own over HTTP.
-        log: Where the engine's output goes: that server's, which always has one, or in process its own.
+        log: Where the engine's output goes.
         server: ``vllm`` or ``sglang``.
         environment: More variables of the engine's environment.
     """
 
     gpus: tuple[str, ...] = ()
-    timeline: Path | None = None
-    timeline_steps: int = 0
-    http: bool = False
     log: Path | None = None
     server: str = VLLM
     environment: dict[str, str] = field(default_factory=dict)
@@ -69,25 +60,3 @@ def engine_settings(options: ServeOptions) -> dict[str, Any]:
         "additional_config": options.additional,
     }
     return settings | options.arguments
-
-
-def server_arguments(options: ServeOptions, host: str, port: int, name: str) -> list[str]:
-    """The same settings as a user writes them after ``vllm serve``, or for SGLang's server, with a name for the model.
-
-    SGLang's server would ask itself a sentence, of which a random model's tokenizer knows no word.
-
-    >>> server_arguments(ServeOptions(Path("m"), False, share=0.9), "127.0.0.1", 8000, "m")[:6]
-    ['m', '--host', '127.0.0.1', '--port', '8000', '--served-model-name']
-    """
-    settings = engine_settings(options)
-    model = [settings.pop("model")] if options.server == VLLM else ["--skip-server-warmup"]
-    written = [*model, "--host", host, "--port", str(port), "--served-model-name", name]
-    for setting, value in settings.items():
-        option = setting.replace("_", "-")
-        if isinstance(value, bool):
-            written.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, dict):
-            written += [f"--{option}", json.dumps(value)] if value else []
-        else:
-            written += [f"--{option}", str(value)]
-    return written

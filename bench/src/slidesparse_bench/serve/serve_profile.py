@@ -23,10 +23,6 @@ from slidesparse_bench.served_records import AGAIN, CONTROL, RIVALS, SGLANG, STO
 
 DTYPES = ("int8", "fp8", "bf16")
 
-AUTO_HTTP, ON, OFF = "auto", "on", "off"
-HTTP = (AUTO_HTTP, ON, OFF)
-"""Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
-
 OWN_GRAPHS = 512
 """Tokens of the largest CUDA graph that vLLM captures by itself."""
 
@@ -46,9 +42,7 @@ class ServeProfile:
         layers: Decoder layers; None for all.
         gpus: Tensor parallelism.
         engines: Labels of those that run; None for all.
-        timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
         budget_s: No engine is started that would end later; None: no limit.
-        http: One of :data:`HTTP`.
         server: ``vllm`` or ``sglang``.
         rivals: Labels out of :data:`slidesparse_bench.served_records.RIVALS`.
         eagle: Tokens that a step gives in the mean by EAGLE-3's drafts, whose acceptance is forced; None: no drafts.
@@ -63,9 +57,7 @@ class ServeProfile:
     layers: int | None = None
     gpus: int = 1
     engines: tuple[str, ...] | None = None
-    timeline: int | None = None
     budget_s: float | None = None
-    http: str = AUTO_HTTP
     server: str = VLLM
     rivals: tuple[str, ...] = ()
     eagle: float | None = None
@@ -114,11 +106,9 @@ def adapt(
     graphs: int | None = None,
     layers: int | None = None,
     gpus: int | None = None,
-    timeline: int | None = None,
     budget_s: float | None = None,
     workloads: Sequence[str] | None = None,
     soak_s: float | None = None,
-    http: str = AUTO_HTTP,
     server: str = VLLM,
     rivals: Sequence[str] | None = None,
     eagle: float | None = None,
@@ -128,23 +118,18 @@ def adapt(
     Raises:
         InputError: An unknown name, or too small a number.
     """
-    numbers = {"--graphs": graphs, "--layers": layers, "--gpus": gpus, "--timeline": timeline, "--budget-s": budget_s}
-    numbers |= {"--soak": soak_s}
+    numbers = {"--graphs": graphs, "--layers": layers, "--gpus": gpus, "--budget-s": budget_s, "--soak": soak_s}
     for what, number in numbers.items():
         if number is not None and not 1 <= number < float("inf"):
             raise InputError(what, got=number, needed="at least 1")
-    others = {"--http on": http == ON, "--soak": soak_s is not None, "--workloads": workloads is not None}
-    if timeline is not None and any(others.values()):
-        got = ", ".join(name for name, given in others.items() if given)
-        raise InputError("--timeline", got=got, needed="neither: it profiles the mixed load, in process")
     if graphs is not None and graphs > BATCHED_TOKENS:
         raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
     if eagle is not None and not 1 <= eagle <= STEPS + 1:
         raise InputError("--eagle", got=eagle, needed=f"1 to {STEPS + 1} tokens a step, with drafts of {STEPS}")
     usual = ServeProfile()
-    if server == SGLANG and (timeline is not None or graphs is not None or "bf16" in (dtypes or ())):
-        of_vllm = "--timeline, --graphs or --dtype bf16"
-        raise InputError("--server sglang", got=of_vllm, needed="none of these, which need the plugin in vLLM")
+    if server == SGLANG and (graphs is not None or "bf16" in (dtypes or ())):
+        needed = "neither, which need the plugin in vLLM"
+        raise InputError("--server sglang", got="--graphs or --dtype bf16", needed=needed)
     profile = ServeProfile(
         models=select(models, ARCHITECTURES, usual.models, "model"),
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
@@ -154,9 +139,7 @@ def adapt(
         graphs=graphs,
         layers=layers,
         gpus=gpus or 1,
-        timeline=timeline,
         budget_s=budget_s,
-        http=http,
         server=server,
         rivals=select([f"{STOCK} {name.upper()}" for name in rivals or ()], tuple(RIVALS), (), "rival"),
         eagle=eagle,

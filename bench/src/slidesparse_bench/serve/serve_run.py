@@ -11,7 +11,7 @@ from pathlib import Path
 from slidesparse_bench.records import DENSE_VARIANT, Machine, open_records
 from slidesparse_bench.serve.serve_load import MIXED
 from slidesparse_bench.serve.serve_profile import ServeProfile
-from slidesparse_bench.served_records import SOAK, STOCK, EngineKey, ServeRecord, TimelineRecord, Way, Workload, to_line
+from slidesparse_bench.served_records import SOAK, STOCK, EngineKey, ServeRecord, Way, Workload, to_line
 
 FIRST_GUESS_S = 150.0
 """What an engine takes without a soak, before one has."""
@@ -29,7 +29,6 @@ class ServeRun:
         started: On the clock of time.monotonic.
         way: How engines are asked.
         found: The file's records.
-        profiled: Those of a timeline.
         failed: Engines that died in this run, and why.
         added: How many records this run wrote.
         longest_s: What the slowest engine of this run took.
@@ -42,25 +41,21 @@ class ServeRun:
     started: float
     way: Way
     found: list[ServeRecord]
-    profiled: list[TimelineRecord]
     failed: dict[str, str] = field(default_factory=dict)
     added: int = 0
     longest_s: float = 0.0
 
-    def write(self, record: ServeRecord | TimelineRecord) -> None:
+    def write(self, record: ServeRecord) -> None:
         """Add a record to the file."""
         with open_records(self.path, "a") as file:
             file.write(to_line(record) + "\n")
         self.added += 1
-        if isinstance(record, ServeRecord):
-            self.found.append(record)
-        else:
-            self.profiled.append(record)
+        self.found.append(record)
 
     def missing(self, key: EngineKey) -> list[Workload]:
         """What an engine has still to serve: nothing once it died."""
         mine = [record for record in self.found if record.key == key and record.way == self.way]
-        if any(record.died for record in mine) or any(step.key == key for step in self.profiled):
+        if any(record.died for record in mine):
             return []
         done = [record.workload for record in mine]
         return [workload for workload in self.profile.workloads if workload not in done]

@@ -1,22 +1,12 @@
-"""Ask SGLang: its engine in process, or its server over HTTP with the client of its own benchmark."""
+"""Ask an engine of SGLang from the process that it was started in."""
 
 from __future__ import annotations
 
-import json
 import time
-from argparse import Namespace
-from pathlib import Path
 
-from slidesparse_bench.serve.serve_http import MODEL, OverHttp, served
 from slidesparse_bench.serve.serve_inside import Inside
 from slidesparse_bench.serve.serve_load import Request, Served
 from slidesparse_bench.serve.serve_options import ServeOptions, engine_settings
-
-SWITCHES = ("disable_ignore_eos", "disable_stream", "return_logprob", "return_routed_experts")
-NUMBERS = {"temperature": 0.0, "top_p": 1.0, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": None}
-CLIENT = Namespace(**dict.fromkeys(SWITCHES, False), **NUMBERS)
-"""What the client reads of its command line."""
-NO_TEXT = "SGLang's client saw no text, by which it counts tokens"
 
 
 class SGLangInside(Inside):
@@ -38,37 +28,3 @@ class SGLangInside(Inside):
             times.append(time.perf_counter() - arrival)
             tokens = part["meta_info"]["completion_tokens"]
         return Served(tuple(times), tokens)
-
-
-class SGLangOverHttp(OverHttp):
-    """A server and a client of it."""
-
-    cli, path = ("-m", "sglang.launch_server"), "/generate"
-
-    @classmethod
-    async def start(cls, options: ServeOptions) -> OverHttp:
-        """Start a server, whose model gets a tokenizer, and wait for it."""
-        write_tokenizer(options.folder)
-        return await super().start(options)
-
-    async def answer(self, request: Request, name: str, arrival: float) -> Served:
-        """Ask for one answer; ``arrival`` is on the clock of time.perf_counter, now or before."""
-        from sglang.benchmark.serving import RequestFuncInput, async_request_sglang_generate, set_global_args
-
-        set_global_args(CLIENT)
-        prompt = list(request.prompt)  # token ids go through as they are
-        asked = RequestFuncInput(prompt, self.url, len(prompt), request.output, MODEL, None, None, {"rid": name})
-        output = await async_request_sglang_generate(asked)
-        if output.success and not output.ttft:
-            return Served((), 0, NO_TEXT)
-        return served(output, output.output_len, arrival)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Give a checkpoint a tokenizer with a word for each token: SGLang's client counts a token when its text comes."""
-    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    model = {"type": "WordLevel", "vocab": {f"w{index}": index for index in range(size)}, "unk_token": "w0"}
-    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    words = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
-    (folder / "tokenizer.json").write_text(json.dumps(parts | words), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.standard_library import standard_library
 from slidesparse.offline.calibrate.texts import DEFAULT, as_text, read_documents
+from slidesparse.offline.option_names import as_written
+from slidesparse.pruning import get_pruner
 
 SAMPLES = 128
 MAX_LENGTH = 2048
@@ -89,6 +91,20 @@ class Calibration:
     def names(self) -> str:
         """The names of all texts, without their folders."""
         return ", ".join(LIBRARY if is_default(one.file) else Path(one.file).name for one in self.texts)
+
+
+def calibration_for(method: str, texts: Sequence[str], windows: Mapping[str, Any]) -> Calibration | None:
+    """Return the calibration of a pruning method, by default on the default text; None for one that reads no text.
+
+    ``windows`` holds the given fields of :class:`Calibration` besides its texts.
+    """
+    if not texts and not get_pruner(method).needs_calibration:
+        if windows:
+            got, remedy = ", ".join(map(as_written, windows)), "use --method sparsegpt or wanda, or leave these out"
+            raise InputError(f"{method} takes no calibration text", got=got, remedy=remedy)
+        return None
+    first, *more = texts or [DEFAULT]
+    return Calibration(first, more=tuple(more), **windows)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,12 @@ from torch import nn
 from slidesparse.base.progress import progress_bar
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.meta_model import MetaModel
-from slidesparse.errors import InputError
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.models.gram_tree import windows_of_a_batch
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layer_stack import find_layer_list, record_inputs, run_layer
+from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, Quantise, best_exponents, find_folds, find_inner_folds, fold
 from slidesparse.offline.calibrate.layer_store import LayersToPrune, open_layers
 from slidesparse.offline.prune_options import PruneOptions
@@ -29,6 +28,8 @@ from slidesparse.offline.storage import Storage
 from slidesparse.weights.quant import Rounding, quantize_rows, quantize_rows_to_six_bits
 
 KEPT = "smoothing.safetensors"
+
+TO_INT8: Quantise = partial(quantize_rows, dtype=torch.int8)
 
 TOKENS = 256
 """Tokens on which factors are compared."""
@@ -63,7 +64,7 @@ class SmoothedCheckpoint(Checkpoint):
 
 
 def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
-    """Return the possible folds of treated linears, by a run on the meta device; an InputError where there are none."""
+    """Return the possible folds of treated linears, by a run on the meta device."""
     meta, candidates = source.meta, []
     if source.run is not None:
         known: dict[str, Any] = {name: meta.model.get_submodule(name) for name in linears}
@@ -80,87 +81,25 @@ def find_smoothing(source: Source, linears: Collection[str]) -> list[Fold]:
         own = [meta.own_tensor(source.checkpoint, parameter) for parameter in parameters]
         return None not in own and not any(name in otherwise for name in (one.writer, *one.linears))
 
-    folds = [one for one in candidates if is_in_one_layer(one) and is_stored_plainly(one)]
-    if not folds:
-        raise _cannot_smooth(meta.model)
-    return folds
-
-
-def _cannot_smooth(model: nn.Module) -> InputError:
-    return InputError(
-        f"no norm of {type(model).__name__} can be smoothed",
-        needed="norms that only linears read, with a weight that multiplies",
-        remedy="leave out --smooth",
-    )
-
-
-class DenseLayers:
-    """The layers of a checkpoint, loaded one after the other, and the hidden states of a text."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        linears: Iterable[str],
-        windows: torch.Tensor,
-        device: torch.device,
-        compute: torch.dtype | None = None,
-    ) -> None:
-        self.layer_list, self.store = open_layers(checkpoint, linears, checkpoint.path, device, compute=compute)
-        self.meta = self.store.meta
-        self.model = self.meta.model
-        batches = windows.split(windows_of_a_batch(windows))
-        inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
-        self.samples = record_inputs(self.model, self.layer_list, inputs)
-        self._outputs: list[torch.Tensor] = []
-
-    def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
-        """Load layer after layer, and yield its name and number; the caller calls :meth:`outputs`."""
-        with progress_bar(label, len(self.layer_list.layers), unit="layers", show=progress) as advance:
-            for index, (name, layer) in enumerate(self.layer_list.items()):
-                self.store.load(name, layer)
-                yield name, index
-                for sample, hidden in zip(self.samples, self._outputs, strict=True):
-                    sample.hidden = hidden
-                self.store.release(name, layer)
-                advance(1)
-
-    def outputs(self, index: int) -> list[torch.Tensor]:
-        """Run a layer on all samples; the next layer reads these outputs, even if this one changes later."""
-        self._outputs = [run_layer(self.layer_list.layers[index], sample, index) for sample in self.samples]
-        return self._outputs
-
-    def output(self, index: int) -> torch.Tensor:
-        """Run a layer on the first sample for a trial; later layers still read :meth:`outputs`."""
-        return run_layer(self.layer_list.layers[index], self.samples[0].fork(), index)
+    return [one for one in candidates if is_in_one_layer(one) and is_stored_plainly(one)]
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Folds of activation outliers into weights of a type; ``required`` where a user chose smoothing."""
+    """Folds of activation outliers into INT8 weights of a rounding."""
 
     folds: tuple[Fold, ...]
-    dtype: torch.dtype = torch.int8
     rounding: Rounding = "absmax"
-    required: bool = True
 
 
 def plan_smoothing(
     source: Source, options: PruneOptions, storage: Storage, layers: LayersToPrune | None
 ) -> Smoothing | None:
-    """Return the smoothing of a checkpoint, or None; by default calibrated INT8 is smoothed as far as possible."""
-    if options.smooth and storage.source is not None:
-        raise InputError("smoothing", got="a source in 8 bits", needed="a float source")
-    by_default = options.smooth is None and storage.rounds and storage.dtype == torch.int8
-    if layers is None or not (options.smooth or by_default):
+    """Return the smoothing of a checkpoint: of calibrated INT8, unless it is turned off; None where nothing folds."""
+    if layers is None or not (options.smooth and storage.rounds and storage.dtype == torch.int8):
         return None
-    linears = [name for name in layers.patterns if name not in layers.experts]
-    try:
-        folds = find_smoothing(source, linears)
-    except InputError:
-        if options.smooth:
-            raise
-        return None
-    return Smoothing(tuple(folds), storage.dtype, storage.weight_rounding, bool(options.smooth))
+    folds = find_smoothing(source, [name for name in layers.patterns if name not in layers.experts])
+    return Smoothing(tuple(folds), storage.weight_rounding) if folds else None
 
 
 def smooth_checkpoint(
@@ -174,42 +113,53 @@ def smooth_checkpoint(
     """Return a float checkpoint with the factors of channels found on calibration windows [samples, length].
 
     Layers run one at a time on a device. Factors are kept in ``folder``; those of an interrupted run are reused, since
-    pruned layers depend on them. If smoothing is required and changes the outputs of every layer, that is an
-    InputError.
+    pruned layers depend on them.
     """
     kept = folder / KEPT
     if not kept.exists():
         folder.mkdir(exist_ok=True)
-        # In FP16 a trial would refuse good folds too, since factors round weights below 2^-14.
-        stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
-        compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
-        linears = [name for one in smoothing.folds for name in one.linears]
-        layers = DenseLayers(checkpoint, linears, windows, device, compute=compute)
-        of_inputs = partial(quantize_rows, dtype=smoothing.dtype)
-        of_weights = quantize_rows_to_six_bits if smoothing.rounding == "6bit" else of_inputs
-        write_tensors(kept, _find_factors(layers, smoothing, progress, of_inputs, of_weights))
+        write_tensors(kept, _find_factors(checkpoint, smoothing, windows, device, progress))
     reader = TensorReader(kept)
     return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
 
 
 @torch.no_grad()
 def _find_factors(
-    layers: DenseLayers, smoothing: Smoothing, progress: bool | None, of_inputs: Quantise, of_weights: Quantise
+    checkpoint: Checkpoint, smoothing: Smoothing, windows: torch.Tensor, device: torch.device, progress: bool | None
 ) -> dict[str, torch.Tensor]:
+    # In FP16 a trial would refuse good folds too, since factors round weights below 2^-14.
+    stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
+    compute = torch.float32 if STORED_NAMES[torch.float16] in stored else None
+    linears = [name for one in smoothing.folds for name in one.linears]
+    layers, store = open_layers(checkpoint, linears, checkpoint.path, device, compute=compute)
+    batches = windows.split(windows_of_a_batch(windows))
+    inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
+    samples = record_inputs(store.meta.model, layers, inputs)
+    of_weights = quantize_rows_to_six_bits if smoothing.rounding == "6bit" else TO_INT8
+    modules, factors = dict(store.meta.model.named_modules()), dict[str, torch.Tensor]()
+    with progress_bar("smooth", len(layers.layers), unit="layers", show=progress) as advance:
+        for index, (name, layer) in enumerate(layers.items()):
+            store.load(name, layer)
+            here = [one for one in smoothing.folds if one.writer.startswith(f"{name}.")]
+            run = partial(run_layer, layer, index=index)
+            outputs, helpful = _smoothed(run, modules, samples, here, of_weights)
+            factors |= _factors_of(store.meta, helpful)
+            for sample, hidden in zip(samples, outputs, strict=True):
+                sample.hidden = hidden  # of the layer before it was smoothed
+            store.release(name, layer)
+            advance(1)
+    return factors
+
+
+def _factors_of(meta: MetaModel, helpful: Mapping[Fold, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the factors of tensors that carry out folds with these exponents."""
     factors: dict[str, torch.Tensor] = {}
-    changed = False
-    for layer, index in layers.walk("smooth", progress):
-        here = [one for one in smoothing.folds if one.writer.startswith(f"{layer}.")]
-        helpful, refused = _smoothed(layers, index, here, of_inputs, of_weights)
-        changed = changed or refused
-        for one, powers in helpful.items():
-            scale = torch.exp2(powers.to(torch.float32)).cpu()
-            factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
-            for name in _parameters_of_writer(layers.meta, one):
-                rows = ROWS if layers.meta.model.get_parameter(name).dim() == 2 else ""
-                factors[f"{layers.meta.names.origins[name]}{rows}"] = scale.reciprocal()
-    if smoothing.required and changed and not factors:
-        raise _cannot_smooth(layers.model)
+    for one, powers in helpful.items():
+        scale = torch.exp2(powers.to(torch.float32)).cpu()
+        factors |= {f"{meta.prefix(linear)}.weight": scale for linear in one.linears}
+        for name in _parameters_of_writer(meta, one):
+            rows = ROWS if meta.model.get_parameter(name).dim() == 2 else ""
+            factors[f"{meta.names.origins[name]}{rows}"] = scale.reciprocal()
     return factors
 
 
@@ -219,11 +169,13 @@ def _parameters_of_writer(meta: MetaModel, one: Fold) -> list[str]:
 
 
 def _smoothed(
-    layers: DenseLayers, index: int, folds: Sequence[Fold], of_inputs: Quantise, of_weights: Quantise
-) -> tuple[dict[Fold, torch.Tensor], bool]:
-    """Run a layer, and return the exponents of its helpful folds, and whether others changed its outputs."""
-    names = (name for one in folds for name in (one.writer, *one.linears))
-    modules = {name: layers.model.get_submodule(name) for name in names}
+    run: Callable[[Sample], torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    samples: Sequence[Sample],
+    folds: Sequence[Fold],
+    of_weights: Quantise,
+) -> tuple[list[torch.Tensor], dict[Fold, torch.Tensor]]:
+    """Run a layer, and return its outputs and the exponents of its helpful folds, which do not change them."""
     largest: dict[str, torch.Tensor] = {}
     some: dict[str, torch.Tensor] = {}
 
@@ -238,21 +190,19 @@ def _smoothed(
 
     readers = dict.fromkeys(one.linears[0] for one in folds)
     with hooked(modules[name].register_forward_pre_hook(see(name)) for name in readers):
-        before = layers.outputs(index)[0]
+        outputs = [run(sample) for sample in samples]
     helpful: dict[Fold, torch.Tensor] = {}
-    refused = False
     for one in folds:
         if any(other.linears == one.linears for other in helpful):
             continue  # their inputs are smooth now
         weights: list[Any] = [modules[name].weight for name in one.linears]
         read = one.linears[0]
-        powers = best_exponents(some[read], largest[read], weights, of_inputs, of_weights)
+        powers = best_exponents(some[read], largest[read], weights, TO_INT8, of_weights)
         if not bool(powers.any()):
             continue
         fold(modules, one, powers)
-        if torch.equal(layers.output(index), before):
+        if torch.equal(run(samples[0].fork()), outputs[0]):
             helpful[one] = powers
         else:
             fold(modules, one, -powers)
-            refused = True
-    return helpful, refused
+    return outputs, helpful

@@ -1,14 +1,12 @@
-"""Read texts for calibration and perplexity: files of several kinds, folders of them, and data sets.
+"""Read texts for calibration and perplexity: files of several kinds, folders of them, and data sets of the hub.
 
 A document is a text, or a chat: a list of messages for the model's own chat template.
 """
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any, TypeAlias
 
 from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
-from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
-from slidesparse.base.whole_file import read_whole, require_size
+from slidesparse.base.whole_file import read_whole
 from slidesparse.errors import InputError, first_line
 from slidesparse.offline.calibrate.chats import Chat, PlacedChat, templated
 
@@ -29,19 +26,16 @@ DEFAULT = "default"
 
 LINES = (".jsonl", ".ndjson")
 KINDS = (".txt", ".md", ".text", *LINES, ".json", ".parquet")
-"""Endings of readable files in a folder, with or without ``.gz``."""
+"""Endings of readable files in a folder."""
 
-TABLES = (".csv", ".tsv", ".arrow", ".xlsx")
-"""Endings of tables, in which not every column is a text."""
-
-DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files that identify a folder written by ``datasets``."""
+OTHERS = (".csv", ".tsv", ".arrow", ".xlsx", ".gz")
+"""Endings of tables, in which not every column is a text, and of compressed files."""
 
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
 
 MAX_BYTES = 1 << 30
-"""Most bytes of a file, unpacked: a tokenizer takes many times as much memory."""
+"""Most bytes of a file: a tokenizer takes many times as much memory."""
 
 MAX_FETCHED = 1 << 25
 """Characters to fetch of a data set of the hub."""
@@ -55,9 +49,8 @@ def read_documents(source: str | Path) -> list[Document]:
     Args:
         source: UTF-8 text; or ``.jsonl`` with one object a line, whose ``text`` is a document or whose ``messages`` are
             a chat; or ``.json`` with a list of such objects; or ``.parquet`` with a column ``text`` or ``messages``.
-            Each but the last may be compressed (``.gz``). Or a folder of such files; or one that ``datasets`` wrote
-            with ``save_to_disk`` (split ``train`` if it has splits). Or, as text and where no such file is,
-            ``NAMESPACE/NAME`` or ``NAMESPACE/NAME:CONFIG`` of a data set of the hub (split ``train``).
+            Or a folder of such files. Or, as text and where no such file is, ``NAMESPACE/NAME`` or
+            ``NAMESPACE/NAME:CONFIG`` of a data set of the hub (split ``train``).
 
     Raises:
         InputError: It cannot be read, is not text, or is empty.
@@ -72,16 +65,13 @@ def read_documents(source: str | Path) -> list[Document]:
 
 def _documents(path: Path, source: str | Path) -> Iterator[Document]:
     named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
-    if named is not None and _kind(path) not in KINDS:
+    if named is not None and path.suffix.lower() not in (*KINDS, *OTHERS):
         yield from _fetched(named["name"], named["config"])
     elif not path.is_dir():
         yield from _of_file(path)
     else:
-        files = _files(path)
-        for file in files:
+        for file in _files(path):
             yield from _of_file(file)
-        if not files:
-            yield from _data_set(path)
 
 
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
@@ -91,30 +81,23 @@ def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
     return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)
 
 
-def _kind(path: Path) -> str:
-    """Return the ending of a file without ``.gz``, which decides how it is read."""
-    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-
-
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder to read, by name; none of one that ``datasets`` wrote."""
+    """Return the files of a folder to read, by name."""
     try:
         inside = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
     except OSError as error:
         raise InputError(f"cannot read {folder}", got=error.strerror) from error
-    if any(one.name in DATA_SET for one in inside):
-        return []
-    return [one for one in inside if _kind(one) in KINDS and not one.is_dir()]
+    return [one for one in inside if one.suffix.lower() in KINDS and not one.is_dir()]
 
 
 def _of_file(path: Path) -> Iterable[Document]:
-    kind = _kind(path)
+    kind = path.suffix.lower()
     if not path.exists():
         remedy = "correct the path; a data set of the hub is NAMESPACE/NAME"
         raise InputError(f"cannot read {path}", got="No such file or directory", remedy=remedy)
-    if kind in TABLES:
-        remedy = 'write its texts as a .jsonl file, a {"text": "..."} a line'
-        raise InputError(f"{path} is a table", got=kind, needed=f"text, or {', '.join(KINDS)}", remedy=remedy)
+    if kind in OTHERS:
+        remedy = 'unpack it, or write its texts as a .jsonl file, a {"text": "..."} a line'
+        raise InputError(f"{path} is no text", got=kind, needed=f"text, or {', '.join(KINDS)}", remedy=remedy)
     if kind == ".parquet":
         return _parquet(path)
     text = _file_text(path)
@@ -125,28 +108,17 @@ def _of_file(path: Path) -> Iterable[Document]:
 
 def _file_text(path: Path) -> str:
     try:
-        content = _unpacked(path) if path.suffix.lower() == ".gz" else read_whole(path, MAX_BYTES)
+        content = read_whole(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"{first_line(error)}, line {content.count(10, 0, error.start) + 1}"
         raise InputError(f"{path} is not text", got=got, needed="UTF-8") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} is damaged", got=first_line(error), needed="a file that gzip wrote") from error
     except OSError as error:
         raise InputError(f"cannot read {path}", got=error.strerror) from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise InputError(f"{path} is not text", got=f"NUL characters, line {line}", needed="UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _unpacked(path: Path) -> bytes:
-    require_size(path, MAX_BYTES)
-    with gzip.open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{path} is too large", needed=f"at most {readable_size(MAX_BYTES)} when it is unpacked")
-    return content
 
 
 def _lines(path: Path, text: str) -> Iterator[Document]:
@@ -189,19 +161,6 @@ def _parquet(path: Path) -> Iterator[Document]:
             yield _document(f"{path}, row {number}", row)
 
 
-def _data_set(folder: Path) -> Iterator[Document]:
-    what = f"{folder} is a folder without text files, and datasets is not installed"
-    remedy = f"pip install datasets for a data set on disk, or use files that end in {', '.join(KINDS)}"
-    datasets = need("datasets", remedy, what=what)
-    needed = "a folder that datasets' save_to_disk wrote, with a column text or messages; or text files"
-    with _explained(f"{folder} is no data set with texts", needed=needed):
-        loaded: Any = datasets.load_from_disk(str(folder))
-        loaded = loaded["train"] if isinstance(loaded, dict) else loaded
-        column = "text" if "text" in loaded.column_names else "messages"
-        for number, row in enumerate(loaded.select_columns([column])):
-            yield _document(f"{folder}, row {number}", row)
-
-
 def _fetched(name: str, config: str | None) -> Iterator[Document]:
     """Yield the first documents of a data set of the hub, within :data:`MAX_FETCHED`."""
     what = f"there is no file {name}, and datasets, which fetches data sets of the hub, is not installed"
@@ -227,18 +186,7 @@ def _document(where: str, document: Any) -> Document:
             chat = PlacedChat({"role": one["role"], "content": one["content"]} for one in messages)
             chat.where = where
             return chat
-    raise InputError(where, got=_wrong_part(document), needed=NEEDED)
-
-
-def _wrong_part(document: Any) -> str:
-    """Show the wrong part of a document, which may be long: its first invalid message, or its keys."""
-    fields = document if isinstance(document, dict) else {}
-    for number, one in enumerate(fields["messages"] if isinstance(fields.get("messages"), list) else (), start=1):
-        if not _is_message(one):
-            parts = [one.get("role"), one.get("content")] if isinstance(one, dict) else [one]
-            wrong = next(part for part in parts if not isinstance(part, str) or part is one)
-            return f"{wrong!r:.80} in message {number}"
-    return f"{ ({key: fields[key] for key in ('text', 'messages') if key in fields} or [*fields] or document)!r:.80}"
+    raise InputError(where, got=f"{document!r:.80}", needed=NEEDED)
 
 
 def _is_message(one: Any) -> bool:
