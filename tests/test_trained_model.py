@@ -9,6 +9,7 @@ It is calibrated on prose of Python's standard library, and judged on other pros
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,12 @@ def outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def test_what_is_lost(tmp_path: Path) -> None:
-    whole = chat._unpacked(Path(chat._usual()), tmp_path / "whole")
-    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, num_hidden_layers=1)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "dense")
+def test_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = transformers.AutoModelForCausalLM
+    monkeypatch.setattr(auto, "from_pretrained", partial(auto.from_pretrained, num_hidden_layers=1))
+    dense = chat._unpacked(Path(chat._usual()), tmp_path / "dense")  # as the demonstration does it
+    model = auto.from_pretrained(dense, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
     text = "\n\n".join(standard_library())[:100_000]  # prose
     (tmp_path / "text.txt").write_text(text[: -len(text) // 5], "utf-8")
     ids = torch.tensor(tokenizer(text[-len(text) // 5 :])["input_ids"])[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)

@@ -6,7 +6,6 @@ import doctest
 import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,18 +84,3 @@ def test_examples_of_the_commands(name: str) -> None:
     found = doctest.testmod(command(name))
     assert found.attempted > 0
     assert found.failed == 0
-
-
-def test_a_release_that_breaks_something_says_what(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    case, cause = '<testcase name="{}">{}</testcase>', "ModuleNotFoundError: No module named 'orjson'"
-    broken = [f'<error message="{cause}&#10;more"/>', f'<failure message="{cause}"/>', '<failure message="assert 1"/>']
-    report.write_text(f"<testsuites>{''.join(case.format(i, b) for i, b in enumerate(['', *broken]))}</testsuites>")
-    tests, causes = command("try_vllm").read_report(report)
-    assert (tests, causes) == (4, {cause: 2, "assert 1": 1})
-    text = command("try_vllm").describe("9.9", SimpleNamespace(tests=tests, broken=causes, seconds=61.2))
-    assert text.splitlines() == ["vLLM 9.9: 4 tests, 3 broken, 61 s", f"  2 x {cause}", "  1 x assert 1"]
-
-
-def test_without_a_report_nothing_ran(tmp_path: Path) -> None:
-    assert command("try_vllm").read_report(tmp_path / "none.xml") == (0, {})
