@@ -43,9 +43,11 @@ def outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = transformers.AutoModelForCausalLM
     monkeypatch.setattr(auto, "from_pretrained", partial(auto.from_pretrained, num_hidden_layers=1))
-    dense = chat._unpacked(Path(chat._usual()), tmp_path / "dense")  # as the demonstration does it
-    model = auto.from_pretrained(dense, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+    unpacked = chat._unpacked(Path(chat._usual()), tmp_path / "unpacked")  # as the demonstration does it
+    model = auto.from_pretrained(unpacked, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(unpacked)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "dense")
     text = "\n\n".join(standard_library())[:100_000]  # prose
     (tmp_path / "text.txt").write_text(text[: -len(text) // 5], "utf-8")
     ids = torch.tensor(tokenizer(text[-len(text) // 5 :])["input_ids"])[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_mixtures import pruned_mixture
 from tuning_fakes import ExpertTuner
-from vllm_models import REFERENCE, configured, loaded, loaded_by
+from vllm_models import REFERENCE, configured, loaded, loaded_by, quantised_anew
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -129,18 +129,6 @@ def test_attention_is_packed_and_experts_are_loaded(
             (found,) = (v for k, v in state.items() if f"layers.{layer}." in k and k.endswith(f".{leaf}"))
             assert torch.equal(found.reshape(value.shape).float(), value.float()), leaf
             assert found.dtype == value.dtype
-
-
-def test_stock_vllm_loads_it_dense(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsLinearMethod,
-    )
-
-    monkeypatch.setattr(CompressedTensorsLinearMethod, "process_weights_after_loading", lambda *_: None)
-    model = loaded(configured(path, quantization="compressed-tensors"), {})
-    assert not any(hasattr(module, "slide") for module in model.modules())
-    scales = [k for k in model.state_dict() if k.endswith(("w13_weight_scale", "w2_weight_scale"))]
-    assert len(scales) == 4
 
 
 SPARSE = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "sparse"}}
@@ -277,20 +265,6 @@ def test_experts_with_adapters_stay_vllms_own(
     assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
 
 
-def with_dense_attention(path: Path, marked: bool) -> Path:
-    """The same checkpoint with attention that no pattern fits, and with a marker that says so or without any."""
-    file, config = path / "model.safetensors", path / "config.json"
-    tensors, settings = load_file(file), json.loads(config.read_text())
-    attention = [name for name, tensor in tensors.items() if "self_attn" in name and tensor.dtype == torch.int8]
-    for name in attention:
-        tensors[name].fill_(1)
-    save_file(tensors, file, {"format": "pt"})
-    marker = settings.pop(MARKER_KEY)
-    marker["ignore"] += [name.removesuffix(".weight") for name in attention]
-    config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if marked else {})))
-    return path
-
-
 @pytest.mark.usefixtures("no_dense_kernels")
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
@@ -300,7 +274,8 @@ def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_sta
     from slidesparse.integrations.vllm import experts
 
     monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
-    path = with_dense_attention(path, marked)
+    left = without_pattern(path, "self_attn")
+    with_marker(path, **({"ignore": ["lm_head", *left]} if marked else {}))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: they have a bias")
     assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
@@ -318,20 +293,6 @@ def with_balancing(path: Path, additional: dict[str, Any], monkeypatch: pytest.M
     config = VllmConfig(model_config=configured(path, quantization="slidesparse"), additional_config=additional)
     config.parallel_config.enable_eplb = True
     return config
-
-
-def with_other_weights(path: Path, additional: dict[str, Any]) -> Any:
-    """A configuration whose experts vLLM quantises anew (``--quantization-config``)."""
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-
-    if not hasattr(QuantizationConfig, "online_quantization_config"):
-        pytest.skip("vLLM before 0.33 quantises nothing anew that a checkpoint holds quantised")
-    from vllm.config.quantization import resolve_quantization_config
-
-    parsed = resolve_quantization_config("slidesparse", {"moe": "fp8_per_tensor"})
-    model = configured(path, quantization="slidesparse", quantization_config=parsed)
-    return VllmConfig(model_config=model, additional_config=additional)
 
 
 def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
@@ -352,11 +313,11 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
     import vllm.model_executor.layers.quantization.online.fp8 as anew
 
     monkeypatch.setattr(anew.Fp8PerTensorOnlineMoEMethod, "process_weights_after_loading", lambda *_: None)
-    loaded_by(with_other_weights(path, REFERENCE))
+    loaded_by(quantised_anew(path, {"moe": "fp8_per_tensor"}, REFERENCE))
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM: moe of --quantization-config" in caplog.text
     with pytest.raises(UnsupportedError, match="--quantization-config"):
-        loaded_by(with_other_weights(path, SPARSE))
+        loaded_by(quantised_anew(path, {"moe": "fp8_per_tensor"}, SPARSE))
 
 
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
@@ -391,34 +352,32 @@ def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
     assert caplog.messages[told:] == []
 
 
-def with_full_experts(path: Path) -> Path:
-    """The same checkpoint, with experts that no pattern fits."""
+def without_pattern(path: Path, part: str) -> list[str]:
+    """Fill the quantised layers of a part of a checkpoint with ones, and return their names."""
     file = path / "model.safetensors"
     tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if "experts" in name and tensor.dtype == torch.int8:
-            tensor.fill_(1)
-    save_file(tensors, file, {"format": "pt"})
-    return path
+    names = [name for name, tensor in tensors.items() if part in name and tensor.dtype == torch.int8]
+    save_file(tensors | {name: torch.ones_like(tensors[name]) for name in names}, file, {"format": "pt"})
+    return [name.removesuffix(".weight") for name in names]
 
 
-def with_marker(path: Path, **changes: Any) -> Path:
-    """The same checkpoint with another marker; without any where nothing is named."""
+def with_marker(path: Path, **changes: Any) -> None:
+    """Change a checkpoint's marker; take it away where nothing is named."""
     config = path / "config.json"
     settings = json.loads(config.read_text())
     marker = settings.pop(MARKER_KEY) | changes
     config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if changes else {})))
-    return path
 
 
 def test_experts_without_a_pattern_stay_vllms_own(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = with_marker(with_full_experts(path))
+    without_pattern(path, "experts")
+    with_marker(path)
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: their weights satisfy no pattern")
 
 
 def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) -> None:
-    path = with_full_experts(path)
+    without_pattern(path, "experts")
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.mlp\.experts\.w13_weight violates 6:8"):
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
@@ -429,7 +388,7 @@ def test_experts_that_were_left_alone_are_not_searched(
     from slidesparse.integrations.vllm import experts
 
     monkeypatch.setattr(experts, "loaded_experts", None)
-    path = with_marker(path, experts={})
+    with_marker(path, experts={})
     loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
 

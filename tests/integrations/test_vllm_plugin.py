@@ -5,7 +5,6 @@ The reference backend multiplies, exactly for INT8, so a layer of vLLM's must gi
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import shutil
@@ -25,7 +24,6 @@ import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -65,30 +63,10 @@ def oracle(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.
 # -- which checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkpoints: Any, tmp_path: Path) -> None:
-    marked = checkpoints("6:8")
-    plain = edited(marked, tmp_path / "plain", **{MARKER_KEY: None})
-    assert configured(marked).quantization == "slidesparse"
-    assert configured(marked, quantization="slidesparse").quantization == "slidesparse"
-    assert configured(marked, quantization="compressed-tensors").quantization == "compressed-tensors"
-    assert configured(plain).quantization == "compressed-tensors"
-    assert configured(plain, quantization="slidesparse").quantization == "slidesparse"
-
-
-@pytest.mark.parametrize(
-    ("marker", "told"),
-    [
-        ({"version": 3, "pattern": "6:8", "ignore": [], "layers": {}}, "version of slidesparse_config.*upgrade"),
-        ({"version": 1, "pattern": "6:9", "ignore": [], "layers": {}}, "not a sliding pattern"),
-        ({"version": 1, "pattern": "6:8"}, "marker lacks ignore, layers"),
-    ],
-)
-def test_a_marker_that_cannot_be_read_stops_before_anything_is_loaded(
-    checkpoints: Any, tmp_path: Path, marker: dict[str, Any], told: str
-) -> None:
-    broken = edited(checkpoints("6:8"), tmp_path / "broken", **{MARKER_KEY: marker})
-    with pytest.raises(CheckpointError, match=told):
-        configured(broken)
+def test_a_marker_that_cannot_be_read_stops_before_anything_is_loaded(checkpoints: Any, tmp_path: Path) -> None:
+    marker = {"version": 3, "pattern": "6:8", "ignore": [], "layers": {}}
+    with pytest.raises(CheckpointError, match=r"version of slidesparse_config.*upgrade"):
+        configured(edited(checkpoints("6:8"), tmp_path / "broken", **{MARKER_KEY: marker}))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +93,7 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
-@pytest.mark.parametrize(
-    ("version", "warned"), [("0.22.1", False), ("0.33rc1", False), ("99.1rc1", True), ("0.1.dev123+g0a1b2c3", True)]
-)
+@pytest.mark.parametrize(("version", "warned"), [("0.33rc1", False), ("0.1.dev123+g0a1b2c3", True)])
 def test_a_version_that_was_not_tried_is_a_line_in_the_log(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warned: bool
 ) -> None:
@@ -252,13 +228,9 @@ def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest
     assert layer.slide.unpack().shape == shape
 
 
-def test_packed_weights_are_not_handed_to_other_processes() -> None:
-    from slidesparse.integrations.vllm.scheme import SlideUnquantizedMethod
-
-    assert SlideUnquantizedMethod.supports_pre_processed_weights is False
-
-
 def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
     path = checkpoints("6:8", torch.bfloat16)
     layer = loaded(configured(path, quantization="slidesparse"), REFERENCE).model.layers[0]
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -266,16 +238,9 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     expected = torch.nn.functional.linear(x.float(), weight.float()).bfloat16()
     torch.testing.assert_close(layer.mlp.down_proj(x)[0], expected)
     assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
-
-
-def test_sparse_layers_do_not_pass_for_unquantised_ones(checkpoints: Any) -> None:
-    """vLLM's models ask for the class before they read a layer's weight in kernels of their own."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    model = loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse"), REFERENCE)
-    layer = model.model.layers[0].mlp.down_proj
-    assert not hasattr(layer, "weight")
-    assert not isinstance(layer.quant_method, UnquantizedLinearMethod)
+    # vLLM's models ask for the class before they read a layer's weight in kernels of their own.
+    assert not hasattr(layer.mlp.down_proj, "weight")
+    assert not isinstance(layer.mlp.down_proj.quant_method, UnquantizedLinearMethod)
 
 
 def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
@@ -536,16 +501,3 @@ def registered() -> Any:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     return get_quantization_config("slidesparse")
-
-
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("module", "name", "loop"), LOOPS)
-def test_vllm_has_the_loops_that_get_room(module: str, name: str, loop: str) -> None:
-    import vllm
-
-    source = Path(vllm.__file__).parents[1] / f"{module.replace('.', '/')}.py"  # importing it needs more than Python
-    tree = ast.parse(source.read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    assert loop in {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
