@@ -7,6 +7,7 @@ import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.weights.packed import pack_by
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -202,45 +202,28 @@ def test_the_norms_of_gemma_are_joined(adds: bool) -> None:
     assert counts in ({"gemma_norm_linear": 1}, {"add_gemma_norm_linear": 1})  # vLLM adds by itself before 0.26
 
 
-def test_an_offset_of_another_kind_is_not_joined() -> None:
-    import vllm.ir.ops  # noqa: F401
-
-    linear, weight = sparse_linear(32, 64).eval(), torch.rand(64).bfloat16()
-    x = torch.randn(4, 64).bfloat16()
-    told = {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1}
-    for gain in (lambda: weight.float() + 2.0, lambda: weight.half().float() + 1.0, lambda: weight.float() - 1.0):
-        assert lost(lambda x, gain=gain: linear(torch.ops.vllm_ir.rms_norm(x, gain(), 1e-6)), x) == (0, told)
-
-
 def test_what_is_not_joined_says_why() -> None:
     import vllm.ir.ops  # noqa: F401
     from vllm.model_executor.layers.activation import SiluAndMul
 
     linear, gain = sparse_linear(32, 64).eval(), torch.rand(64)
+    in_float32 = {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1}
     x, wide = torch.randn(4, 64).bfloat16(), torch.randn(4, 128).bfloat16()
     norm, silu = torch.ops.vllm_ir.rms_norm, SiluAndMul.forward_native
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x) == (1, {})
     assert lost(linear, x) == (0, {})
-    assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (
-        0,
-        {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1},
-    )
+    assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (0, in_float32)
+    for offset in (lambda: gain + 2.0, lambda: gain.half().float() + 1.0, lambda: gain - 1.0):  # Gemma's is + 1.0
+        assert lost(lambda x, offset=offset: linear(norm(x, offset(), 1e-6)), x) == (0, in_float32)
     assert lost(lambda x: linear(norm(x, None, 1e-6)), x) == (0, {"rms_norm without a gain": 1})
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6, 32)), x) == (0, {"rms_norm over a part of each row": 1})
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x[None]) == (0, {"rms_norm of 3 dimensions": 1})
     assert lost(lambda x: linear(silu(x)), wide) == (1, {})
     assert lost(lambda x: linear(silu(x)), wide[None]) == (0, {"aten.mul of 3 dimensions": 1})
+    symbolic = {"aten.mul whose number of columns is unknown when it is compiled": 1}
+    assert lost(lambda x: linear(silu(x)), wide, dynamic=True) == (0, symbolic)
     gelu = torch.nn.functional.gelu
     assert lost(lambda x: linear(gelu(x[:, :64]) * x[:, 64:]), wide) == (0, {"aten.mul that is not silu(gate) * up": 1})
-
-
-def test_an_activation_of_symbolic_width_is_left_alone() -> None:
-    """Tracing vLLM's definition for it would need a number."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
-    found = lost(lambda x: linear(SiluAndMul.forward_native(x)), wide, dynamic=True)
-    assert found == (0, {"aten.mul whose number of columns is unknown when it is compiled": 1})
 
 
 # -- several models ------------------------------------------------------------------------------------------------
@@ -270,6 +253,7 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     models.append(loaded_by(draft, prefix="draft_model"))
     assert target.compilation_config.inductor_compile_config[POST_PASS] is rewrite
     assert rewrite.uuid() != alone
+    assert deepcopy(rewrite) is rewrite  # vLLM copies its configuration, while layers still write to the states
     assert [(state.options.fuse, state.options.host_us) for state in rewrite.models] == [(True, 75), (draft_fuses, 0)]
     gain, x = torch.rand(256).bfloat16(), torch.randn(5, 256).bfloat16()
     joined, left = {"rms_norm_linear": 1, "silu_mul_linear": 1}, {"linear": 2}
@@ -284,32 +268,23 @@ def test_layers_of_no_model_are_left_alone(caplog: pytest.LogCaptureFixture) -> 
     assert "its linears belong to no loaded model" in caplog.text
 
 
-def test_a_copied_configuration_keeps_the_pass() -> None:
-    from copy import deepcopy
-
-    made = pass_of()
-    assert deepcopy({"pass": made})["pass"] is made
-
-
 # -- the key of vLLM's cache ---------------------------------------------------------------------------------------
-
-
-def packed_linear(pattern: str, weight: torch.Tensor) -> ss.SlideLinear:
-    return ss.SlideLinear(pack_by(weight, pattern, scale=torch.ones(len(weight))), backend="reference")
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:
     from slidesparse.integrations.vllm.status import Outcome
 
-    def key(text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, **options: Any) -> str:
-        model = state_of(**options)
+    def key(
+        text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, pattern: str = "6:8", **options: Any
+    ) -> str:
+        model = state_of(sparse_linear(8, 96, pattern), **options)
         model.status.outcomes["a"] = Outcome(True, True, text)
         model.speeds["spec"] = LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})
         return str(pass_of(model, graphed=graphed).uuid())
 
     changed = key("4:6 by hopper"), key(graphed=1024), key(us=2.0), key(fuse=False), key(host_us=50.0)
     assert key() == key()
-    assert len({key(), *changed}) == 6
+    assert len({key(), *changed, key(pattern="4:6")}) == 7
 
 
 def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
@@ -324,43 +299,24 @@ def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
     assert len(set(keys)) == 3
 
 
-def test_the_compile_cache_key_holds_the_order_of_columns() -> None:
-    keys, specs = set(), set()
-    for pattern in ("4:6", "6:8"):
-        model = state_of(packed_linear(pattern, torch.zeros(8, 96, dtype=torch.int8)))
-        keys.add(pass_of(model).uuid())
-        specs.update(model.specs.values())
-    assert len(keys) == len(specs) == 2
-
-
-@pytest.fixture
-def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A copy of the package in the place of its sources."""
+def test_a_changed_byte_in_a_source_of_the_package_changes_the_compile_cache_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slidesparse.integrations.vllm import graph_pass
 
     folder = tmp_path / "package"
     shutil.copytree(graph_pass.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     whole: Any = graph_pass.hash_sources
     monkeypatch.setattr(graph_pass, "hash_sources", functools.wraps(whole)(lambda: whole.__wrapped__(folder)))
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_key(copied_sources: list[Path]) -> None:
-    from slidesparse.integrations.vllm.graph_pass import PACKAGE, hash_sources
-
     made = pass_of()
     before = made.uuid()
-    sources = [path for path in copied_sources if path.suffix in (".py", ".cu", ".cuh", ".json")]
-    assert {"counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json"} <= {
-        path.name for path in sources
-    }
+    names = ("counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json")
+    sources = [next(folder.rglob(name)) for name in names]
     for path in sources:
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if content else b" ")
         assert made.uuid() != before, path
         path.write_bytes(content)
     assert made.uuid() == before
-    sources[0].rename(sources[0].with_name("renamed.py"))
+    sources[0].rename(sources[0].with_name("renamed.cu"))
     assert made.uuid() != before
-    whole: Any = hash_sources.__wrapped__
-    assert whole() == whole.__wrapped__(PACKAGE)
