@@ -92,22 +92,13 @@ def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCa
     )
 
 
-def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    status, kept, thrown = ModelStatus(), _Layer(), _Layer()
-    status.expect_layer("a", kept)
-    status.expect_layer("lm_head", thrown)
-    del thrown
-    status.note_outcome("a", SPARSE, LOG)
-    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
-
-
-def test_the_status_does_not_wait_for_a_layer_that_vllm_never_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_status_does_not_wait_for_layers_that_are_gone_or_never_loaded(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM keeps the tower of a model that serves no images, without memory."""
     caplog.set_level(logging.INFO)
-    status, kept, tower = ModelStatus(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
-    status.expect_layer("a", kept)
-    status.expect_layer("visual.a", tower)
+    status, kept, tower, thrown = ModelStatus(), _Layer(), torch.nn.Linear(2, 2, device="meta"), _Layer()
+    for name, layer in (("a", kept), ("visual.a", tower), ("lm_head", thrown)):
+        status.expect_layer(name, layer)
+    del thrown, layer
     status.note_outcome("a", SPARSE, LOG)
     assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
 

@@ -57,16 +57,6 @@ def test_layers_of_a_kind_are_warmed_up_once(ran: list[int], caplog: pytest.LogC
     assert not [line for line in caplog.messages if "warm-up" in line]
 
 
-def test_experts_of_a_kind_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[torch.dtype, int]] = []
-    monkeypatch.setattr(SlideExperts, "warm_up", lambda _, dtype, top_k: ran.append((dtype, top_k)))
-    layer = SlideExperts(packed_experts(2, 16, 16, torch.int8), packed_experts(2, 16, 8, torch.int8))
-    warmup = WarmUp(4, torch.bfloat16, LOG)
-    for kind, top_k in (("a", 2), ("a", 2), ("b", 1)):
-        warmup.experts(layer, kind, top_k)
-    assert ran == [(torch.bfloat16, 2), (torch.bfloat16, 1)]
-
-
 def test_experts_with_weights_of_another_form_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[SlideExperts] = []
     monkeypatch.setattr(SlideExperts, "warm_up", lambda layer, *_: ran.append(layer))
