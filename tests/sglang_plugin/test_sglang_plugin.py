@@ -19,7 +19,6 @@ import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations import NAME
-from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import METHOD, TESTED, register
 from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch, refuse_what_cannot_work
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -34,16 +33,6 @@ def is_newest() -> bool:
 
 
 # -- without SGLang ------------------------------------------------------------------------------------------------
-
-
-def test_options_are_read_strictly() -> None:
-    assert ServerOptions.read(None, "--json") == ServerOptions() == ServerOptions.read({}, "--json")
-    given = {"backend": "hopper", "fallback": "none", "tune": "off", "fuse": False}
-    assert ServerOptions.read(given, "--json") == ServerOptions("hopper", "none", "off", fuse=False)
-    wrong = {"graphs": "vllm"}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, {"tune": 1}
-    for given in (*wrong, {"fuse": 1}, ["auto"]):
-        with pytest.raises(InputError):
-            ServerOptions.read(given, "--json")
 
 
 @pytest.mark.parametrize(
@@ -203,15 +192,6 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
-def test_a_layer_gives_the_bits_of_the_formula(pattern: str) -> None:
-    values, scale = pruned(pattern)
-    layer = loaded(config_of(pattern), O_PROJ, values, scale)
-    assert not hasattr(layer, "weight")
-    assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
-
-
-@pytest.mark.usefixtures("server")
 def test_layers_that_stay_sglangs() -> None:
     values, scale = pruned("6:8")
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["a.q_proj", "a.k_proj", "a.v_proj"], "layers": {}})
@@ -304,19 +284,6 @@ def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pyte
     monkeypatch.setattr(weight_updater, ASKED, lambda: None)
     loaded(config_of(), O_PROJ, *pruned("6:8"))
     assert getattr(weight_updater, ASKED)().startswith("weights for a running engine with sparse layers; got ")
-
-
-@pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(rank: int) -> None:
-    columns, half = 76, 38  # no multiple of 8
-    values, scale = pruned("6:8", columns=columns)
-    shard = values[:, rank * half : (rank + 1) * half]
-    layer = built(config_of(), O_PROJ, shard, scale)
-    layer.scheme.in_features = columns  # as RowParallelLinear tells the method
-    layer.tp_group = SimpleNamespace(rank_in_group=rank, world_size=2)
-    layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(layer(tokens(half))[0], oracle(tokens(half), shard, scale))
 
 
 @pytest.mark.usefixtures("server")
