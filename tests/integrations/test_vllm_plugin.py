@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import by_magnitude
-from safetensors.torch import save_file
 from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
@@ -160,19 +159,6 @@ def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, 
     assert layer.mlp.down_proj.slide.pattern == Pattern.parse(pattern)
 
 
-def test_an_engine_is_prepared_once_for_a_model(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from slidesparse.integrations.vllm.model_state import ModelState
-
-    states, create = [], ModelState.create
-    monkeypatch.setattr(ModelState, "create", lambda config: states.append(create(config)) or states[-1])
-    loaded(configured(checkpoints("6:8")), REFERENCE)
-    (state,) = states
-    assert set(state.specs) == set(state.status.outcomes) != set()
-    assert len([line for line in caplog.messages if line.startswith("slidesparse options: ")]) == 1
-
-
 def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -> None:
     """The attribute is what vLLM 0.33 asks before it quantises an activation for the linear after it."""
     vllm_config.additional_config = REFERENCE
@@ -309,16 +295,6 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     assert torch.equal(layer.mlp.gate_up_proj(x)[0], oracle(x, torch.cat(parts[:2]), torch.cat(parts[2:])))
 
 
-@pytest.mark.usefixtures("no_dense_kernels")
-def test_an_output_embedding_that_stays_dense_is_left_to_vllm(checkpoints: Any, tmp_path: Path) -> None:
-    """No graph holds it, so nothing would be joined with it; drafts may share its weight."""
-    source = checkpoints("dense", torch.bfloat16)
-    prune_checkpoint(source, tmp_path / "sparse", by_magnitude("6:8", "int8", lm_head=True))
-    model = loaded(configured(tmp_path / "sparse"), {})
-    assert hasattr(model.model.layers[0].mlp.down_proj, "slide")
-    assert not hasattr(model.lm_head, "slide")
-
-
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
     lying = marked(checkpoints("6:8"), tmp_path / "lying", "2:4")
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.\w+\.\w+ violates 2:4 at row"):
@@ -345,39 +321,10 @@ def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, q
         return
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bf16"])
-@pytest.mark.parametrize(
-    ("saved", "built"),
-    [
-        ("mtp.layers.0", "mtp.layers.0"),
-        ("model.mtp_block.0", "model.layers.1"),  # ERNIE 4.5; this model has one layer
-        ("model.mtp_layers.0", "model.layers.1"),  # MiMo
-    ],
-)
-def test_layers_that_draft_tokens_are_left_to_vllm(
-    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str, saved: str, built: str
-) -> None:
-    """The model that ``prune`` sees has none. vLLM builds them under the configuration of the model that is served."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
-
-    more = tmp_path / "source"
-    shutil.copytree(checkpoints("dense", torch.bfloat16), more)
-    drafts = {f"{saved}.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
-    save_file(drafts, more / "drafts.safetensors")
-    index = json.loads((more / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
-    (more / "model.safetensors.index.json").write_text(json.dumps(index))
-    prune_checkpoint(more, tmp_path / "sparse", by_magnitude("6:8", dtype))
-    stored = Checkpoint(tmp_path / "sparse").config
-    config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
-    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))
-    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    for parent, left in ((built, True), ("model.layers.0", False)):
-        name = f"{parent}.self_attn.qkv_proj"
-        layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
-        assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
+    # Where it stays dense it is left to vLLM: no graph holds it, so nothing would be joined with it.
+    model = loaded(configured(tmp_path / "sparse"), {})
+    assert hasattr(model.model.layers[0].mlp.down_proj, "slide")
+    assert not hasattr(model.lm_head, "slide")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
@@ -440,8 +387,7 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
 
     vllm_config.additional_config = REFERENCE
     marker = {"version": 1, "pattern": "6:8", "ignore": [], "layers": {}} if marked else None
-    config = registered()()
-    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: marker}))
+    config = config_of(marker)
     weight = torch.rand(64, 32) + 1
     weight *= ss.prune_mask(weight, "6:8")
     name = "model.layers.0.self_attn.kv_b_proj"
@@ -469,9 +415,8 @@ def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(
     weight = torch.randn(24, columns, generator=generator)
     values, scale = quantize_weight(weight * ss.prune_mask(weight, pattern), torch.int8)
     vllm_config.additional_config = REFERENCE
-    config = registered().from_config(quantization_config(torch.int8, []))
     marker = {"version": 1, "pattern": pattern, "ignore": [], "layers": {}}
-    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: marker}))
+    config = config_of(marker, quantization_config(torch.int8, []))
     layer = linear.RowParallelLinear(
         columns, 24, bias=False, quant_config=config, prefix="o_proj", params_dtype=torch.bfloat16, reduce_results=False
     )
@@ -495,6 +440,13 @@ def test_a_shard_whose_place_is_unknown_is_refused() -> None:
     assert _rank(layer, "o_proj", 32, 64) == 1
     with pytest.raises(UnsupportedError, match="got 16 of 64 columns on rank 1 of 2"):
         _rank(layer, "o_proj", 16, 64)
+
+
+def config_of(marker: Any, quantised: dict[str, Any] | None = None) -> Any:
+    """What vLLM makes of a checkpoint's marker and ``quantization_config``."""
+    config = registered()() if quantised is None else registered().from_config(quantised)
+    config.maybe_update_config("", hf_config=SimpleNamespace(**{MARKER_KEY: marker}))
+    return config
 
 
 def registered() -> Any:
