@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -136,30 +135,6 @@ def test_a_plan_is_joined_whatever_its_patterns() -> None:
     block = Block(False, ("4:6", "dense", "dense", "2:4")).eval()
     model = state_of(block.qkv, block.o, block.gate_up, block.down)
     assert run_compiled(block, pass_of(model), torch.randn(9, 64).bfloat16()) == {"chain": 1}
-
-
-def test_a_second_reading_of_a_norm_is_no_residual() -> None:
-    """Graphs as they are now read each result of an operator once; one that does not is left alone."""
-    from slidesparse.integrations.vllm.fuse_norms import join_norms
-
-    linear = sparse_linear(32, 64).eval()
-    gain, joined = torch.rand(64).bfloat16(), []
-
-    def add_norm(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, x.flip(0), gain, 1e-6)
-        return linear(normed), residual, normed
-
-    def rewrite(graph: fx.Graph) -> None:
-        (source,) = (node for node in graph.nodes if node.target is operator.getitem and node.args[1] == 0)
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        with graph.inserting_after(source):
-            again = graph.call_function(operator.getitem, source.args)
-        again.meta.update(source.meta)
-        output.replace_input_with(source, again)
-        joined.append(dict(join_norms(graph).joined))
-
-    run_compiled(add_norm, rewrite, torch.randn(4, 64).bfloat16())
-    assert joined == [{}]
 
 
 def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, dict[str, int]]:
