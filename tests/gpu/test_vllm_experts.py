@@ -1,8 +1,8 @@
-"""Mixtures of experts beside a real vLLM's: one layer against vLLM's kernels, and tiny random models in an engine.
+"""Tiny random mixtures of experts in a real vLLM.
 
 The bits are not stock's. Its Triton kernel of INT8 divides approximately and rounds halves up, it rounds SiLU before
-it multiplies by it, and the weighted product of each expert before it adds them. So a layer is held to be as near as
-stock to the same layer in float64, and a model as near to stock as one whose scales differ a little.
+it multiplies by it, and the weighted product of each expert before it adds them. So a model is held to be as near to
+stock as one whose scales differ a little; test_grouped.py compares a layer with its definition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ pytestmark = [
     ),
 ]
 
-INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TWO = "two experts a token"
 CASES = {
     f"{dtype}, {whose}": Case(whose == "sparse", {}, family=TWO, dtype=dtype, model=model)

@@ -24,15 +24,14 @@ from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.quant import quantize_rows, quantize_weight
 
+pytestmark = pytest.mark.usefixtures("server")
+
 REFERENCE = {"backend": "reference"}
 
 
 def is_newest() -> bool:
     """Whether this is the release that CI runs: nothing may be missing there."""
     return metadata.version("sglang") == TESTED[-1]
-
-
-# -- without SGLang ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_release_that_lacks_something_serves_dense_and_says_so(
     assert re.fullmatch(r"slidesparse: pruned checkpoints run dense in SGLang [0-9.]+: .*; tested are .* and .*", line)
 
 
-def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> None:
+def test_formats_that_bring_no_checkpoint_are_refused() -> None:
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {form.value for form in LoadFormat}
@@ -106,7 +105,6 @@ def config_of(
     return QUANTIZATION_METHODS[METHOD].from_config(given)
 
 
-@pytest.mark.usefixtures("server")
 def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
     from sglang.srt.plugins import GENERAL_PLUGINS_GROUP
 
@@ -118,7 +116,6 @@ def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
     assert point.load() is register
 
 
-@pytest.mark.usefixtures("server")
 def test_the_marker_decides_whose_configuration_it_is() -> None:
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
@@ -132,7 +129,6 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
     assert ours.most == 8192
 
 
-@pytest.mark.usefixtures("server")
 def test_a_marker_or_option_that_cannot_be_read_stops_it() -> None:
     from slidesparse.integrations.sglang.config import SGLangOptions
 
@@ -191,7 +187,6 @@ def tokens(columns: int = 96) -> torch.Tensor:
 O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
-@pytest.mark.usefixtures("server")
 def test_layers_that_stay_sglangs() -> None:
     values, scale = pruned("6:8")
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["a.q_proj", "a.k_proj", "a.v_proj"], "layers": {}})
@@ -203,7 +198,6 @@ def test_layers_that_stay_sglangs() -> None:
     assert not hasattr(dense, "slide")
 
 
-@pytest.mark.usefixtures("server")
 def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,20 +224,17 @@ def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_i
     assert torch.equal(layer(tokens())[0], oracle(tokens(), *pruned("6:8")))
 
 
-@pytest.mark.usefixtures("server")
 def test_a_weight_that_belies_its_marker_is_an_error() -> None:
     with pytest.raises(PatternViolation, match=f"{O_PROJ} violates 2:4"):
         loaded(config_of("2:4"), O_PROJ, *pruned("6:8"))
 
 
-@pytest.mark.usefixtures("server")
 def test_quantised_activations_are_refused() -> None:
     layer = loaded(config_of(), O_PROJ, *pruned("6:8"))
     with pytest.raises(UnsupportedError, match=f"activations of {O_PROJ}.*got tuple"):
         layer.quant_method.apply(layer, (tokens(), torch.ones(5, 1)))
 
 
-@pytest.mark.usefixtures("server")
 def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception of ours ended the server, and by IPC norms and embeddings alone were replaced."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -274,7 +265,6 @@ def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
 
 
-@pytest.mark.usefixtures("server")
 def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in SGLang 0.5.17, which replaced norms and embeddings alone, and said that it had done it."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -286,7 +276,6 @@ def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pyte
     assert getattr(weight_updater, ASKED)().startswith("weights for a running engine with sparse layers; got ")
 
 
-@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("group", [None, SimpleNamespace(rank_in_group=1, world_size=3)])
 def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
     values, scale = pruned("6:8", columns=76)
@@ -296,7 +285,6 @@ def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
-@pytest.mark.usefixtures("server")
 def test_names_follow_sglang() -> None:
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": {"a.b": "4:6"}})
     mapper = SimpleNamespace(
@@ -307,7 +295,6 @@ def test_names_follow_sglang() -> None:
     assert config.marker.ignore == ("lm_head",)
 
 
-@pytest.mark.usefixtures("server")
 def test_a_layer_of_each_kind_runs_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.integrations.warmup import WarmUp
 
