@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
+import fetch_vllm
 import pytest
+import try_vllm
 from packaging.specifiers import SpecifierSet
 
 from slidesparse.integrations.vllm.releases import TESTED, is_newer, is_older, parse_version
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_tested_release_is_inside_the_range_and_they_are_in_order() -> None:
@@ -50,20 +50,8 @@ def test_the_image_is_of_a_tested_release_that_ran_on_a_gpu() -> None:
     assert [name for name in kept if not (ROOT / name).exists()] == []
 
 
-# -- the commands --------------------------------------------------------------------------------------------------
-
-
-def command(name: str) -> Any:
-    """One of the scripts next to this file, as a module."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", ["fetch_vllm", "try_vllm"])
-def test_examples_of_the_commands(name: str) -> None:
-    found = doctest.testmod(command(name))
+@pytest.mark.parametrize("command", [fetch_vllm, try_vllm])
+def test_examples_of_the_commands(command: ModuleType) -> None:
+    found = doctest.testmod(command)
     assert found.attempted > 0
     assert found.failed == 0

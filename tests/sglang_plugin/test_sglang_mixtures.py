@@ -386,8 +386,9 @@ def test_auto_goes_by_the_times_of_both_forms(
     monkeypatch.setattr(SGLangOptions, "tuner", lambda *_: tuner)
     monkeypatch.setattr(experts, "choose_experts", tuner.choose)
     process = W8A8Int8MoEMethod.process_weights_after_loading
-    both = lambda self, layer: (processed.append(layer), process(self, layer))  # noqa: E731
-    monkeypatch.setattr(W8A8Int8MoEMethod, "process_weights_after_loading", both)
+    monkeypatch.setattr(
+        W8A8Int8MoEMethod, process.__name__, lambda self, layer: (processed.append(layer), process(self, layer))
+    )
 
     def apply(self: Any, layer: Any, given: Any) -> Any:
         """What SGLang's kernel computes; it may write over its input."""
