@@ -10,6 +10,11 @@ import pytest
 import torch
 from expert_weights import routed
 
+from slidesparse.errors import PatternViolation
+from slidesparse.integrations.experts import LoadedExperts, pack_experts
+from slidesparse.integrations.names import NamedExperts
+from slidesparse.integrations.vllm import experts
+from slidesparse.integrations.vllm.experts import _multiply, loaded_experts
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_weight
@@ -40,10 +45,6 @@ def layer_of(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tenso
 
 def gpu(*given: Any) -> tuple[Any, torch.Tensor]:
     """What the plugin finds on a GPU with such a layer, and what its experts give for the same tokens on every one."""
-    from slidesparse.integrations.experts import LoadedExperts, pack_experts
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import _multiply, loaded_experts
-
     layer = layer_of(*given)
     found = loaded_experts(layer, NamedExperts("experts", None))
     assert isinstance(found, LoadedExperts)
@@ -112,10 +113,6 @@ def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor], b
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str, torch.Tensor], rank: int) -> None:
     """From the place in its group at which it begins; experts that break the pattern are refused by their name."""
-    from slidesparse.errors import PatternViolation
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import loaded_experts
-
     layer = layer_of(shard_of(weights, rank), parallel(tp_size=2, tp_rank=rank))
     named = NamedExperts("a.experts", (Pattern(6, 8), Pattern(6, 8)))
     found: Any = loaded_experts(layer, named)
@@ -137,8 +134,6 @@ def test_gpus_that_exchange_tokens_agree(
     monkeypatch: pytest.MonkeyPatch, own: str | None, other: str | None, wanted: str
 ) -> None:
     import vllm.distributed
-
-    from slidesparse.integrations.vllm import experts
 
     group = SimpleNamespace(world_size=2, cpu_group=object())
 

@@ -20,6 +20,12 @@ from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
 from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.integrations.vllm.fuse_chains import join_chains
+from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.private import POST_PASS
+from slidesparse.integrations.vllm.status import Outcome
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -54,9 +60,6 @@ class Block(torch.nn.Module):
 
 def state_of(*layers: ss.SlideLinear, **options: Any) -> Any:
     """A model with these layers."""
-    from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.options import Options
-
     model = ModelState(Options(**options))
     for i, layer in enumerate(layers):
         model.add_layer(f"layers.{i}", layer)
@@ -108,9 +111,6 @@ def test_norms_and_activations_are_joined_with_the_linear_after_them(reads_twice
     import vllm.ir.ops  # noqa: F401
     from torch._inductor import config as inductor
 
-    from slidesparse.integrations.vllm.fuse_chains import join_chains
-    from slidesparse.integrations.vllm.fuse_norms import join_norms
-
     block, found = Block(reads_twice).eval(), []
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -139,8 +139,6 @@ def test_a_plan_is_joined_whatever_its_patterns() -> None:
 
 def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, dict[str, int]]:
     """How many linears were joined, and what was not."""
-    from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
-
     found: list[Joins] = []
     run_compiled(function, lambda graph: found.append(join_norms(graph)), x, **how)
     (joins,) = found
@@ -207,8 +205,6 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     from vllm.config import VllmConfig
     from vllm.config.utils import replace
 
-    from slidesparse.integrations.vllm.private import POST_PASS
-
     target = VllmConfig(model_config=configured(checkpoints("6:8")), additional_config=REFERENCE)
     options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses, "host_us": 0}}
     other = configured(checkpoints("4:6"))
@@ -239,8 +235,6 @@ def test_layers_of_no_model_are_left_alone(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:
-    from slidesparse.integrations.vllm.status import Outcome
-
     def key(
         text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, pattern: str = "6:8", **options: Any
     ) -> str:

@@ -19,6 +19,11 @@ from vllm_models import REFERENCE, configured, loaded, loaded_by, quantised_anew
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.integrations import experts as common
+from slidesparse.integrations.names import NamedExperts
+from slidesparse.integrations.vllm import experts
+from slidesparse.integrations.vllm.experts import is_alone, loaded_experts, why_not, why_tokens_stay
+from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu", "without_expert_kernels")
@@ -176,14 +181,11 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(path: Path, cap
 def test_auto_goes_by_the_times_of_both_forms(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sparse: bool
 ) -> None:
-    from slidesparse.integrations import experts
-    from slidesparse.integrations.vllm import model_state
-
     def three_tokens(kind: Any) -> tuple[torch.Tensor, ...]:
         chosen = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
         return torch.ones(3, kind.hidden).bfloat16(), torch.full((3, 2), 0.5), chosen
 
-    tuner, create = ExpertTuner(sparse, three_tokens), model_state.ModelState.create
+    tuner, create = ExpertTuner(sparse, three_tokens), ModelState.create
     made = []
 
     def with_tuner(config: Any) -> Any:
@@ -191,8 +193,8 @@ def test_auto_goes_by_the_times_of_both_forms(
         made[-1].tuner = tuner
         return made[-1]
 
-    monkeypatch.setattr(model_state.ModelState, "create", with_tuner)
-    monkeypatch.setattr(experts, "choose_experts", tuner.choose)
+    monkeypatch.setattr(ModelState, "create", with_tuner)
+    monkeypatch.setattr(common, "choose_experts", tuner.choose)
     method = int8_method()
     kernel = SimpleNamespace(fused_experts=SimpleNamespace(consumes_expert_mask=False))
     processed = []
@@ -234,12 +236,9 @@ def test_auto_goes_by_the_times_of_both_forms(
 def test_what_was_never_measured_stays_dense(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    from slidesparse.integrations import experts as shared
-    from slidesparse.integrations.vllm import experts
-
     if not alone:  # times of such experts without data parallelism say nothing
-        choice = shared.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
-        monkeypatch.setattr(shared, "choose_experts", lambda *_: choice)
+        choice = common.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+        monkeypatch.setattr(common, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
@@ -251,10 +250,8 @@ def test_experts_with_adapters_stay_vllms_own(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter's layer looks for vLLM's weights."""
-    from slidesparse.integrations.vllm import model_state
-
-    create = model_state.ModelState.create
-    monkeypatch.setattr(model_state.ModelState, "create", lambda config: replace(create(config), adapters=True))
+    create = ModelState.create
+    monkeypatch.setattr(ModelState, "create", lambda config: replace(create(config), adapters=True))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
 
@@ -265,8 +262,6 @@ def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_sta
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     """Nobody looked for a pattern in what cannot be packed, so nobody may say that there is none."""
-    from slidesparse.integrations.vllm import experts
-
     monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
     left = without_pattern(path, "self_attn")
     with_marker(path, **({"ignore": ["lm_head", *left]} if marked else {}))
@@ -313,14 +308,12 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations import experts
-
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
-    monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
-    monkeypatch.setattr(experts, "pack_experts", full)
+    choice = common.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+    monkeypatch.setattr(common, "choose_experts", lambda *_: choice)
+    monkeypatch.setattr(common, "pack_experts", full)
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert_dense(model, caplog, "4 experts, 6:8: not enough memory to pack them")
     assert "4 experts 128x128 6:8 stay dense: out of memory while they were packed" in caplog.text
@@ -375,8 +368,6 @@ def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) ->
 def test_experts_that_were_left_alone_are_not_searched(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations.vllm import experts
-
     monkeypatch.setattr(experts, "loaded_experts", None)
     with_marker(path, experts={})
     loaded(configured(path, quantization="slidesparse"), SPARSE)
@@ -394,9 +385,7 @@ def test_experts_that_were_left_alone_are_not_searched(
 def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    from slidesparse.integrations import experts
-
-    monkeypatch.setattr(experts, "find_pattern", None)
+    monkeypatch.setattr(common, "find_pattern", None)
     loaded(configured(pruned(tmp_path, name, "int8"), quantization="slidesparse"), SPARSE)
     assert said in caplog.text
 
@@ -405,10 +394,6 @@ def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
 def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm import experts
-    from slidesparse.integrations.vllm.model_state import ModelState
-
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
     method = experts.PackingMethod()
     method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
@@ -431,8 +416,6 @@ def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     ],
 )
 def test_why_experts_cannot_be_packed(changed: dict[str, Any], why: str | None) -> None:
-    from slidesparse.integrations.vllm.experts import why_not
-
     weights = {"w13_weight": torch.ones(2, 8, 4), "w2_weight": torch.ones(2, 4, 4)}
     scales = {"w13_weight_scale": torch.ones(2, 8, 1), "w2_weight_scale": torch.ones(2, 4, 1)}
     plain = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False}
@@ -458,9 +441,6 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     changed: dict[str, Any], why: str | None
 ) -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import is_alone, loaded_experts, why_tokens_stay
 
     usual = {"all2all_backend": "allgather_reducescatter"}
     parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})

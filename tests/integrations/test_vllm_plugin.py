@@ -23,6 +23,9 @@ import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.integrations.names import NamedLayer
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -176,10 +179,7 @@ def test_a_start_says_what_is_gained_by_its_times(
 
 
 def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.integrations.names import NamedLayer
     from slidesparse.integrations.vllm import scheme
-    from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.options import Options
 
     layer, shape = torch.nn.Module(), (48, 40)
     weight = torch.randint(1, 99, shape) * ss.prune_mask(torch.ones(shape), "6:8")

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.integrations.vllm import private
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import fuse_norms, private
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -76,8 +77,6 @@ def test_loops_are_called_with_room_once(monkeypatch: pytest.MonkeyPatch, module
 def test_without_a_silu_of_plain_torch_none_is_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slidesparse.integrations.vllm import fuse_norms
-
     _hide(monkeypatch, SILU)
     source, graph = SimpleNamespace(meta={"val": torch.empty(4, 8)}), torch.fx.Graph()
     fuse_norms._silu_pattern.cache_clear()
@@ -104,7 +103,6 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     from vllm.compilation.passes import inductor_pass
     from vllm.model_executor.layers import quantization
 
-    from slidesparse.integrations import NAME
     from slidesparse.integrations.vllm import register
 
     monkeypatch.delattr(inductor_pass, "InductorPass")

@@ -9,6 +9,7 @@ import torch
 from vllm_models import REFERENCE, configured, loaded_by, quantised_anew
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.integrations.vllm.refused import LOAD_FORMATS, require_supported
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -28,8 +29,6 @@ def load_format(name: str) -> dict[str, Any]:
 def test_formats_that_bring_no_checkpoint_are_refused() -> None:
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader import LoadFormats
-
-    from slidesparse.integrations.vllm.refused import LOAD_FORMATS, require_supported
 
     known = set(get_args(LoadFormats))
     assert known - LOAD_FORMATS.keys() >= {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}

@@ -17,6 +17,7 @@ from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.warmup import WarmUp, list_batches
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting import kernel as lift
 from slidesparse.lifting.layout import LiftSpec
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
@@ -104,8 +105,6 @@ def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog
 
 @pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
 def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.lifting import kernel as lift
-
     read: list[int] = []
     listener = SimpleNamespace(run=lambda x, *_: read.append(x.nbytes))
     monkeypatch.setattr(lift, "find_kernel_lift", lambda *_: listener)
