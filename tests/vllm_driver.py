@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections import Counter
@@ -68,4 +69,43 @@ class Driver:
         greedy = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answer: list[Any] = self.llm.generate(asked, greedy, use_tqdm=False)
+        return answer
+
+
+def serve_on_two(connection: Connection, options: EngineOptions) -> None:
+    """Answer the other process's calls of :class:`DataParallel`."""
+    os.environ.update(ENVIRONMENT)
+    answer_calls(connection, lambda: DataParallel(options))
+
+
+class DataParallel:
+    """The engine on two GPUs, each of which has the whole model.
+
+    ``vllm.LLM`` refuses data parallelism for models without experts; the engine behind ``vllm serve`` does not.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._asked = 0
+        self._engine = self._loop.run_until_complete(self._start(options))
+
+    async def _start(self, options: EngineOptions) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**{"data_parallel_size": 2} | settings_of(options)))
+
+    def tokens(self, prompt: Sequence[int], count: int, gpu: int) -> list[int]:
+        """Return the greedy continuation of a prompt by the engine on one of the GPUs."""
+        return self._loop.run_until_complete(self._tokens(prompt, count, gpu))
+
+    async def _tokens(self, prompt: Sequence[int], count: int, gpu: int) -> list[int]:
+        from vllm import SamplingParams
+
+        self._asked += 1
+        greedy = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False)
+        given = {"prompt_token_ids": list(prompt)}
+        answer: list[int] = []
+        async for output in self._engine.generate(given, greedy, str(self._asked), data_parallel_rank=gpu):
+            answer = list(output.outputs[0].token_ids)
         return answer

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from vllm_answers import SETTINGS, TOKENS, Answers, ask_one_by_one, checkpoint, difference, prompts
-from vllm_data_parallel import serve_on_two
-from vllm_driver import serve
+from vllm_driver import serve, serve_on_two
 
 from slidesparse_bench.engine.engine_process import Engine, EngineOptions
 

@@ -14,6 +14,7 @@ from vllm_families import DRAFTED, SMALL, write_pruned
 from vllm_models import REFERENCE, configured, loaded_by
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse_bench.engine.eagle_head import write_eagle_head
 
@@ -81,6 +82,11 @@ def test_a_draft_in_the_models_own_checkpoint_is_loaded_as_it_is(
         parent = f"model.mtp_block.0.{name.partition('.')[0]}"
         weight = torch.cat([stored.tensor(f"{parent}.{part}_proj.weight") for part in parts])
         assert torch.equal(block.get_submodule(name).weight, weight)
+
+
+def test_mimos_drafts_have_the_names_that_vllm_gives_them() -> None:
+    names = ["model.mtp_layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    assert entries_for_unused({f"{names[0]}.weight": (96, 64)}, layers=1) == names
 
 
 def speculating(path: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Any:

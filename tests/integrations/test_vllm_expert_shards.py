@@ -10,8 +10,12 @@ import pytest
 import torch
 from expert_weights import routed
 
+from slidesparse.errors import PatternViolation
+from slidesparse.integrations.experts import LoadedExperts, pack_experts
+from slidesparse.integrations.names import NamedExperts
+from slidesparse.integrations.vllm import experts
+from slidesparse.integrations.vllm.experts import _multiply, loaded_experts
 from slidesparse.pruning import prune_mask
-from slidesparse.weights.packing import pack
 from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_weight
 
@@ -33,15 +37,15 @@ def parallel(**changed: Any) -> Any:
     return replace(FusedMoEParallelConfig.make_no_parallel(), **changed)
 
 
-def gpu(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
-    """What the plugin finds on a GPU, and what its experts give for the same tokens on every one."""
-    from slidesparse.integrations.experts import LoadedExperts, pack_experts
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import _multiply, loaded_experts
-
+def layer_of(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | None = None) -> Any:
     config = SimpleNamespace(moe_parallel_config=how, num_experts=EXPERTS, experts_per_token=2)
     parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
-    layer = SimpleNamespace(moe_config=config, expert_map=expert_map, **parameters)
+    return SimpleNamespace(moe_config=config, expert_map=expert_map, **parameters)
+
+
+def gpu(*given: Any) -> tuple[Any, torch.Tensor]:
+    """What the plugin finds on a GPU with such a layer, and what its experts give for the same tokens on every one."""
+    layer = layer_of(*given)
     found = loaded_experts(layer, NamedExperts("experts", None))
     assert isinstance(found, LoadedExperts)
     generator = torch.Generator().manual_seed(2)
@@ -76,76 +80,44 @@ def test_experts_of_two_gpus_sum_to_those_of_one(weights: dict[str, torch.Tensor
     torch.testing.assert_close(total, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()))
 
 
-def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor]) -> None:
-    """A rank has half of the rows of gate and of up, and half of the columns of down."""
+def shard_of(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Half of the rows of gate and of up, and half of the columns of down."""
+    half = INNER // 2
+    rows = torch.cat([torch.arange(half) + rank * half, torch.arange(half) + INNER + rank * half])
+    columns = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
+    gate_up = {name: weights[name][:, rows] for name in ("w13_weight", "w13_weight_scale")}
+    return gate_up | {"w2_weight": columns, "w2_weight_scale": weights["w2_weight_scale"]}
+
+
+@pytest.mark.parametrize("bits", [[8, 8], [6, 8]])
+def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor], bits: list[int]) -> None:
+    """Each rank keeps the bits of its own values, and has times of its own."""
+    if bits[0] == 6:
+        for name in ("w13_weight", "w2_weight"):
+            weights[name] &= -4
+        second = weights["w2_weight"][..., INNER // 2 :]
+        second += second // 4  # where there is a weight
     _, whole = gpu(weights, parallel())
-    half, total = INNER // 2, torch.zeros_like(whole)
+    total, found_bits = torch.zeros_like(whole), []
     for rank in range(2):
-        rows = torch.cat([torch.arange(half) + rank * half, torch.arange(half) + INNER + rank * half])
-        shard = {
-            "w13_weight": weights["w13_weight"][:, rows],
-            "w13_weight_scale": weights["w13_weight_scale"][:, rows],
-            "w2_weight": weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous(),
-            "w2_weight_scale": weights["w2_weight_scale"],
-        }
-        found, part = gpu(shard, parallel(tp_size=2, tp_rank=rank))
+        found, part = gpu(shard_of(weights, rank), parallel(tp_size=2, tp_rank=rank))
         assert (found.kind.pattern, found.kind.down) == (Pattern(6, 8), Pattern(6, 8))
         assert found.starts == (0, 4 * rank)
+        found_bits.append(found.kind.bits)
         total += part
+    assert found_bits == bits
     # Each rank rounds the inner activations of its own half to INT8.
     assert float((total - whole).norm()) < 0.03 * float(whole.norm())
-
-
-def test_shards_whose_values_have_other_bits_sum_to_the_whole(weights: dict[str, torch.Tensor]) -> None:
-    """Each rank keeps its own bits, and has times of its own."""
-    half = INNER // 2
-    for name in ("w13_weight", "w2_weight"):
-        weights[name] &= -4
-    weights["w2_weight"][..., half:] += weights["w2_weight"][..., half:] // 4  # where there is a weight
-    _, whole = gpu(weights, parallel())
-    total, bits = torch.zeros_like(whole), []
-    for rank in range(2):
-        rows = torch.cat([torch.arange(half) + rank * half, torch.arange(half) + INNER + rank * half])
-        shard = {name: weights[name][:, rows] for name in ("w13_weight", "w13_weight_scale")}
-        shard["w2_weight"] = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
-        found, part = gpu(shard | {"w2_weight_scale": weights["w2_weight_scale"]}, parallel(tp_size=2, tp_rank=rank))
-        bits.append(found.kind.bits)
-        total += part
-    assert bits == [6, 8]
-    assert float((total - whole).norm()) < 0.03 * float(whole.norm())
-
-
-def test_a_shard_does_not_satisfy_the_pattern_from_elsewhere(weights: dict[str, torch.Tensor]) -> None:
-    """So that the test above could fail: the second half follows 6:8 from position 4 of a group, and not from 0."""
-    from slidesparse.errors import PatternViolation
-
-    second = weights["w2_weight"][:, :, INNER // 2 :].flatten(0, 1).contiguous()
-    assert pack(second, "6:8", k_offset=4).shape == second.shape
-    with pytest.raises(PatternViolation):
-        pack(second, "6:8", k_offset=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str, torch.Tensor], rank: int) -> None:
     """From the place in its group at which it begins; experts that break the pattern are refused by their name."""
-    from slidesparse.errors import PatternViolation
-    from slidesparse.integrations.experts import LoadedExperts
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import loaded_experts
-
-    half = INNER // 2
-    down = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
-    config = SimpleNamespace(
-        moe_parallel_config=parallel(tp_size=2, tp_rank=rank), num_experts=EXPERTS, experts_per_token=2
-    )
-    layer = SimpleNamespace(moe_config=config, w13_weight=weights["w13_weight"][:, ::2], w2_weight=down)
+    layer = layer_of(shard_of(weights, rank), parallel(tp_size=2, tp_rank=rank))
     named = NamedExperts("a.experts", (Pattern(6, 8), Pattern(6, 8)))
-    for name in ("w13_weight", "w2_weight"):
-        setattr(layer, name, torch.nn.Parameter(getattr(layer, name), requires_grad=False))
-    found = loaded_experts(layer, named)
-    assert isinstance(found, LoadedExperts)
+    found: Any = loaded_experts(layer, named)
     assert (found.kind.pattern, found.kind.down, found.starts) == (Pattern(6, 8), Pattern(6, 8), (0, 4 * rank))
-    down[1, 2, 8:] = 1
+    layer.w2_weight[1, 2, 8:] = 1
     with pytest.raises(PatternViolation, match=r"a\.experts\.w2_weight violates 6:8"):
         loaded_experts(layer, named)
 
@@ -162,8 +134,6 @@ def test_gpus_that_exchange_tokens_agree(
     monkeypatch: pytest.MonkeyPatch, own: str | None, other: str | None, wanted: str
 ) -> None:
     import vllm.distributed
-
-    from slidesparse.integrations.vllm import experts
 
     group = SimpleNamespace(world_size=2, cpu_group=object())
 

@@ -18,6 +18,10 @@ from vllm_families import FAMILIES, SMALL, VISION_MODEL, write_pruned
 from vllm_models import REFERENCE, configured, loaded
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.integrations.names import NamedLayer
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -93,9 +97,6 @@ def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
 def test_dense_copies_of_sixteen_bits_are_kept_where_memory_is_mostly_free(
     monkeypatch: pytest.MonkeyPatch, free: int, told: Any, fallback: str
 ) -> None:
-    from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.options import Options
-
     asked = iter([(free, 100), (0, 100)])  # the second layer finds copies of the first
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(asked))
     state, on_gpu = ModelState(Options(fallback=told)), SimpleNamespace(device=torch.device("cuda", 0))
@@ -105,9 +106,6 @@ def test_dense_copies_of_sixteen_bits_are_kept_where_memory_is_mostly_free(
 
 
 def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() -> None:
-    from slidesparse.integrations.names import NamedLayer
-    from slidesparse.integrations.vllm.model_state import ModelState
-
     weight = torch.ones(4, 16)
     common, named = NamedLayer("a", Pattern(2, 4)), NamedLayer("a", Pattern(2, 4), is_exception=True)
     assert ModelState().pattern_of(common, weight, 0) == Pattern(2, 4)  # and its weight is refused
@@ -126,10 +124,6 @@ def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() 
 
 def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
     """A damaged weight ran dense, and was told to be so by the checkpoint, where a later layer was left dense."""
-    from slidesparse.integrations.names import NamedLayer
-    from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.status import ModelStatus
-
     weight, named = torch.ones(4, 16), NamedLayer("model.layers.3.qkv_proj", Pattern(6, 8))
     later, own = {"model.layers.31.query": DENSE}, {"encoder.layers.3.query": DENSE}
     state = ModelState(status=ModelStatus(part=True), unplaced=later)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import torch
 from vllm_models import configured
 
 from slidesparse.base.log import log_once
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import graph_sizes
 from slidesparse.integrations.vllm.graph_sizes import MOST, graphed_tokens, layer_weights, sizes_beyond, wanted_sizes
 from slidesparse.models.config_keys import MARKER_KEY
 
@@ -136,3 +139,45 @@ def test_our_models_get_more_graphs_and_a_users_word_holds(sizes: Sizes, checkpo
     assert sizes(ours, graphs="vllm") == stock
     assert sizes(ours, largest=256)[-1] == 256
     assert sizes(ours, [1, 8, 64]) == [1, 8, 64]
+
+
+# -- attention between graphs: cut for the sake of graphs that hold it, and of no larger batch -------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "ours", "asked", "largest"),
+    [
+        (NAME, {}, {}, 128),
+        (NAME, {}, {"draft": SimpleNamespace(num_speculative_tokens=1)}, 256),
+        (NAME, {}, {"mode": "PIECEWISE"}, 128),
+        (NAME, {}, {"mode": "FULL"}, 2048),  # all graphs hold attention
+        (NAME, {"graphs": "vllm"}, {}, 2048),
+        ("compressed-tensors", {}, {}, 2048),
+        (None, {}, {}, 2048),
+    ],
+)
+def test_attention_is_cut_for_graphs_that_hold_it(
+    monkeypatch: pytest.MonkeyPatch, method: str | None, ours: dict[str, Any], asked: dict[str, Any], largest: int
+) -> None:
+    class Builder:
+        """What our code knows of vLLM's."""
+
+        def __init__(self, vllm_config: Any, largest: int | None) -> None:
+            self.vllm_config, self.max_cudagraph_size = vllm_config, largest
+
+    monkeypatch.setattr(graph_sizes, "attention_builder", lambda: Builder)
+    graph_sizes.cut_less_between_graphs.cache_clear()
+    graph_sizes.cut_less_between_graphs()
+    graph_sizes.cut_less_between_graphs()  # once a process, whatever it holds
+    graph_sizes.cut_less_between_graphs.cache_clear()
+    config = config_of([1, 2048], **asked)
+    config.model_config.quantization, config.additional_config = method, {"slidesparse": ours}
+    found = [Builder(config, most).max_cudagraph_size for most in (2048, 64, None)]
+    assert found == [largest, 64, None]
+
+
+def test_vllm_bounds_cuts_by_this_number_alone() -> None:
+    spec = find_spec("vllm")
+    source = (Path(str(spec.origin)).parent / "v1/attention/backends/flash_attn.py").read_text()
+    assert "num_actual_tokens <= self.max_cudagraph_size" in source
+    assert source.count("self.max_cudagraph_size") == 4  # set, a buffer's size when it is made, and this bound

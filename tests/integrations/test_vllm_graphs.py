@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.weights.packed import pack_by
+from slidesparse.integrations.vllm.fuse_chains import join_chains
+from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.private import POST_PASS
+from slidesparse.integrations.vllm.status import Outcome
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -55,9 +60,6 @@ class Block(torch.nn.Module):
 
 def state_of(*layers: ss.SlideLinear, **options: Any) -> Any:
     """A model with these layers."""
-    from slidesparse.integrations.vllm.model_state import ModelState
-    from slidesparse.integrations.vllm.options import Options
-
     model = ModelState(Options(**options))
     for i, layer in enumerate(layers):
         model.add_layer(f"layers.{i}", layer)
@@ -109,9 +111,6 @@ def test_norms_and_activations_are_joined_with_the_linear_after_them(reads_twice
     import vllm.ir.ops  # noqa: F401
     from torch._inductor import config as inductor
 
-    from slidesparse.integrations.vllm.fuse_chains import join_chains
-    from slidesparse.integrations.vllm.fuse_norms import join_norms
-
     block, found = Block(reads_twice).eval(), []
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -138,34 +137,8 @@ def test_a_plan_is_joined_whatever_its_patterns() -> None:
     assert run_compiled(block, pass_of(model), torch.randn(9, 64).bfloat16()) == {"chain": 1}
 
 
-def test_a_second_reading_of_a_norm_is_no_residual() -> None:
-    """Graphs as they are now read each result of an operator once; one that does not is left alone."""
-    from slidesparse.integrations.vllm.fuse_norms import join_norms
-
-    linear = sparse_linear(32, 64).eval()
-    gain, joined = torch.rand(64).bfloat16(), []
-
-    def add_norm(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, x.flip(0), gain, 1e-6)
-        return linear(normed), residual, normed
-
-    def rewrite(graph: fx.Graph) -> None:
-        (source,) = (node for node in graph.nodes if node.target is operator.getitem and node.args[1] == 0)
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        with graph.inserting_after(source):
-            again = graph.call_function(operator.getitem, source.args)
-        again.meta.update(source.meta)
-        output.replace_input_with(source, again)
-        joined.append(dict(join_norms(graph).joined))
-
-    run_compiled(add_norm, rewrite, torch.randn(4, 64).bfloat16())
-    assert joined == [{}]
-
-
 def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, dict[str, int]]:
     """How many linears were joined, and what was not."""
-    from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
-
     found: list[Joins] = []
     run_compiled(function, lambda graph: found.append(join_norms(graph)), x, **how)
     (joins,) = found
@@ -179,9 +152,7 @@ def test_the_norms_of_gemma_are_joined(adds: bool) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
-    from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
-
-    linear, found = sparse_linear(32, 64).eval(), Joins()
+    linear = sparse_linear(32, 64).eval()
     with set_current_vllm_config(VllmConfig()):
         norm = GemmaRMSNorm(64).bfloat16().requires_grad_(False)
     norm.weight.copy_(torch.rand(64, generator=torch.Generator().manual_seed(0)) / 100)  # nothing without the 1
@@ -191,25 +162,9 @@ def test_the_norms_of_gemma_are_joined(adds: bool) -> None:
         normed, residual = norm.forward_native(x, x.flip(0))
         return linear(normed), residual
 
-    def rewrite(graph: fx.Graph) -> None:
-        joins = join_norms(graph)
-        found.joined.update(joins.joined)
-        found.lost.update(joins.lost)
-
-    counts = run_compiled(add_norm if adds else lambda x: linear(norm.forward_native(x)), rewrite, x)
-    assert found.lost == {}
-    assert found.joined.total() == 1
+    function = add_norm if adds else lambda x: linear(norm.forward_native(x))
+    counts = run_compiled(function, pass_of(state_of(linear)), x)
     assert counts in ({"gemma_norm_linear": 1}, {"add_gemma_norm_linear": 1})  # vLLM adds by itself before 0.26
-
-
-def test_an_offset_of_another_kind_is_not_joined() -> None:
-    import vllm.ir.ops  # noqa: F401
-
-    linear, weight = sparse_linear(32, 64).eval(), torch.rand(64).bfloat16()
-    x = torch.randn(4, 64).bfloat16()
-    told = {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1}
-    for gain in (lambda: weight.float() + 2.0, lambda: weight.half().float() + 1.0, lambda: weight.float() - 1.0):
-        assert lost(lambda x, gain=gain: linear(torch.ops.vllm_ir.rms_norm(x, gain(), 1e-6)), x) == (0, told)
 
 
 def test_what_is_not_joined_says_why() -> None:
@@ -217,30 +172,23 @@ def test_what_is_not_joined_says_why() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     linear, gain = sparse_linear(32, 64).eval(), torch.rand(64)
+    in_float32 = {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1}
     x, wide = torch.randn(4, 64).bfloat16(), torch.randn(4, 128).bfloat16()
     norm, silu = torch.ops.vllm_ir.rms_norm, SiluAndMul.forward_native
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x) == (1, {})
     assert lost(linear, x) == (0, {})
-    assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (
-        0,
-        {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1},
-    )
+    assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (0, in_float32)
+    for offset in (lambda: gain + 2.0, lambda: gain.half().float() + 1.0, lambda: gain - 1.0):  # Gemma's is + 1.0
+        assert lost(lambda x, offset=offset: linear(norm(x, offset(), 1e-6)), x) == (0, in_float32)
     assert lost(lambda x: linear(norm(x, None, 1e-6)), x) == (0, {"rms_norm without a gain": 1})
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6, 32)), x) == (0, {"rms_norm over a part of each row": 1})
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x[None]) == (0, {"rms_norm of 3 dimensions": 1})
     assert lost(lambda x: linear(silu(x)), wide) == (1, {})
     assert lost(lambda x: linear(silu(x)), wide[None]) == (0, {"aten.mul of 3 dimensions": 1})
+    symbolic = {"aten.mul whose number of columns is unknown when it is compiled": 1}
+    assert lost(lambda x: linear(silu(x)), wide, dynamic=True) == (0, symbolic)
     gelu = torch.nn.functional.gelu
     assert lost(lambda x: linear(gelu(x[:, :64]) * x[:, 64:]), wide) == (0, {"aten.mul that is not silu(gate) * up": 1})
-
-
-def test_an_activation_of_symbolic_width_is_left_alone() -> None:
-    """Tracing vLLM's definition for it would need a number."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
-    found = lost(lambda x: linear(SiluAndMul.forward_native(x)), wide, dynamic=True)
-    assert found == (0, {"aten.mul whose number of columns is unknown when it is compiled": 1})
 
 
 # -- several models ------------------------------------------------------------------------------------------------
@@ -257,8 +205,6 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     from vllm.config import VllmConfig
     from vllm.config.utils import replace
 
-    from slidesparse.integrations.vllm.private import POST_PASS
-
     target = VllmConfig(model_config=configured(checkpoints("6:8")), additional_config=REFERENCE)
     options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses, "host_us": 0}}
     other = configured(checkpoints("4:6"))
@@ -270,6 +216,7 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     models.append(loaded_by(draft, prefix="draft_model"))
     assert target.compilation_config.inductor_compile_config[POST_PASS] is rewrite
     assert rewrite.uuid() != alone
+    assert deepcopy(rewrite) is rewrite  # vLLM copies its configuration, while layers still write to the states
     assert [(state.options.fuse, state.options.host_us) for state in rewrite.models] == [(True, 75), (draft_fuses, 0)]
     gain, x = torch.rand(256).bfloat16(), torch.randn(5, 256).bfloat16()
     joined, left = {"rms_norm_linear": 1, "silu_mul_linear": 1}, {"linear": 2}
@@ -284,32 +231,21 @@ def test_layers_of_no_model_are_left_alone(caplog: pytest.LogCaptureFixture) -> 
     assert "its linears belong to no loaded model" in caplog.text
 
 
-def test_a_copied_configuration_keeps_the_pass() -> None:
-    from copy import deepcopy
-
-    made = pass_of()
-    assert deepcopy({"pass": made})["pass"] is made
-
-
 # -- the key of vLLM's cache ---------------------------------------------------------------------------------------
 
 
-def packed_linear(pattern: str, weight: torch.Tensor) -> ss.SlideLinear:
-    return ss.SlideLinear(pack_by(weight, pattern, scale=torch.ones(len(weight))), backend="reference")
-
-
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:
-    from slidesparse.integrations.vllm.status import Outcome
-
-    def key(text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, **options: Any) -> str:
-        model = state_of(**options)
+    def key(
+        text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, pattern: str = "6:8", **options: Any
+    ) -> str:
+        model = state_of(sparse_linear(8, 96, pattern), **options)
         model.status.outcomes["a"] = Outcome(True, True, text)
         model.speeds["spec"] = LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})
         return str(pass_of(model, graphed=graphed).uuid())
 
     changed = key("4:6 by hopper"), key(graphed=1024), key(us=2.0), key(fuse=False), key(host_us=50.0)
     assert key() == key()
-    assert len({key(), *changed}) == 6
+    assert len({key(), *changed, key(pattern="4:6")}) == 7
 
 
 def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
@@ -324,43 +260,24 @@ def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
     assert len(set(keys)) == 3
 
 
-def test_the_compile_cache_key_holds_the_order_of_columns() -> None:
-    keys, specs = set(), set()
-    for pattern in ("4:6", "6:8"):
-        model = state_of(packed_linear(pattern, torch.zeros(8, 96, dtype=torch.int8)))
-        keys.add(pass_of(model).uuid())
-        specs.update(model.specs.values())
-    assert len(keys) == len(specs) == 2
-
-
-@pytest.fixture
-def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A copy of the package in the place of its sources."""
+def test_a_changed_byte_in_a_source_of_the_package_changes_the_compile_cache_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slidesparse.integrations.vllm import graph_pass
 
     folder = tmp_path / "package"
     shutil.copytree(graph_pass.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     whole: Any = graph_pass.hash_sources
     monkeypatch.setattr(graph_pass, "hash_sources", functools.wraps(whole)(lambda: whole.__wrapped__(folder)))
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_key(copied_sources: list[Path]) -> None:
-    from slidesparse.integrations.vllm.graph_pass import PACKAGE, hash_sources
-
     made = pass_of()
     before = made.uuid()
-    sources = [path for path in copied_sources if path.suffix in (".py", ".cu", ".cuh", ".json")]
-    assert {"counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json"} <= {
-        path.name for path in sources
-    }
+    names = ("counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json")
+    sources = [next(folder.rglob(name)) for name in names]
     for path in sources:
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if content else b" ")
         assert made.uuid() != before, path
         path.write_bytes(content)
     assert made.uuid() == before
-    sources[0].rename(sources[0].with_name("renamed.py"))
+    sources[0].rename(sources[0].with_name("renamed.cu"))
     assert made.uuid() != before
-    whole: Any = hash_sources.__wrapped__
-    assert whole() == whole.__wrapped__(PACKAGE)

@@ -15,10 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_mixtures import pruned_mixture
 from tuning_fakes import ExpertTuner
-from vllm_models import REFERENCE, configured, loaded, loaded_by
+from vllm_models import REFERENCE, configured, loaded, loaded_by, quantised_anew
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.integrations import experts as common
+from slidesparse.integrations.names import NamedExperts
+from slidesparse.integrations.vllm import experts
+from slidesparse.integrations.vllm.experts import is_alone, loaded_experts, why_not, why_tokens_stay
+from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu", "without_expert_kernels")
@@ -36,14 +41,6 @@ MODELS = {
 }
 SHARED = {"Llama4ForCausalLM": [f"feed_forward.shared_expert.{leaf}" for leaf in ("down_proj", "gate_up_proj")]}
 """Linears of a layer that every token goes through, besides its attention."""
-
-ROUTERS = {
-    "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.gate"),
-    "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.gate"),
-    "GraniteMoeForCausalLM": ("block_sparse_moe.router.layer", "block_sparse_moe.gate"),
-    "Llama4ForCausalLM": ("feed_forward.router", "feed_forward.router"),
-}
-"""Where the checkpoint and vLLM have what chooses among the experts."""
 
 
 def pruned(path: Path, name: str, dtype: str, ignore: tuple[str, ...] = ()) -> Path:
@@ -64,6 +61,14 @@ CASES = [
     ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
     ("Llama4ForCausalLM", "int8", ()),  # cut from tensors of all experts
 ]
+
+
+def int8_method() -> Any:
+    """vLLM's method for INT8 experts."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_moe
+
+    module = import_module(f"{compressed_tensors_moe.__name__}.compressed_tensors_moe_w8a8_int8")
+    return module.CompressedTensorsW8A8Int8MoEMethod
 
 
 @pytest.fixture
@@ -118,9 +123,6 @@ def test_attention_is_packed_and_experts_are_loaded(
     assert packed == [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in leaves]
     state = model.state_dict()
     for layer in range(2):
-        stored, held = ROUTERS[name]
-        router = Checkpoint(path).tensor(f"model.layers.{layer}.{stored}.weight")
-        assert torch.equal(state[f"model.layers.{layer}.{held}.weight"], router)
         wanted = expected(path, layer)
         quantised = dtype != "bf16" and not ignore
         kinds = ("weight", "weight_scale") if quantised else ("weight",)
@@ -129,18 +131,6 @@ def test_attention_is_packed_and_experts_are_loaded(
             (found,) = (v for k, v in state.items() if f"layers.{layer}." in k and k.endswith(f".{leaf}"))
             assert torch.equal(found.reshape(value.shape).float(), value.float()), leaf
             assert found.dtype == value.dtype
-
-
-def test_stock_vllm_loads_it_dense(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsLinearMethod,
-    )
-
-    monkeypatch.setattr(CompressedTensorsLinearMethod, "process_weights_after_loading", lambda *_: None)
-    model = loaded(configured(path, quantization="compressed-tensors"), {})
-    assert not any(hasattr(module, "slide") for module in model.modules())
-    scales = [k for k in model.state_dict() if k.endswith(("w13_weight_scale", "w2_weight_scale"))]
-    assert len(scales) == 4
 
 
 SPARSE = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "sparse"}}
@@ -191,14 +181,11 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(path: Path, cap
 def test_auto_goes_by_the_times_of_both_forms(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sparse: bool
 ) -> None:
-    from slidesparse.integrations import experts
-    from slidesparse.integrations.vllm import model_state
-
     def three_tokens(kind: Any) -> tuple[torch.Tensor, ...]:
         chosen = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
         return torch.ones(3, kind.hidden).bfloat16(), torch.full((3, 2), 0.5), chosen
 
-    tuner, create = ExpertTuner(sparse, three_tokens), model_state.ModelState.create
+    tuner, create = ExpertTuner(sparse, three_tokens), ModelState.create
     made = []
 
     def with_tuner(config: Any) -> Any:
@@ -206,12 +193,9 @@ def test_auto_goes_by_the_times_of_both_forms(
         made[-1].tuner = tuner
         return made[-1]
 
-    monkeypatch.setattr(model_state.ModelState, "create", with_tuner)
-    monkeypatch.setattr(experts, "choose_experts", tuner.choose)
-    method = import_module(
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
-        "compressed_tensors_moe_w8a8_int8"
-    ).CompressedTensorsW8A8Int8MoEMethod
+    monkeypatch.setattr(ModelState, "create", with_tuner)
+    monkeypatch.setattr(common, "choose_experts", tuner.choose)
+    method = int8_method()
     kernel = SimpleNamespace(fused_experts=SimpleNamespace(consumes_expert_mask=False))
     processed = []
 
@@ -252,12 +236,9 @@ def test_auto_goes_by_the_times_of_both_forms(
 def test_what_was_never_measured_stays_dense(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    from slidesparse.integrations import experts as shared
-    from slidesparse.integrations.vllm import experts
-
     if not alone:  # times of such experts without data parallelism say nothing
-        choice = shared.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
-        monkeypatch.setattr(shared, "choose_experts", lambda *_: choice)
+        choice = common.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+        monkeypatch.setattr(common, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
@@ -269,26 +250,10 @@ def test_experts_with_adapters_stay_vllms_own(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter's layer looks for vLLM's weights."""
-    from slidesparse.integrations.vllm import model_state
-
-    create = model_state.ModelState.create
-    monkeypatch.setattr(model_state.ModelState, "create", lambda config: replace(create(config), adapters=True))
+    create = ModelState.create
+    monkeypatch.setattr(ModelState, "create", lambda config: replace(create(config), adapters=True))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
-
-
-def with_dense_attention(path: Path, marked: bool) -> Path:
-    """The same checkpoint with attention that no pattern fits, and with a marker that says so or without any."""
-    file, config = path / "model.safetensors", path / "config.json"
-    tensors, settings = load_file(file), json.loads(config.read_text())
-    attention = [name for name, tensor in tensors.items() if "self_attn" in name and tensor.dtype == torch.int8]
-    for name in attention:
-        tensors[name].fill_(1)
-    save_file(tensors, file, {"format": "pt"})
-    marker = settings.pop(MARKER_KEY)
-    marker["ignore"] += [name.removesuffix(".weight") for name in attention]
-    config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if marked else {})))
-    return path
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -297,10 +262,9 @@ def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_sta
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     """Nobody looked for a pattern in what cannot be packed, so nobody may say that there is none."""
-    from slidesparse.integrations.vllm import experts
-
     monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
-    path = with_dense_attention(path, marked)
+    left = without_pattern(path, "self_attn")
+    with_marker(path, **({"ignore": ["lm_head", *left]} if marked else {}))
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: they have a bias")
     assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
@@ -310,28 +274,10 @@ def with_balancing(path: Path, additional: dict[str, Any], monkeypatch: pytest.M
     """A configuration with --enable-eplb, of experts that vLLM can move; it refuses the option itself on a CPU."""
     from vllm.config import VllmConfig
 
-    module = import_module(
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
-        "compressed_tensors_moe_w8a8_int8"
-    )
-    monkeypatch.setattr(module.CompressedTensorsW8A8Int8MoEMethod, "supports_eplb", True)
+    monkeypatch.setattr(int8_method(), "supports_eplb", True)
     config = VllmConfig(model_config=configured(path, quantization="slidesparse"), additional_config=additional)
     config.parallel_config.enable_eplb = True
     return config
-
-
-def with_other_weights(path: Path, additional: dict[str, Any]) -> Any:
-    """A configuration whose experts vLLM quantises anew (``--quantization-config``)."""
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-
-    if not hasattr(QuantizationConfig, "online_quantization_config"):
-        pytest.skip("vLLM before 0.33 quantises nothing anew that a checkpoint holds quantised")
-    from vllm.config.quantization import resolve_quantization_config
-
-    parsed = resolve_quantization_config("slidesparse", {"moe": "fp8_per_tensor"})
-    model = configured(path, quantization="slidesparse", quantization_config=parsed)
-    return VllmConfig(model_config=model, additional_config=additional)
 
 
 def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
@@ -352,24 +298,22 @@ def test_experts_that_vllm_quantises_anew_are_left_to_it(
     import vllm.model_executor.layers.quantization.online.fp8 as anew
 
     monkeypatch.setattr(anew.Fp8PerTensorOnlineMoEMethod, "process_weights_after_loading", lambda *_: None)
-    loaded_by(with_other_weights(path, REFERENCE))
+    loaded_by(quantised_anew(path, {"moe": "fp8_per_tensor"}, REFERENCE))
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM: moe of --quantization-config" in caplog.text
     with pytest.raises(UnsupportedError, match="--quantization-config"):
-        loaded_by(with_other_weights(path, SPARSE))
+        loaded_by(quantised_anew(path, {"moe": "fp8_per_tensor"}, SPARSE))
 
 
 def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations import experts
-
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
-    monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
-    monkeypatch.setattr(experts, "pack_experts", full)
+    choice = common.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+    monkeypatch.setattr(common, "choose_experts", lambda *_: choice)
+    monkeypatch.setattr(common, "pack_experts", full)
     model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
     assert_dense(model, caplog, "4 experts, 6:8: not enough memory to pack them")
     assert "4 experts 128x128 6:8 stay dense: out of memory while they were packed" in caplog.text
@@ -391,34 +335,32 @@ def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
     assert caplog.messages[told:] == []
 
 
-def with_full_experts(path: Path) -> Path:
-    """The same checkpoint, with experts that no pattern fits."""
+def without_pattern(path: Path, part: str) -> list[str]:
+    """Fill the quantised layers of a part of a checkpoint with ones, and return their names."""
     file = path / "model.safetensors"
     tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if "experts" in name and tensor.dtype == torch.int8:
-            tensor.fill_(1)
-    save_file(tensors, file, {"format": "pt"})
-    return path
+    names = [name for name, tensor in tensors.items() if part in name and tensor.dtype == torch.int8]
+    save_file(tensors | {name: torch.ones_like(tensors[name]) for name in names}, file, {"format": "pt"})
+    return [name.removesuffix(".weight") for name in names]
 
 
-def with_marker(path: Path, **changes: Any) -> Path:
-    """The same checkpoint with another marker; without any where nothing is named."""
+def with_marker(path: Path, **changes: Any) -> None:
+    """Change a checkpoint's marker; take it away where nothing is named."""
     config = path / "config.json"
     settings = json.loads(config.read_text())
     marker = settings.pop(MARKER_KEY) | changes
     config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if changes else {})))
-    return path
 
 
 def test_experts_without_a_pattern_stay_vllms_own(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = with_marker(with_full_experts(path))
+    without_pattern(path, "experts")
+    with_marker(path)
     model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert_dense(model, caplog, "experts: their weights satisfy no pattern")
 
 
 def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) -> None:
-    path = with_full_experts(path)
+    without_pattern(path, "experts")
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.mlp\.experts\.w13_weight violates 6:8"):
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
@@ -426,10 +368,8 @@ def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) ->
 def test_experts_that_were_left_alone_are_not_searched(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations.vllm import experts
-
     monkeypatch.setattr(experts, "loaded_experts", None)
-    path = with_marker(path, experts={})
+    with_marker(path, experts={})
     loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
 
@@ -445,9 +385,7 @@ def test_experts_that_were_left_alone_are_not_searched(
 def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    from slidesparse.integrations import experts
-
-    monkeypatch.setattr(experts, "find_pattern", None)
+    monkeypatch.setattr(common, "find_pattern", None)
     loaded(configured(pruned(tmp_path, name, "int8"), quantization="slidesparse"), SPARSE)
     assert said in caplog.text
 
@@ -456,10 +394,6 @@ def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
 def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm import experts
-    from slidesparse.integrations.vllm.model_state import ModelState
-
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
     method = experts.PackingMethod()
     method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
@@ -482,8 +416,6 @@ def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
     ],
 )
 def test_why_experts_cannot_be_packed(changed: dict[str, Any], why: str | None) -> None:
-    from slidesparse.integrations.vllm.experts import why_not
-
     weights = {"w13_weight": torch.ones(2, 8, 4), "w2_weight": torch.ones(2, 4, 4)}
     scales = {"w13_weight_scale": torch.ones(2, 8, 1), "w2_weight_scale": torch.ones(2, 4, 1)}
     plain = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False}
@@ -509,9 +441,6 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     changed: dict[str, Any], why: str | None
 ) -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-
-    from slidesparse.integrations.names import NamedExperts
-    from slidesparse.integrations.vllm.experts import is_alone, loaded_experts, why_tokens_stay
 
     usual = {"all2all_backend": "allgather_reducescatter"}
     parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})

@@ -13,9 +13,6 @@ from slidesparse.integrations.names import (
     is_our_checkpoint,
     list_parts,
     marked_experts,
-    rename_layers,
-    shard_start,
-    why_left,
 )
 from slidesparse.weights.pattern import DENSE, Pattern
 
@@ -88,26 +85,3 @@ def test_experts_have_the_patterns_that_the_marker_says(said: dict[str, str], pa
 def test_experts_left_alone_are_not_searched_and_without_a_marker_the_weights_decide() -> None:
     assert marked_experts(Marker(Pattern(6, 8)), "a.mlp.experts") is None
     assert marked_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
-
-
-def test_what_latent_attention_reads_as_a_matrix_is_left_to_the_server() -> None:
-    assert "reads its weight as a matrix" in str(why_left("model.layers.0.self_attn.kv_b_proj"))
-    for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa", "model.layers.0.self_attn.q_b_proj", "a.kv_b_proj.b"):
-        assert why_left(name) is None
-
-
-def test_names_follow_the_server() -> None:
-    experts = {"model.experts.*.w1": Pattern(6, 8)}
-    marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)}, experts)
-    new = rename_layers(marker, lambda names: [f"language_{name}" for name in names if name != "lm_head"])
-    assert new.experts == {"language_model.experts.*.w1": Pattern(6, 8)}
-    assert new.ignore == ("lm_head", "language_model.a")
-    assert new.layers == {"language_model.b": Pattern(4, 6)}
-
-
-def test_where_shards_begin_inside_a_group() -> None:
-    # Qwen2.5-7B at tp = 2: o_proj and down_proj, the layers whose columns are shared out.
-    assert [shard_start(1792, 3584, rank) % 6 for rank in range(2)] == [0, 4]
-    assert [shard_start(9472, 18944, rank) % 6 for rank in range(2)] == [0, 4]
-    assert [shard_start(9472, 18944, rank) % 10 for rank in range(2)] == [0, 2]
-    assert shard_start(3584, 3584, 1) == 0  # a column-parallel layer has all of its columns on every rank

@@ -11,47 +11,30 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError
+from slidesparse.integrations.vllm import model_state
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import Options
 
 
-def test_options_are_read_strictly() -> None:
-    assert Options.parse({}) == Options() == Options.parse(None)
-    given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 50}
-    assert Options.parse({"slidesparse": given}) == Options("cusparselt", "none", fuse=False, host_us=50.0)
-    assert Options.parse({"slidesparse": {"host_us": 0}}).host_us == 0
-    assert Options.parse({"slidesparse": {"tune": "off"}}) == Options(tune="off")
-    assert Options.parse({"slidesparse": {"graphs": "vllm"}}) == Options(graphs="vllm")
-    for wrong in (
-        {"back": "auto"},
-        {"backend": "fast"},
-        {"backend": ["hopper"]},
-        {"fallback": "sparse"},
-        {"fuse": 1},
-        {"tune": False},
-        {"graphs": 1024},
-        {"experts": True},
-        ["auto"],
-    ):
-        with pytest.raises(InputError):
-            Options.parse({"slidesparse": wrong})
-
-
-def test_options_outside_of_their_key_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = vllm_config(tune="off")
-    ModelState.create(config)
-    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
-    config.additional_config |= {"backend": "hopper", "another_plugins": 1}
-    assert ModelState.create(config).options.backend == "auto"
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "backend is ignored outside of the key slidesparse" in line
-    assert line.endswith("""write '{"slidesparse": {"backend": "hopper"}}'""")
-
-
-@pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, True, "75", None])
-def test_the_hosts_time_is_a_number(wrong: object) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            {"back": "auto"},
+            {"backend": "fast"},
+            {"backend": ["hopper"]},
+            {"fallback": "sparse"},
+            {"fuse": 1},
+            ["auto"],
+        ),
+        *({"tune": False}, {"graphs": 1024}, {"experts": True}),
+        *({"host_us": wrong} for wrong in (-1, math.inf, math.nan, True, "75", None)),
+    ],
+    ids=repr,
+)
+def test_wrong_options_are_refused(wrong: object) -> None:
     with pytest.raises(InputError):
-        Options.parse({"slidesparse": {"host_us": wrong}})
+        Options.parse({"slidesparse": wrong})
 
 
 def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: Any) -> Any:
@@ -65,17 +48,6 @@ def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: An
         lora_config=None,
         speculative_config=None,
     )
-
-
-def test_a_model_that_is_cut_between_gpus_is_known_as_a_part() -> None:
-    assert not ModelState.create(vllm_config()).status.part
-    assert ModelState.create(vllm_config(gpus=2)).status.part
-
-
-def test_layers_are_measured_unless_the_user_wants_none() -> None:
-    tuner = ModelState.create(vllm_config()).tuner
-    assert (tuner.sizes[-1], tuner.source) == (2048, torch.bfloat16)
-    assert ModelState.create(vllm_config(tune="off")).tuner is None
 
 
 @pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True)])
@@ -92,3 +64,33 @@ def test_a_model_that_must_not_depend_on_the_batch_keeps_to_exact_products(
     assert model.why_left(torch.int8) is None
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         assert ("only INT8 products" in str(model.why_left(dtype))) == asked
+
+
+def test_options_are_read_from_their_key(caplog: pytest.LogCaptureFixture) -> None:
+    assert Options.parse({}) == Options() == Options.parse(None)
+    given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 0, "tune": "off", "graphs": "vllm"}
+    assert Options.parse({"slidesparse": given}) == Options(**given)  # type: ignore[arg-type]
+    config = vllm_config(tune="off")
+    made = ModelState.create(config)
+    assert made.tuner is None
+    assert not made.status.part
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    config = vllm_config(gpus=2)
+    config.additional_config |= {"backend": "hopper", "another_plugins": 1}
+    made = ModelState.create(config)
+    assert made.options.backend == "auto"
+    assert made.status.part
+    assert (made.tuner.sizes[-1], made.tuner.source) == (2048, torch.bfloat16)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "backend is ignored outside of the key slidesparse" in line
+    assert line.endswith("""write '{"slidesparse": {"backend": "hopper"}}'""")
+
+
+def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert ModelState.create(vllm_config()).options.fuse
+    monkeypatch.setattr(model_state, "can_match_graphs", lambda: False)
+    assert not ModelState.create(vllm_config()).options.fuse
+    assert "no norm or activation is fused with a linear: this torch has another interface" in caplog.messages[-1]

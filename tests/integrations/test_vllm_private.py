@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.integrations.vllm import private
+from slidesparse.integrations import NAME
+from slidesparse.integrations.vllm import fuse_norms, private
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -53,11 +57,26 @@ def test_this_vllm_has_it_all() -> None:
             assert resolve_name(name)
 
 
+@pytest.mark.parametrize(("module", "name", "loop"), private.LOOPS)
+def test_loops_are_called_with_room_once(monkeypatch: pytest.MonkeyPatch, module: str, name: str, loop: str) -> None:
+    # Importing the module needs more than Python.
+    source = Path(str(find_spec("vllm").origin)).parents[1] / f"{module.replace('.', '/')}.py"
+    (found,) = (one for one in ast.parse(source.read_text()).body if getattr(one, "name", None) == name)
+    assert loop in {getattr(node, "name", None) for node in found.body}
+    made = type(name, (), {loop: lambda self, *a, **k: (a, k)})
+    before = getattr(made, loop)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: made}))
+    private.add_stack_room.cache_clear()
+    private.add_stack_room()
+    private.add_stack_room()
+    private.add_stack_room.cache_clear()
+    assert getattr(made, loop).__wrapped__ is before
+    assert getattr(made(), loop)(1, b=2) == ((1,), {"b": 2})
+
+
 def test_without_a_silu_of_plain_torch_none_is_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slidesparse.integrations.vllm import fuse_norms
-
     _hide(monkeypatch, SILU)
     source, graph = SimpleNamespace(meta={"val": torch.empty(4, 8)}), torch.fx.Graph()
     fuse_norms._silu_pattern.cache_clear()
@@ -84,7 +103,6 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     from vllm.compilation.passes import inductor_pass
     from vllm.model_executor.layers import quantization
 
-    from slidesparse.integrations import NAME
     from slidesparse.integrations.vllm import register
 
     monkeypatch.delattr(inductor_pass, "InductorPass")
@@ -96,27 +114,6 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     (line,) = caplog.messages
     assert "InductorPass" in line
     assert "sparse checkpoints run dense" in line
-
-
-def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from slidesparse.integrations.vllm import model_state
-
-    def joins() -> bool:
-        model = SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
-        scheduler, compilation = SimpleNamespace(max_num_batched_tokens=8), SimpleNamespace(mode=3, backend="inductor")
-        parts = {"model_config": model, "scheduler_config": scheduler, "compilation_config": compilation}
-        parts["parallel_config"] = SimpleNamespace(pipeline_parallel_size=1)
-        return model_state.ModelState.create(
-            SimpleNamespace(additional_config={}, lora_config=None, speculative_config=None, **parts)
-        ).options.fuse
-
-    caplog.set_level(logging.INFO)
-    assert joins()
-    monkeypatch.setattr(model_state, "can_match_graphs", lambda: False)
-    assert not joins()
-    assert "no norm or activation is fused with a linear: this torch has another interface" in caplog.messages[-1]
 
 
 def test_the_memory_that_vllm_shares_between_layers_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from vllm_models import REFERENCE, configured, loaded_by
+from vllm_models import REFERENCE, configured, loaded_by, quantised_anew
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.integrations.vllm.refused import LOAD_FORMATS, require_supported
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -29,8 +29,6 @@ def load_format(name: str) -> dict[str, Any]:
 def test_formats_that_bring_no_checkpoint_are_refused() -> None:
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader import LoadFormats
-
-    from slidesparse.integrations.vllm.refused import LOAD_FORMATS, require_supported
 
     known = set(get_args(LoadFormats))
     assert known - LOAD_FORMATS.keys() >= {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}
@@ -87,31 +85,8 @@ def test_linears_that_vllm_would_quantise_anew_are_refused(
     checkpoints: Any, dtype: torch.dtype, part: str, value: object
 ) -> None:
     """vLLM itself ends with a traceback when all weights are loaded: it cannot read packed weights back."""
-    from vllm.config import VllmConfig
-
-    model = quantised_anew(checkpoints("6:8", dtype), {part: value})
-    config = VllmConfig(model_config=model, additional_config=REFERENCE)
+    config = quantised_anew(checkpoints("6:8", dtype), {part: value}, REFERENCE)
     with pytest.raises(
         UnsupportedError, match=f"{part} of --quantization-config with sparse layers; got .*leave {part}"
     ):
         loaded_by(config)
-
-
-def test_experts_may_be_quantised_anew(checkpoints: Any) -> None:
-    from vllm.config import VllmConfig
-
-    model = quantised_anew(checkpoints("6:8"), {"moe": "fp8_per_tensor"})
-    layer = loaded_by(VllmConfig(model_config=model, additional_config=REFERENCE)).model.layers[0]
-    assert hasattr(layer.mlp.down_proj, "slide")
-
-
-def quantised_anew(path: Path, given: dict[str, object]) -> Any:
-    """A model for which a user gave ``--quantization-config``."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-
-    if not hasattr(QuantizationConfig, "online_quantization_config"):
-        pytest.skip("vLLM before 0.33 quantises nothing anew that a checkpoint holds quantised")
-    from vllm.config.quantization import resolve_quantization_config
-
-    parsed = resolve_quantization_config("slidesparse", given)
-    return configured(path, quantization="slidesparse", quantization_config=parsed)

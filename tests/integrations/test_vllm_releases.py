@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType
 
+import fetch_vllm
 import pytest
+import try_vllm
 from packaging.specifiers import SpecifierSet
 
 from slidesparse.integrations.vllm.releases import TESTED, is_newer, is_older, parse_version
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("0.22.1", (0, 22)),
-        ("0.33rc1", (0, 33)),
-        ("0.26.0rc2.dev13+g0a1b2c3.cu130", (0, 26)),
-        ("0.19.1", (0, 19)),
-        ("1.0", (1, 0)),
-        ("0.1.dev123+g0a1b2c3", None),
-        ("0.1.dev1", None),
-        ("dev", None),
-    ],
-)
-def test_versions_of_vllm(text: str, version: tuple[int, int] | None) -> None:
-    assert parse_version(text) == version
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_tested_release_is_inside_the_range_and_they_are_in_order() -> None:
@@ -68,35 +50,8 @@ def test_the_image_is_of_a_tested_release_that_ran_on_a_gpu() -> None:
     assert [name for name in kept if not (ROOT / name).exists()] == []
 
 
-# -- the commands --------------------------------------------------------------------------------------------------
-
-
-def command(name: str) -> Any:
-    """One of the scripts next to this file, as a module."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", ["fetch_vllm", "try_vllm"])
-def test_examples_of_the_commands(name: str) -> None:
-    found = doctest.testmod(command(name))
+@pytest.mark.parametrize("command", [fetch_vllm, try_vllm])
+def test_examples_of_the_commands(command: ModuleType) -> None:
+    found = doctest.testmod(command)
     assert found.attempted > 0
     assert found.failed == 0
-
-
-def test_a_release_that_breaks_something_says_what(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    case, cause = '<testcase name="{}">{}</testcase>', "ModuleNotFoundError: No module named 'orjson'"
-    broken = [f'<error message="{cause}&#10;more"/>', f'<failure message="{cause}"/>', '<failure message="assert 1"/>']
-    report.write_text(f"<testsuites>{''.join(case.format(i, b) for i, b in enumerate(['', *broken]))}</testsuites>")
-    tests, causes = command("try_vllm").read_report(report)
-    assert (tests, causes) == (4, {cause: 2, "assert 1": 1})
-    text = command("try_vllm").describe("9.9", SimpleNamespace(tests=tests, broken=causes, seconds=61.2))
-    assert text.splitlines() == ["vLLM 9.9: 4 tests, 3 broken, 61 s", f"  2 x {cause}", "  1 x assert 1"]
-
-
-def test_without_a_report_nothing_ran(tmp_path: Path) -> None:
-    assert command("try_vllm").read_report(tmp_path / "none.xml") == (0, {})

@@ -50,35 +50,35 @@ def gained(*outcomes: Outcome, layers: int = 1) -> list[str]:
     return [line for line in status.describe() if " of dense's time for " in line]
 
 
-def test_a_start_says_what_is_gained() -> None:
-    """By the sums over all linears, dense ones too, where each has a time; experts are measured by another unit."""
-    sparse = linear(32, {16: (6.0, 10.0, True), 64: (9.0, 12.0, True), 100: (1.0, 1.0, True)})
-    dense = linear(8, {16: (4.0, 4.0, True), 64: (4.0, 4.0, True), 100: (1.0, 1.0, True), 1024: (1.0, 1.0, True)})
-    shares = "take 0.71 of dense's time for 16 tokens, 0.81 for 64"  # 10 of 14, 13 of 16
-    experts = Outcome(True, True, "6:8", experts=True)
-    (line,) = gained(sparse, dense, experts, layers=28)
-    assert line == f"slidesparse: by times measured here the linears {shares}"
+TIMES = {16: (1.0, 2.0, True)}
+HERE = "slidesparse: by times measured here"
 
 
-def test_a_gain_by_a_prior_is_called_one() -> None:
-    here, prior = (linear(32, {16: (1.0, 2.0, measured)}) for measured in (True, False))
-    shares = "the linears take 0.50 of dense's time for 16 tokens"
-    assert gained(prior, prior) == [f"slidesparse: by a prior {shares}"]
-    assert gained(here, prior) == [f"slidesparse: by times measured here and a prior {shares}"]
-    longer = linear(32, {16: (1.0, 2.0, True), 4096: (1.0, 1.0, False)})
-    assert gained(longer, here) == gained(longer) == [f"slidesparse: by times measured here {shares}"]
-
-
-def test_linears_without_times_are_dense_ones() -> None:
-    """Of a shape that another linear has; others cannot be counted, and without any times nothing is said."""
-    sparse, alike, unlike = linear(32, {16: (1.0, 2.0, True)}), linear(32), linear(8)
-    by = "slidesparse: by times measured here"
-    assert gained(sparse, alike) == [f"{by} the linears take 0.75 of dense's time for 16 tokens"]
-    assert gained(sparse, unlike, layers=2) == [
-        f"{by} 2 of 4 linears take 0.50 of dense's time for 16 tokens; the others have no times"
-    ]
-    assert gained(alike, unlike) == []
-    assert gained(sparse, linear(8, {64: (1.0, 2.0, True)})) == []  # no number of tokens is known of both
+@pytest.mark.parametrize(
+    ("layers", "outcomes", "said"),
+    [
+        (  # the sums over all linears, dense ones too, where each has a time: 10 of 14, 13 of 16
+            28,
+            [
+                linear(32, {16: (6.0, 10.0, True), 64: (9.0, 12.0, True), 100: (1.0, 1.0, True)}),
+                linear(8, {16: (4.0, 4.0, True), 64: (4.0, 4.0, True), 100: (1.0, 1.0, True), 1024: (1.0, 1.0, True)}),
+                Outcome(True, True, "6:8", experts=True),  # measured by another unit
+            ],
+            f"{HERE} the linears take 0.71 of dense's time for 16 tokens, 0.81 for 64",
+        ),
+        (1, [linear(32, {16: (1.0, 2.0, False)})], "slidesparse: by a prior the linears take 0.50 of"),
+        (1, [linear(32, TIMES), linear(32, {16: (1.0, 2.0, False)})], f"{HERE} and a prior the linears take 0.50 of"),
+        (1, [linear(32, TIMES | {4096: (1.0, 1.0, False)}), linear(32, TIMES)], f"{HERE} the linears take 0.50 of"),
+        (1, [linear(32, TIMES), linear(32)], f"{HERE} the linears take 0.75 of"),  # as dense as one of its shape
+        (2, [linear(32, TIMES), linear(8)], f"{HERE} 2 of 4 linears take 0.50 of"),
+        (1, [linear(32), linear(8)], None),
+        (1, [linear(32, TIMES), linear(8, {64: (1.0, 2.0, True)})], None),  # no number of tokens is known of both
+    ],
+)
+def test_a_start_says_what_is_gained(layers: int, outcomes: list[Outcome], said: str | None) -> None:
+    found = gained(*outcomes, layers=layers)
+    assert len(found) == (said is not None)
+    assert said is None or found[0].startswith(said)
 
 
 def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,22 +92,13 @@ def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCa
     )
 
 
-def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    status, kept, thrown = ModelStatus(), _Layer(), _Layer()
-    status.expect_layer("a", kept)
-    status.expect_layer("lm_head", thrown)
-    del thrown
-    status.note_outcome("a", SPARSE, LOG)
-    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
-
-
-def test_the_status_does_not_wait_for_a_layer_that_vllm_never_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_status_does_not_wait_for_layers_that_are_gone_or_never_loaded(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM keeps the tower of a model that serves no images, without memory."""
     caplog.set_level(logging.INFO)
-    status, kept, tower = ModelStatus(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
-    status.expect_layer("a", kept)
-    status.expect_layer("visual.a", tower)
+    status, kept, tower, thrown = ModelStatus(), _Layer(), torch.nn.Linear(2, 2, device="meta"), _Layer()
+    for name, layer in (("a", kept), ("visual.a", tower), ("lm_head", thrown)):
+        status.expect_layer(name, layer)
+    del thrown, layer
     status.note_outcome("a", SPARSE, LOG)
     assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
 

@@ -17,6 +17,7 @@ from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.warmup import WarmUp, list_batches
 from slidesparse.layer.experts import SlideExperts
 from slidesparse.layer.linear import SlideLinear
+from slidesparse.lifting import kernel as lift
 from slidesparse.lifting.layout import LiftSpec
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
@@ -55,16 +56,6 @@ def test_layers_of_a_kind_are_warmed_up_once(ran: list[int], caplog: pytest.LogC
         warmup.layer(sparse_linear(backend))
     assert ran == [1, 2, 3, 4] * 2
     assert not [line for line in caplog.messages if "warm-up" in line]
-
-
-def test_experts_of_a_kind_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[torch.dtype, int]] = []
-    monkeypatch.setattr(SlideExperts, "warm_up", lambda _, dtype, top_k: ran.append((dtype, top_k)))
-    layer = SlideExperts(packed_experts(2, 16, 16, torch.int8), packed_experts(2, 16, 8, torch.int8))
-    warmup = WarmUp(4, torch.bfloat16, LOG)
-    for kind, top_k in (("a", 2), ("a", 2), ("b", 1)):
-        warmup.experts(layer, kind, top_k)
-    assert ran == [(torch.bfloat16, 2), (torch.bfloat16, 1)]
 
 
 def test_experts_with_weights_of_another_form_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +105,6 @@ def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog
 
 @pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
 def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.lifting import kernel as lift
-
     read: list[int] = []
     listener = SimpleNamespace(run=lambda x, *_: read.append(x.nbytes))
     monkeypatch.setattr(lift, "find_kernel_lift", lambda *_: listener)

@@ -16,28 +16,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import venv
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-from xml.etree import ElementTree
 
 from slidesparse.integrations.vllm.releases import TESTED
 
 HERE = Path(__file__).parent
-
-AT_ONCE = 2
-"""Releases that are tried at a time; their tests run in one process each."""
-
-
-class Result(NamedTuple):
-    """What became of one release: how many tests ran, cause -> how many broke by it, and the seconds it took."""
-
-    tests: int
-    broken: Counter[str]
-    seconds: float
+CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 
 
 def find_newest() -> str:
@@ -71,48 +57,30 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def read_report(report: Path) -> tuple[int, Counter[str]]:
-    """How many tests a JUnit report of pytest's names, and what broke how many of them: the messages' first lines."""
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    faults = [fault for case in cases for fault in (*case.iter("failure"), *case.iter("error"))]
-    return len(cases), Counter((fault.get("message") or "").partition("\n")[0][:200] for fault in faults)
+def passes(tests: Path, fill: Sequence[str | Path], **settings: str) -> bool:
+    """Whether tests pass in an environment that arguments of its Python fill, under settings of the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = make_environment(Path(folder, "environment"))
+        subprocess.run([python, *fill], check=True)
+        run = [python, "-m", "pytest", "-q", "-m", "not gpu", "--tb=short", tests]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(Path(folder, "cache"))}
+        return subprocess.run(run, env=os.environ | offline | settings).returncode == 0
 
 
-def try_release(version: str, folder: Path) -> Result:
-    """Fetch a release, run the tests in it, and print what they said when they are through."""
-    start = time.monotonic()
-    python, report = make_environment(folder), folder / "report.xml"
-    fetch = subprocess.run([python, HERE / "fetch_vllm.py", version], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    print(fetch.stdout.decode(errors="replace"), end="", flush=True)
-    fetch.check_returncode()
-    arguments = ["-q", "-m", "not gpu", "--tb=short", f"--junitxml={report}", HERE]
-    command, environment = [python, "-m", "pytest", *arguments], os.environ | {"HF_HUB_OFFLINE": "1"}
-    tests_run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    print(tests_run.stdout.decode(errors="replace"), flush=True)
-    code = tests_run.returncode
-    tests, broken = read_report(report)
-    if code != 0 and not broken:
-        broken[f"pytest ended with status {code}"] = 1
-    return Result(tests, broken, time.monotonic() - start)
-
-
-def describe(version: str, result: Result) -> str:
-    """Lines on one release."""
-    head = f"vLLM {version}: {result.tests} tests, {result.broken.total()} broken, {result.seconds:.0f} s"
-    return "\n".join([head, *(f"  {count} x {why}" for why, count in result.broken.most_common())])
+def install(packages: Sequence[str], *how: str) -> list[str | Path]:
+    """Arguments of Python that install packages."""
+    return ["-m", "pip", "--disable-pip-version-check", "install", "-q", *how, "-c", CONSTRAINTS, *packages]
 
 
 def main() -> None:
     newest = find_newest()
-    asked = [newest if name == "newest" else name for name in sys.argv[1:]] or list(TESTED)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        tried = pool.map(lambda version: try_release(version, Path(folder, version)), asked)
-        results = dict(zip(asked, tried, strict=True))
-    print("", *(describe(version, result) for version, result in results.items()), sep="\n")
+    failed = []
+    for version in [newest if name == "newest" else name for name in sys.argv[1:]] or TESTED:
+        if not passes(HERE, [HERE / "fetch_vllm.py", version]):
+            failed.append(version)
     if newest not in TESTED:
         print(f"vLLM {newest} is out and not among the tested releases: CONTRIBUTING.md says how to add it")
-    if any(result.broken or not result.tests for result in results.values()):
-        raise SystemExit(1)
+    raise SystemExit(f"failed in vLLM {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

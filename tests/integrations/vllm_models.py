@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REFERENCE = {"slidesparse": {"backend": "reference"}}
 
 
@@ -41,3 +43,17 @@ def be_the_only_rank() -> None:
     elif getattr(parallel_state, "_EP", None) is None:  # only a mixture's configuration makes this group
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(1, 1)
+
+
+def quantised_anew(path: Path, given: dict[str, object], additional: dict[str, Any]) -> Any:
+    """The configuration of a model for which a user gave ``--quantization-config``."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    if not hasattr(QuantizationConfig, "online_quantization_config"):
+        pytest.skip("vLLM before 0.33 quantises nothing anew that a checkpoint holds quantised")
+    from vllm.config.quantization import resolve_quantization_config
+
+    parsed = resolve_quantization_config("slidesparse", given)
+    model = configured(path, quantization="slidesparse", quantization_config=parsed)
+    return VllmConfig(model_config=model, additional_config=additional)

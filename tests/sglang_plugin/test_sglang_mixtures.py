@@ -146,19 +146,6 @@ def test_what_two_gpus_give_sums_to_the_mixture(dtype: torch.dtype, split: str) 
     assert is_close(total, mixture(weights, *given), dtype)
 
 
-def test_a_shard_is_held_to_the_pattern_that_the_marker_claims() -> None:
-    """From the place in its group at which it begins."""
-    weights = weights_of(INT8)
-    weights["w2"][1][0][3, 40:] = 1
-    with one_rank(tensor=2, rank=0):
-        loaded(INT8, weights)
-    with (
-        one_rank(tensor=2, rank=1),
-        pytest.raises(PatternViolation, match=rf"{re.escape(NAME)}\.w2_weight violates 6:8"),
-    ):
-        loaded(INT8, weights)
-
-
 @pytest.mark.parametrize("factor", [None, 2.5])
 def test_down_has_a_pattern_of_its_own_and_the_models_factor_is_applied(factor: float | None) -> None:
     weights, given = weights_of(INT8), tokens()
@@ -317,21 +304,36 @@ def test_tokens_that_come_in_another_form_are_left_to_sglang(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"), [({"enable_eplb": True}, "--enable-eplb"), ({"dwdp_size": 2}, "--dwdp-size")]
+    ("asked", "dtype", "why", "refused"),
+    [
+        ("enable_eplb", INT8, "experts left to SGLang: left to SGLang: --enable-eplb ", True),
+        ("dwdp_size", INT8, "experts left to SGLang: left to SGLang: --dwdp-size ", True),
+        ("enable_deterministic_inference", FP8, "experts left to SGLang: --enable-deterministic-inference", False),
+        ("enable_deterministic_inference", INT8, None, False),  # whose products are exact
+        ("enable_symm_mem", INT8, "4 experts, 6:8: with --enable-symm-mem they cannot be measured", False),
+    ],
 )
-def test_experts_that_sglang_changes_after_loading_are_left_to_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], why: str
+def test_what_the_server_is_asked_to_do_with_experts(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    dtype: torch.dtype,
+    why: str | None,
+    refused: bool,
 ) -> None:
     from slidesparse.integrations.sglang import config as place
+    from slidesparse.integrations.sglang import experts
 
-    monkeypatch.setattr(place, "get_server_args", lambda: SimpleNamespace(**arguments))
+    for module in (place, experts):
+        monkeypatch.setattr(module, "get_server_args", lambda: SimpleNamespace(**{asked: 2}))
     with one_rank(), caplog.at_level("INFO"):
-        config = config_of(marked(), SPARSE | {"experts": "auto"})
-        layer = loaded(INT8, weights_of(INT8), config)
-        assert hasattr(layer, "w13_weight")
-        with pytest.raises(UnsupportedError, match=f'"experts": "sparse" in --json-model-override-args; got {why}, '):
-            loaded(INT8, weights_of(INT8))
-    assert f"slidesparse: experts left to SGLang: left to SGLang: {why} " in caplog.text
+        options = SPARSE if why is None else {"experts": "auto"}
+        layer = loaded(dtype, weights_of(dtype), config_of(marked(), options, dtype))
+        assert hasattr(layer, "slide") == (why is None)
+        if refused:
+            with pytest.raises(UnsupportedError, match=f'"experts": "sparse" .*; got --{asked[:4]}'):
+                loaded(INT8, weights_of(INT8))
+    assert why is None or why in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -350,18 +352,6 @@ def test_what_the_user_and_the_marker_say(
         layer = loaded(INT8, weights_of(INT8), config_of(marker, options))
         assert hasattr(layer, "w13_weight")
     assert why in caplog.text
-
-
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    from slidesparse.integrations.sglang import config as place
-
-    monkeypatch.setattr(place, "get_server_args", lambda: SimpleNamespace(enable_deterministic_inference=True))
-    with one_rank(), caplog.at_level("INFO"):
-        assert hasattr(loaded(dtype, weights_of(dtype)), "slide") == (dtype == INT8)
-    assert ("experts left to SGLang: --enable-deterministic-inference" in caplog.text) == (dtype == FP8)
 
 
 def test_experts_without_zeros_are_refused_and_others_of_sglangs_stay() -> None:
@@ -396,8 +386,9 @@ def test_auto_goes_by_the_times_of_both_forms(
     monkeypatch.setattr(SGLangOptions, "tuner", lambda *_: tuner)
     monkeypatch.setattr(experts, "choose_experts", tuner.choose)
     process = W8A8Int8MoEMethod.process_weights_after_loading
-    both = lambda self, layer: (processed.append(layer), process(self, layer))  # noqa: E731
-    monkeypatch.setattr(W8A8Int8MoEMethod, "process_weights_after_loading", both)
+    monkeypatch.setattr(
+        W8A8Int8MoEMethod, process.__name__, lambda self, layer: (processed.append(layer), process(self, layer))
+    )
 
     def apply(self: Any, layer: Any, given: Any) -> Any:
         """What SGLang's kernel computes; it may write over its input."""
@@ -425,17 +416,6 @@ def test_auto_goes_by_the_times_of_both_forms(
         assert is_close(y, seen["dense"].float(), INT8)
     word = "sparse" if sparse else "dense"
     assert f"mlp.experts: {word}, {4 // split} experts, 6:8: hopper takes 0.50 of dense's time; measured" in caplog.text
-
-
-def test_experts_are_not_measured_where_a_call_of_sglangs_waits_for_other_gpus(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slidesparse.integrations.sglang import experts as place
-
-    monkeypatch.setattr(place, "get_server_args", lambda: SimpleNamespace(enable_symm_mem=True))
-    with one_rank(), caplog.at_level("INFO"):
-        assert hasattr(loaded(INT8, weights_of(INT8), config_of(marked(), {"experts": "auto"})), "w13_weight")
-    assert "mlp.experts: dense, 4 experts, 6:8: with --enable-symm-mem they cannot be measured" in caplog.text
 
 
 def test_a_layer_that_sglang_names_without_the_model_has_its_own_pattern() -> None:

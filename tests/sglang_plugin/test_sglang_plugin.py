@@ -19,11 +19,13 @@ import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations import NAME
-from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import METHOD, TESTED, register
 from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch, refuse_what_cannot_work
+from slidesparse.integrations.warmup import WarmUp
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.weights.quant import quantize_rows, quantize_weight
+
+pytestmark = pytest.mark.usefixtures("server")
 
 REFERENCE = {"backend": "reference"}
 
@@ -31,19 +33,6 @@ REFERENCE = {"backend": "reference"}
 def is_newest() -> bool:
     """Whether this is the release that CI runs: nothing may be missing there."""
     return metadata.version("sglang") == TESTED[-1]
-
-
-# -- without SGLang ------------------------------------------------------------------------------------------------
-
-
-def test_options_are_read_strictly() -> None:
-    assert ServerOptions.read(None, "--json") == ServerOptions() == ServerOptions.read({}, "--json")
-    given = {"backend": "hopper", "fallback": "none", "tune": "off", "fuse": False}
-    assert ServerOptions.read(given, "--json") == ServerOptions("hopper", "none", "off", fuse=False)
-    wrong = {"graphs": "vllm"}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, {"tune": 1}
-    for given in (*wrong, {"fuse": 1}, ["auto"]):
-        with pytest.raises(InputError):
-            ServerOptions.read(given, "--json")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +67,7 @@ def test_a_release_that_lacks_something_serves_dense_and_says_so(
     assert re.fullmatch(r"slidesparse: pruned checkpoints run dense in SGLang [0-9.]+: .*; tested are .* and .*", line)
 
 
-def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> None:
+def test_formats_that_bring_no_checkpoint_are_refused() -> None:
     from sglang.srt.configs.load_config import LoadFormat
 
     known = {form.value for form in LoadFormat}
@@ -117,19 +106,15 @@ def config_of(
     return QUANTIZATION_METHODS[METHOD].from_config(given)
 
 
-@pytest.mark.usefixtures("server")
 def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
     from sglang.srt.plugins import GENERAL_PLUGINS_GROUP
 
     (point,) = metadata.entry_points(group=GENERAL_PLUGINS_GROUP, name="slidesparse") or [None]
     if point is None:
         pytest.skip("slidesparse is on the path without being installed")
-    from slidesparse.integrations.sglang import register
-
     assert point.load() is register
 
 
-@pytest.mark.usefixtures("server")
 def test_the_marker_decides_whose_configuration_it_is() -> None:
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
@@ -140,27 +125,19 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
     assert type(ours) is SGLangConfig
     assert ours.marker.pattern == ss.Pattern(4, 6)
     assert ours.options == SGLangOptions("reference")
+    assert config_of(options=None).options == SGLangOptions()
     assert ours.most == 8192
 
 
-@pytest.mark.usefixtures("server")
-def test_a_marker_or_option_that_cannot_be_read_stops_it() -> None:
-    from slidesparse.integrations.sglang.config import SGLangOptions
-
+def test_what_cannot_be_read_or_cannot_work_stops_it(server: Any) -> None:
     with pytest.raises(CheckpointError):
         config_of({"version": 99, "pattern": "6:8", "ignore": [], "layers": {}})
-    assert config_of(options=None).options == SGLangOptions()
     with pytest.raises(InputError):
         config_of(options={"graphs": "vllm"})
-
-
-def test_arguments_that_cannot_work_stop_it(server: Any) -> None:
     server.enable_lora = True
     with pytest.raises(UnsupportedError):
         config_of()
-    from slidesparse.integrations.sglang.config import SGLangConfig
-
-    assert not isinstance(config_of(None), SGLangConfig)  # others go on working
+    assert not hasattr(config_of(None), "marker")  # others go on working
 
 
 # -- layers --------------------------------------------------------------------------------------------------------
@@ -202,16 +179,6 @@ def tokens(columns: int = 96) -> torch.Tensor:
 O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
-@pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("pattern", ["6:8", "4:6"])
-def test_a_layer_gives_the_bits_of_the_formula(pattern: str) -> None:
-    values, scale = pruned(pattern)
-    layer = loaded(config_of(pattern), O_PROJ, values, scale)
-    assert not hasattr(layer, "weight")
-    assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
-
-
-@pytest.mark.usefixtures("server")
 def test_layers_that_stay_sglangs() -> None:
     values, scale = pruned("6:8")
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["a.q_proj", "a.k_proj", "a.v_proj"], "layers": {}})
@@ -223,7 +190,6 @@ def test_layers_that_stay_sglangs() -> None:
     assert not hasattr(dense, "slide")
 
 
-@pytest.mark.usefixtures("server")
 def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,20 +216,17 @@ def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_i
     assert torch.equal(layer(tokens())[0], oracle(tokens(), *pruned("6:8")))
 
 
-@pytest.mark.usefixtures("server")
 def test_a_weight_that_belies_its_marker_is_an_error() -> None:
     with pytest.raises(PatternViolation, match=f"{O_PROJ} violates 2:4"):
         loaded(config_of("2:4"), O_PROJ, *pruned("6:8"))
 
 
-@pytest.mark.usefixtures("server")
 def test_quantised_activations_are_refused() -> None:
     layer = loaded(config_of(), O_PROJ, *pruned("6:8"))
     with pytest.raises(UnsupportedError, match=f"activations of {O_PROJ}.*got tuple"):
         layer.quant_method.apply(layer, (tokens(), torch.ones(5, 1)))
 
 
-@pytest.mark.usefixtures("server")
 def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception of ours ended the server, and by IPC norms and embeddings alone were replaced."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -294,7 +257,6 @@ def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
 
 
-@pytest.mark.usefixtures("server")
 def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in SGLang 0.5.17, which replaced norms and embeddings alone, and said that it had done it."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -306,20 +268,6 @@ def test_weights_are_not_loaded_again_where_no_module_is_asked(monkeypatch: pyte
     assert getattr(weight_updater, ASKED)().startswith("weights for a running engine with sparse layers; got ")
 
 
-@pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(rank: int) -> None:
-    columns, half = 76, 38  # no multiple of 8
-    values, scale = pruned("6:8", columns=columns)
-    shard = values[:, rank * half : (rank + 1) * half]
-    layer = built(config_of(), O_PROJ, shard, scale)
-    layer.scheme.in_features = columns  # as RowParallelLinear tells the method
-    layer.tp_group = SimpleNamespace(rank_in_group=rank, world_size=2)
-    layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(layer(tokens(half))[0], oracle(tokens(half), shard, scale))
-
-
-@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("group", [None, SimpleNamespace(rank_in_group=1, world_size=3)])
 def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
     values, scale = pruned("6:8", columns=76)
@@ -329,7 +277,6 @@ def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
-@pytest.mark.usefixtures("server")
 def test_names_follow_sglang() -> None:
     config = config_of({"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": {"a.b": "4:6"}})
     mapper = SimpleNamespace(
@@ -340,10 +287,7 @@ def test_names_follow_sglang() -> None:
     assert config.marker.ignore == ("lm_head",)
 
 
-@pytest.mark.usefixtures("server")
 def test_a_layer_of_each_kind_runs_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.integrations.warmup import WarmUp
-
     warmed: list[Any] = []
     monkeypatch.setattr(WarmUp, "layer", lambda self, layer: warmed.append((self.most, self.dtype, layer)))
     layer = built(config_of(), O_PROJ, *pruned("6:8"))
@@ -358,23 +302,16 @@ def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
 ) -> None:
     from slidesparse.integrations.sglang.scheme import SGLangScheme
 
-    server.enable_deterministic_inference = True
-    layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
-    assert isinstance(layer.scheme, SGLangScheme) is sparse
-    server.enable_deterministic_inference = False
-    layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
-    assert isinstance(layer.scheme, SGLangScheme)
+    for server.enable_deterministic_inference in (True, False):
+        layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
+        assert isinstance(layer.scheme, SGLangScheme) is (sparse or not server.enable_deterministic_inference)
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        *("enable_deterministic_inference", "rl_on_policy_target", "enable_dp_attention", "enable_symm_mem"),
-        "speculative_algorithm",
-    ],
-)
-def test_servers_that_are_left_alone(server: Any, argument: str) -> None:
+def test_servers_that_are_left_alone(server: Any) -> None:
     assert config_of().fuses
     assert not config_of(options={"fuse": False}).fuses
-    setattr(server, argument, "on")
-    assert not config_of().fuses
+    invariant = "enable_deterministic_inference", "rl_on_policy_target"
+    for argument in (*invariant, "enable_dp_attention", "enable_symm_mem", "speculative_algorithm"):
+        setattr(server, argument, "on")
+        assert not config_of().fuses
+        delattr(server, argument)

@@ -7,10 +7,7 @@ python tests/sglang_plugin/try_sglang.py fetch VERSION     # put it into this en
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from slidesparse.integrations.sglang import TESTED
@@ -19,7 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integrations"))
 
 from fetch_vllm import fetch  # noqa: E402 # after its folder is on the path
-from try_vllm import make_environment  # noqa: E402
+from try_vllm import passes  # noqa: E402
 
 DEPENDENCIES = (
     *("aiohttp", "apache-tvm-ffi", "compressed-tensors", "dill", "einops", "fastapi", "gguf", "ipython", "msgspec"),
@@ -37,19 +34,9 @@ def main() -> None:
         needed = DEPENDENCIES if sys.argv[2] == TESTED[-1] else DEPENDENCIES + OLDER
         fetch("sglang", sys.argv[2], needed, lambda name: not name.endswith(".so"))  # it looks for its sources
         return
-    failed = [version for version in sys.argv[1:] or TESTED[-1:] if not passes(version)]
-    raise SystemExit(f"failed in SGLang {', '.join(failed)}" if failed else 0)
-
-
-def passes(version: str) -> bool:
-    """Run the tests inside a release's Python."""
-    print(f"SGLang {version}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        python = make_environment(Path(folder))
-        subprocess.run([python, __file__, "fetch", version], check=True)
-        tests = [python, "-m", "pytest", "-q", "-m", "not gpu", HERE]
-        run = subprocess.run(tests, env=os.environ | {"SGLANG_MUST_BE_THERE": "1"})
-    return run.returncode == 0
+    for version in sys.argv[1:] or TESTED[-1:]:
+        if not passes(HERE, [__file__, "fetch", version], SGLANG_MUST_BE_THERE="1"):
+            raise SystemExit(f"failed in SGLang {version}")
 
 
 if __name__ == "__main__":
