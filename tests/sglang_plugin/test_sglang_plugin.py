@@ -135,7 +135,7 @@ def test_the_marker_decides_whose_configuration_it_is() -> None:
 
     from slidesparse.integrations.sglang.config import SGLangConfig, SGLangOptions
 
-    assert type(config_of(None)) is CompressedTensorsConfig
+    assert type(config_of(None, None)) is CompressedTensorsConfig
     ours = config_of("4:6")
     assert type(ours) is SGLangConfig
     assert ours.marker.pattern == ss.Pattern(4, 6)
@@ -160,7 +160,7 @@ def test_arguments_that_cannot_work_stop_it(server: Any) -> None:
         config_of()
     from slidesparse.integrations.sglang.config import SGLangConfig
 
-    assert not isinstance(config_of(None), SGLangConfig)  # others go on working
+    assert not isinstance(config_of(None, None), SGLangConfig)  # others go on working
 
 
 # -- layers --------------------------------------------------------------------------------------------------------
