@@ -218,7 +218,7 @@ def test_layers_that_stay_sglangs() -> None:
     for name in ("model.layers.0.self_attn.kv_b_proj", "a.qkv_proj"):
         layer = loaded(config, name, values, scale)
         assert layer.weight.shape == (96, 24)  # as SGLang's kernel wants it
-    dense = loaded(config_of(options=None), O_PROJ, values, scale)  # auto: no GPU
+    dense = loaded(config_of(options={"fuse": False}), O_PROJ, values, scale)  # auto: no GPU
     assert dense.weight.shape == (96, 24)
     assert not hasattr(dense, "slide")
 

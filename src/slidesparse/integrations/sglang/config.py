@@ -1,4 +1,4 @@
-"""SGLang's compressed-tensors configuration, with our linears where a checkpoint's marker names them, or a user asks."""
+"""SGLang's compressed-tensors configuration, with our linears where a marker names them or a user asks."""
 
 from __future__ import annotations
 
@@ -99,27 +99,29 @@ class SGLangConfig(CompressedTensorsConfig):
             InputError: An unknown option.
             UnsupportedError: Sparse layers do not support the server's arguments, or ours not the quantisation.
         """
-        hf_config = config.get("hf_config")
-        marker, options = require_marker(hf_config), getattr(hf_config, NAME, None)
-        if marker is None:
-            if options is None:
-                return CompressedTensorsConfig.from_config(config)
-            require_w8a8(config, f"{NAME} in {OPTION}", "leave it out: SGLang serves the checkpoint as it is")
-            marker = Marker(DENSE)
-        arguments = get_server_args()
+        hf_config, arguments = config.get("hf_config"), get_server_args()
+        marker, given = require_marker(hf_config), getattr(hf_config, NAME, None)
+        if marker is None and given is None:
+            return CompressedTensorsConfig.from_config(config)
         refuse_what_cannot_work(arguments)
+        options = SGLangOptions.read(given, OPTION)
+        unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
+        left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
+        if marker is None and (unfused or not options.fuse):  # drafts get the options of the model, too
+            log.info("slidesparse: a checkpoint without a pattern is left to SGLang%s", left)
+            return CompressedTensorsConfig.from_config(config)
+        if marker is None:
+            require_w8a8(config, f"{NAME} in {OPTION}", "leave it out: SGLang serves the checkpoint as it is")
         made: SGLangConfig = super().from_config(config)
-        made.marker, made.options = marker, SGLangOptions.read(options, OPTION)
+        made.marker, made.options = marker or Marker(DENSE), options
         made.expected, made.linears = WeakSet(), []
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
-        unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
-        made.fuses = made.options.fuse and not unfused
+        made.fuses = options.fuse and not unfused
         for kind in PROLOGUES if made.fuses else ():
             watch(kind)
-        left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
-        what = "nothing is sparse" if marker.pattern == DENSE else f"pattern {marker.pattern}"
-        log.info("slidesparse: %s, %s%s", what, made.options, left)
+        what = "nothing is sparse" if marker is None else f"pattern {marker.pattern}"
+        log.info("slidesparse: %s, %s%s", what, options, left)
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
