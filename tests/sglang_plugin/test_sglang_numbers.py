@@ -72,7 +72,7 @@ def test_activations_are_quantised_as_by_sglangs_own_kernel(stock: Any, dtype: t
 @pytest.mark.usefixtures("stock")
 def test_a_sparse_layer_gives_the_bits_of_the_dense_one() -> None:
     name, weight, x = "model.layers.0.mlp.down_proj", pruned("6:8"), rows(96).bfloat16()
-    sparse, dense = loaded(config_of(), name, *weight), loaded(config_of(None), name, *weight)
+    sparse, dense = loaded(config_of(), name, *weight), loaded(config_of(None, None), name, *weight)
     assert hasattr(sparse, "slide")
     assert not hasattr(dense, "slide")
     assert torch.equal(sparse(x)[0], dense(x)[0])
@@ -136,7 +136,7 @@ def test_a_padded_size_gives_the_bits_of_the_dense_layers_and_of_the_integers(
     x = rows(HIDDEN).bfloat16()
     for rank in range(ranks):
         sparse = mlp(config_of(pattern), weights, rank, ranks, padded)
-        dense = mlp(config_of(None), weights, rank, ranks, padded)
+        dense = mlp(config_of(None, None), weights, rank, ranks, padded)
         assert [hasattr(layer, "slide") for layer in sparse + dense] == [True, True, False, False]
         found = []
         for columns, row in (sparse, dense):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidesparse.checkpoints.marker import Marker
-from slidesparse.errors import CheckpointError
+from slidesparse.checkpoints.quantisation_keys import DEFAULTS
+from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.gemm.grouped import grouped_patterns
 from slidesparse.integrations import NAME
 from slidesparse.models.config_keys import MARKER_KEY
@@ -20,6 +21,14 @@ from slidesparse.weights.pattern import Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
 """The quantisation method of our checkpoints, which is served dense without a plugin."""
+
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "weights": {"num_bits": 8, "symmetric": True, "dynamic": False, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "symmetric": True, "dynamic": True},
+}
+"""Values of a config group that every scheme of ours has."""
+
+W8A8 = "compressed-tensors in INT8 or FP8, with one scale a channel of weights and a dynamic one a token"
 
 LEFT_ALONE = "left alone when the checkpoint was pruned"
 
@@ -34,6 +43,33 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
     if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
         return False
     return user_choice is not None or marker is not None
+
+
+def require_w8a8(quantization: Mapping[str, Any], option: str, remedy: str) -> None:
+    """Raise an UnsupportedError for a quantised checkpoint of whose layers none can be ours; ``option`` asks for it.
+
+    Where some can, the server runs the others (:func:`why_not_w8a8`).
+    """
+    method, groups = quantization.get("quant_method"), quantization.get("config_groups")
+    if method != COMPRESSED_TENSORS:
+        found = [f"quant_method {method!r:.40}"]
+    else:
+        found = [_why_foreign(group) for group in groups.values()] if isinstance(groups, Mapping) else []
+    if all(found):
+        got = "; ".join(dict.fromkeys(found)) or "no config_groups"
+        raise UnsupportedError(f"{option} for this quantisation", got=got, needed=W8A8, remedy=remedy)
+
+
+def _why_foreign(group: Any) -> str:
+    """Return the first value of a config group that no scheme of ours has; empty without one."""
+    for part, needed in OURS.items():
+        values = group.get(part) if isinstance(group, Mapping) else None
+        if not isinstance(values, Mapping):
+            return f"no {part}"
+        for key, one in {**DEFAULTS, **values}.items():
+            if one != needed.get(key, one):
+                return f"{part} with {key} {one!r:.40}"
+    return ""
 
 
 def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:

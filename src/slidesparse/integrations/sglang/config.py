@@ -1,4 +1,4 @@
-"""SGLang's compressed-tensors configuration, with our linears where the marker of a checkpoint names them."""
+"""SGLang's compressed-tensors configuration, with our linears where a marker names them or a user asks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from slidesparse.integrations.names import (
     marked_experts,
     rename_layers,
     require_marker,
+    require_w8a8,
     why_left,
     why_not_w8a8,
 )
@@ -41,6 +42,7 @@ from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
+from slidesparse.weights.pattern import DENSE
 
 OPTION = "--json-model-override-args"
 """SGLang's option that takes ours, under our name: it has no other place for a plugin's."""
@@ -65,10 +67,10 @@ class SGLangOptions(ServerOptions):
 
 
 class SGLangConfig(CompressedTensorsConfig):
-    """The configuration of one model that carries our marker.
+    """The configuration of one model that carries our marker, or whose user gave options of ours.
 
     Attributes:
-        marker: The sparsity of the checkpoint.
+        marker: The sparsity of the checkpoint: none, ``DENSE``, without a marker.
         options: The user's options.
         most: Tokens of the largest batch.
         batch_invariant: Results of a request must not depend on its batch.
@@ -90,30 +92,36 @@ class SGLangConfig(CompressedTensorsConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
-        """Return our configuration for a checkpoint with a marker in its ``hf_config``, and SGLang's for others.
+        """Return our configuration where the ``hf_config`` has a marker or options of ours, else SGLang's.
 
         Raises:
             CheckpointError: The marker cannot be read.
             InputError: An unknown option.
-            UnsupportedError: Sparse layers do not support the server's arguments.
+            UnsupportedError: Sparse layers do not support the server's arguments, or ours not the quantisation.
         """
-        hf_config = config.get("hf_config")
-        marker = require_marker(hf_config)
-        if marker is None:
+        hf_config, arguments = config.get("hf_config"), get_server_args()
+        marker, given = require_marker(hf_config), getattr(hf_config, NAME, None)
+        if marker is None and given is None:
             return CompressedTensorsConfig.from_config(config)
-        arguments = get_server_args()
         refuse_what_cannot_work(arguments)
+        options = SGLangOptions.read(given, OPTION)
+        unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
+        left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
+        if marker is None and (unfused or not options.fuse):  # drafts get the options of the model, too
+            log.info("slidesparse: a checkpoint without a pattern is left to SGLang%s", left)
+            return CompressedTensorsConfig.from_config(config)
+        if marker is None:
+            require_w8a8(config, f"{NAME} in {OPTION}", "leave it out: SGLang serves the checkpoint as it is")
         made: SGLangConfig = super().from_config(config)
-        made.marker, made.options = marker, SGLangOptions.read(getattr(hf_config, NAME, None), OPTION)
+        made.marker, made.options = marker or Marker(DENSE), options
         made.expected, made.linears = WeakSet(), []
         made.most = max(largest_batch(arguments), 1)
         made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
-        unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
-        made.fuses = made.options.fuse and not unfused
+        made.fuses = options.fuse and not unfused
         for kind in PROLOGUES if made.fuses else ():
             watch(kind)
-        left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
-        log.info("slidesparse: pattern %s, %s%s", marker.pattern, made.options, left)
+        what = "nothing is sparse" if marker is None else f"pattern {marker.pattern}"
+        log.info("slidesparse: %s, %s%s", what, options, left)
         return made
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
@@ -187,7 +195,7 @@ class SGLangConfig(CompressedTensorsConfig):
         """Return whether SGLang may make a shared expert one of the others: only where they were pruned alike."""
         marker = self.marker
         differs = any("shared_expert" in name and name.endswith("_proj") for name in (*marker.ignore, *marker.layers))
-        return not differs and set(marker.experts.values()) == {marker.pattern}
+        return not differs and set(marker.experts.values() or [DENSE]) == {marker.pattern}
 
     def _stored_name(self, name: str) -> str:
         """Return the marker's name of a layer: SGLang's Mixtral leaves out the name of the model."""

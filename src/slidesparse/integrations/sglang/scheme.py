@@ -18,7 +18,7 @@ from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
 from slidesparse.integrations.sglang import LOGGER, fuse
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.layer.settle import RunsPacked, settle
+from slidesparse.layer.settle import RunsPacked, pack_dense, settle
 from slidesparse.models.layer_kinds import kind_of
 
 SUBMODULE = "slide"
@@ -32,9 +32,9 @@ log = logging.getLogger(LOGGER)
 
 
 class SGLangScheme(CompressedTensorsLinearScheme):
-    """The scheme of a W8A8 layer: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear if it runs sparse.
+    """The scheme of a W8A8 layer: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where that pays.
 
-    ``model`` is the configuration of its model.
+    That is a layer that runs sparse, and where norms are fused a dense one too. ``model``: its model's configuration.
     """
 
     def __init__(self, inner: CompressedTensorsLinearScheme, named: NamedLayer, model: Any) -> None:
@@ -79,7 +79,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             self.model.warmup.layer(slide)
 
     def pack_layer(self, layer: Any) -> SlideLinear | None:
-        """Return the SlideLinear of a loaded layer, which is not changed; None where it runs dense."""
+        """Return the SlideLinear of a loaded layer, which is not changed; None where it is left to SGLang."""
         weight, scale = layer.weight.data, layer.weight_scale.data
         start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
@@ -87,6 +87,8 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if isinstance(settled, RunsPacked):
             how = settled.how
             slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
+        elif self.model.fuses:
+            slide = SlideLinear(pack_dense(weight, scale, name=self.name), activation_rounding="sglang")
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
         return slide
@@ -98,7 +100,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             return y
         if not isinstance(x, torch.Tensor):
             raise UnsupportedError(
-                f"activations of {self.name}, which is sparse",
+                f"activations of {self.name}, which quantises them itself",
                 got=f"{type(x).__name__}, quantised by the layer before it",
                 needed="a tensor in the model's type",
                 remedy="turn SGLang's fusion of norm and quantisation off",

@@ -34,6 +34,7 @@ from slidesparse.integrations.names import (
     marked_experts,
     rename_layers,
     require_marker,
+    require_w8a8,
     why_left,
     why_not_w8a8,
 )
@@ -88,7 +89,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
         """Return our name for a checkpoint of ours; vLLM calls this before it loads anything, so errors come early."""
-        if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, MARKER_KEY, None)):
+        marker = getattr(hf_config, MARKER_KEY, None)
+        if user_quant == NAME and marker is None:
+            require_w8a8(hf_quant_cfg, f"--quantization {NAME}", "leave the option out: vLLM serves it as it is")
+        if not is_our_checkpoint(hf_quant_cfg, user_quant, marker):
             return None
         require_marker(hf_config)
         require_platform()

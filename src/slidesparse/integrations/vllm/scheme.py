@@ -211,12 +211,13 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
         slide = SlideLinear(settled.packed, choice=settled.choice)
         sizes = {"kept_bytes": sum(slide.operand_bytes.values()), "dense_bytes": weight.nbytes}
         return slide, Outcome(True, True, settled.reason, eligible=True, linear=linear, how=settled.how, **sizes)
-    outcome = Outcome(False, settled.pattern is not None, settled.reason, linear=linear)
+    quantised = weight.dtype in QUANTISED
+    outcome = Outcome(False, quantised or settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
         outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
     # Graphs do not hold an output embedding, and adapters read a linear's input: nothing is joined with either.
     fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
-    if settled.pattern is None or not fuse or weight.dtype not in QUANTISED:
+    if not fuse or not quantised:
         return None, outcome
     slide = SlideLinear(pack_dense(weight, scale, name=named.name), choice=settled.choice)
-    return slide, replace(outcome, text=f"{settled.reason}; {JOINED}")
+    return slide, replace(outcome, text=f"{settled.reason}; {JOINED}", joined=True)

@@ -38,10 +38,11 @@ class Outcome:
 
     Attributes:
         sparse: It runs on packed weights.
-        qualified: Its weight satisfies its pattern, is marked with one, or was skipped.
+        qualified: Its weight satisfies its pattern, is marked with one, has eight bits, or was skipped.
         text: Pattern and backend, or the reason why it stays dense.
         eligible: It has groups that could run sparse, and the user did not choose dense.
         experts: It is the experts of a mixture, for which users have another option.
+        joined: It runs dense by our operator, which the norm or activation before it may be joined with.
         kept_bytes: Bytes of its kept weight, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         linear: The times of a linear whose backends were chosen, sparse or dense.
         sparse_by: The backend that could run a linear here which stays dense, or None.
@@ -53,6 +54,7 @@ class Outcome:
     text: str
     eligible: bool = False
     experts: bool = False
+    joined: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
     linear: LoadedLinear | None = field(default=None, compare=False)
@@ -84,7 +86,7 @@ class ModelStatus:
     def note_outcome(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
         """Note the outcome of a loaded layer; after the last one, log all outcomes.
 
-        A whole model without a weight in any pattern is an UnsupportedError.
+        A whole model in floats without a weight in any pattern is an UnsupportedError: nothing would be gained.
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)
@@ -117,15 +119,26 @@ class ModelStatus:
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
             kinds.setdefault((kind_of(name), outcome), []).append(name)
-        total = Counter(outcome.how for outcome in self.outcomes.values())
-        others = "".join(f", {count} {how}" for how, count in total.items() if how not in ("sparse", "dense"))
-        head = f"slidesparse: {total['sparse']} of {sum(total.values())} layers run sparse{others}{self._memory()}"
         linears = [outcome.linear for outcome in self.outcomes.values() if outcome.linear is not None]
-        return [head, *describe_gain(linears)] + [
+        return [f"slidesparse: {self._total()}", *describe_gain(linears)] + [
             f"slidesparse: {kind if len(names) > 1 else names[0]}: {outcome.how},"
             f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
             for (kind, outcome), names in kinds.items()
         ]
+
+    def _total(self) -> str:
+        """Describe how many layers run sparse; where none has a pattern, how many run dense by our operators."""
+        outcomes = self.outcomes.values()
+        forms, joined = Counter(outcome.how for outcome in outcomes), sum(outcome.joined for outcome in outcomes)
+        if any(outcome.sparse or outcome.eligible for outcome in outcomes):
+            others = "".join(f", {count} {how}" for how, count in forms.items() if how not in ("sparse", "dense"))
+            return f"{forms['sparse']} of {len(outcomes)} layers run sparse{others}{self._memory()}"
+        if not joined:
+            return f"nothing is sparse, and nothing is fused: all {len(outcomes)} layers are vLLM's own"
+        return (
+            f"nothing is sparse: {joined} of {len(outcomes)} layers run dense by the product of vLLM's own,"
+            " with norms, activations and quantisation fused"
+        )
 
     def _memory(self) -> str:
         """Describe the memory of packed layers' weights, packed and dense; empty without any."""
