@@ -121,7 +121,8 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
         {"slidesparse": {"backend": "dense"}},
         {"slidesparse": {"backend": "auto"}},
     )
-    assert control.folder == sparse.folder  # the densest pattern's
+    assert control.folder == Pretender.started[0].folder  # stock's own
+    assert [options.arguments.get("quantization") for options in Pretender.started[:3]] == [None, "slidesparse", None]
     assert {options.share for options in Pretender.started} == {0.9}
     assert Pretender.stopped == 6
 

@@ -29,13 +29,14 @@ import torch
 from slidesparse.base.counted import counted
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, UnsupportedError, system_words
+from slidesparse.integrations import NAME
 from slidesparse_bench import environment
 from slidesparse_bench.comparison import now
 from slidesparse_bench.engine.eagle_head import STEPS, eagle_settings
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES
 from slidesparse_bench.kernels.linear import AUTO
 from slidesparse_bench.kernels.operands import AUTO_SIX_BITS
-from slidesparse_bench.records import Machine
+from slidesparse_bench.records import DENSE_VARIANT, Machine
 from slidesparse_bench.serve.serve_checkpoints import (
     ready_checkpoint,
     ready_draft,
@@ -265,6 +266,8 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}
     if key.gpus > 1:
         arguments["tp_size" if run_.profile.server == SGLANG else "tensor_parallel_size"] = key.gpus
+    if key.backend and key.pattern == DENSE_VARIANT and run_.profile.server == VLLM:
+        arguments["quantization"] = NAME  # there is no marker; in SGLang the options say it
     profile, forced = run_.profile, dict[str, str]()
     if profile.eagle is not None:
         drafts, forced = eagle_settings(profile.server, ready_draft(run_.scratch, key), profile.eagle)

@@ -11,11 +11,10 @@ from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
 from slidesparse.offline.tune_job import select, select_patterns
-from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.kernels.linear import AUTO
-from slidesparse_bench.kernels.operands import AUTO_SIX_BITS
+from slidesparse_bench.kernels.operands import AUTO_SIX_BITS, rounding_for
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
 from slidesparse_bench.serve.serve_options import BATCHED_TOKENS
@@ -71,10 +70,10 @@ class ServeProfile:
 
         keys = [key(STOCK, DENSE_VARIANT, "", None)]
         if dtype != "bf16":  # in which nothing is joined
-            densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
-            keys.append(key(CONTROL, densest, "dense", self.graphs))
+            keys.append(key(CONTROL, DENSE_VARIANT, "dense", self.graphs))
         for backend in self.backends:
-            for pattern in self.patterns:
+            six_bits = rounding_for(backend, dtype) == "6bit"
+            for pattern in (DENSE_VARIANT, *self.patterns) if six_bits else self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
         keys += [key(rival, DENSE_VARIANT, "", None) for rival in self.rivals if RIVALS[rival] != dtype]

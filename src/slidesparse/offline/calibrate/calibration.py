@@ -24,7 +24,6 @@ from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.standard_library import standard_library
 from slidesparse.offline.calibrate.texts import DEFAULT, as_text, read_documents
-from slidesparse.offline.option_names import as_written
 from slidesparse.pruning import get_pruner
 
 SAMPLES = 128
@@ -100,7 +99,7 @@ def calibration_for(method: str, texts: Sequence[str], windows: Mapping[str, Any
     """
     if not texts and not get_pruner(method).needs_calibration:
         if windows:
-            got, remedy = ", ".join(map(as_written, windows)), "use --method sparsegpt or wanda, or leave these out"
+            got, remedy = ", ".join(windows), "use --method sparsegpt or wanda, or leave these out"
             raise InputError(f"{method} takes no calibration text", got=got, remedy=remedy)
         return None
     first, *more = texts or [DEFAULT]
