@@ -27,40 +27,37 @@ LATENT = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 }
 
+MOE = {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16}
+SHARED = {"shared_expert_intermediate_size": 48}
+
+
+def not_alone(model: str, config: dict[str, Any]) -> A:
+    """A mixture that transformers alone cannot load in INT8."""
+    return A(model, config, alone=INT8)
+
+
 MIXTURES: dict[str, A] = {
     # -- mixtures of experts -------------------------------------------------------------------------------------------
-    "mixtral": A("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
-    "qwen2-moe": A("Qwen2MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4}, alone=INT8),
-    "qwen3-moe": A("Qwen3MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16}, alone=INT8),
-    "qwen3-next": A(
-        "Qwen3NextForCausalLM",
-        {
-            **{**TEXT, **EXPERTS, **LINEAR_ATTENTION, "num_experts": 4, "head_dim": 16},
-            "shared_expert_intermediate_size": 48,
-        },
-        alone=INT8,
-    ),
-    "qwen3.5-moe": A(
+    "mixtral": not_alone("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}),
+    "qwen2-moe": not_alone("Qwen2MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4}),
+    "qwen3-moe": not_alone("Qwen3MoeForCausalLM", MOE),
+    "qwen3-next": not_alone("Qwen3NextForCausalLM", {**MOE, **SHARED, **LINEAR_ATTENTION}),
+    "qwen3.5-moe": not_alone(
         "Qwen3_5MoeForCausalLM",
-        {
-            **{**TEXT, **EXPERTS, **LINEAR_ATTENTION, "num_experts": 4, "head_dim": 16},
-            **{"shared_expert_intermediate_size": 48, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
-        },
-        alone=INT8,
+        {**MOE, **SHARED, **LINEAR_ATTENTION, "rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
     ),
-    "deepseek-v2": A("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
-    "deepseek-v3": A("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
-    "deepseek-v3.2": A(
+    "deepseek-v2": not_alone("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}),
+    "deepseek-v3": not_alone("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}),
+    "deepseek-v3.2": not_alone(
         "DeepseekV32ForCausalLM",
         {
             **{**TEXT, **EXPERTS, **MLA, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2},
             **{"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
         },
-        alone=INT8,
     ),
-    "glm-5": A("GlmMoeDsaForCausalLM", {**TEXT, **EXPERTS, **MLA, **INDICES}, alone=INT8),
+    "glm-5": not_alone("GlmMoeDsaForCausalLM", {**TEXT, **EXPERTS, **MLA, **INDICES}),
     "hy-v4": A("HYV4ForCausalLM", {**TEXT, **EXPERTS, **MLA, **INDICES, "hc_mult": 2}, not_quantised=FUSED),
-    "kimi-linear": A(
+    "kimi-linear": not_alone(
         "KimiLinearForCausalLM",
         {
             **{**TEXT, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
@@ -68,21 +65,17 @@ MIXTURES: dict[str, A] = {
             **{"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1, "moe_intermediate_size": 48},
             **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
         },
-        alone=INT8,
     ),
-    "hunyuan-moe": A(
-        "HunYuanMoEV1ForCausalLM", {**TEXT, "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2]}, alone=INT8
+    "hunyuan-moe": not_alone("HunYuanMoEV1ForCausalLM", {**TEXT, "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2]}),
+    "glm4-moe-lite": not_alone(
+        "Glm4MoeLiteForCausalLM", {**TEXT, **EXPERTS, **MLA, "mlp_layer_types": ["dense", "sparse"]}
     ),
-    "glm4-moe-lite": A(
-        "Glm4MoeLiteForCausalLM", {**TEXT, **EXPERTS, **MLA, "mlp_layer_types": ["dense", "sparse"]}, alone=INT8
-    ),
-    "glm4-moe": A(
+    "glm4-moe": not_alone(
         "Glm4MoeForCausalLM",
         {
             **{**TEXT, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1},
             **{"topk_group": 1, "first_k_dense_replace": 1},
         },
-        alone=INT8,
     ),
     "granitemoe": A(
         "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, not_quantised=FUSED
@@ -95,19 +88,18 @@ MIXTURES: dict[str, A] = {
         },
         not_quantised=FUSED,
     ),
-    "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
-    "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
-    "minimax-m2": A(
-        "MiniMaxM2ForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, alone=INT8
+    "olmoe": not_alone("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": not_alone("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}),
+    "minimax-m2": not_alone(
+        "MiniMaxM2ForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     ),
-    "jamba": A(
+    "jamba": not_alone(
         "JambaForCausalLM",
         {
             **{**TEXT, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
             **{"expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 32},
             **{"use_mamba_kernels": False},
         },
-        alone=INT8,
     ),
     "gpt-oss": A(
         "GptOssForCausalLM",
@@ -137,41 +129,24 @@ MIXTURES: dict[str, A] = {
         },
         not_quantised=FUSED,
     ),
-    "qwen3-vl-moe": A(
+    "qwen3-vl-moe": not_alone(
         "Qwen3VLMoeForConditionalGeneration",
         {
-            "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "rope_parameters": ROPE_3D},
+            "text_config": {**MOE, "rope_parameters": ROPE_3D},
             "vision_config": {**QWEN_EYES, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
         },
-        alone=INT8,
     ),
-    "flint": A(
-        "FlintForCausalLM",
-        {
-            **{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0]},
-            "shared_expert_intermediate_size": 48,
-        },
-        alone=INT8,
-    ),
-    "kolibri1": A(
-        "Kolibri1ForCausalLM",
-        {**{**TEXT, **EXPERTS, **SLIDING, "num_experts": 4, "head_dim": 16}, "shared_expert_intermediate_size": 48},
-        alone=INT8,
-    ),
-    "beam": A(
-        "BeamForCausalLM",
-        {**TEXT, **EXPERTS, **SLIDING, **SECOND, "num_experts": 4, "head_dim": 16, "n_group": 1, "topk_group": 1},
-        alone=INT8,
-    ),
-    "bailing-hybrid": A(
+    "flint": not_alone("FlintForCausalLM", {**MOE, **SHARED, **SLIDING, "mlp_only_layers": [0]}),
+    "kolibri1": not_alone("Kolibri1ForCausalLM", {**MOE, **SHARED, **SLIDING}),
+    "beam": not_alone("BeamForCausalLM", {**MOE, **SLIDING, **SECOND, "n_group": 1, "topk_group": 1}),
+    "bailing-hybrid": not_alone(
         "BailingHybridForCausalLM",
         {
-            **{**TEXT, **EXPERTS, **LATENT, "head_dim": 16, "num_experts": 4, "n_group": 1, "topk_group": 1},
+            **{**MOE, **LATENT, "n_group": 1, "topk_group": 1},
             **{"first_k_dense_replace": 1, "layer_group_size": 2, "num_mtp_layers": 0},
         },
-        alone=INT8,
     ),
-    "dots3-note": A(
+    "dots3-note": not_alone(
         "Dots3NoteForCausalLM",
         {
             **{**TEXT, **EXPERTS, **MLA, **SLIDING, **SECOND, "head_dim": 24, "shared_experts_intermediate_size": 48},
@@ -179,7 +154,6 @@ MIXTURES: dict[str, A] = {
             **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16},
             **{"swa_qk_nope_head_dim": 16, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32},
         },
-        alone=INT8,
     ),
     "inkling2": A(
         "Inkling2ForCausalLM",
@@ -190,7 +164,7 @@ MIXTURES: dict[str, A] = {
         },
         refused="cannot tell along which dimension the experts .* --ignore",
     ),
-    "mistral-large4": A(
+    "mistral-large4": not_alone(
         "MistralLarge4ForConditionalGeneration",
         {
             "text_config": {
@@ -200,9 +174,8 @@ MIXTURES: dict[str, A] = {
             "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
             "image_token_index": 5,
         },
-        alone=INT8,
     ),
-    "unlimited-ocr": A(
+    "unlimited-ocr": not_alone(
         "UnlimitedOcrForConditionalGeneration",
         {
             "text_config": {
@@ -218,7 +191,6 @@ MIXTURES: dict[str, A] = {
                 "encoder_config": VISION,
             },
         },
-        alone=INT8,
     ),
     "muse-spark": A(
         "MuseSparkForConditionalGeneration",

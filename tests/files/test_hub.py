@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-import small_hub as small_hub_module
 from checkpoints import add_tokenizer, make_checkpoint, tokens
 from small_hub import COMMIT, TOKEN, SmallHub, small_hub, use
 
@@ -151,18 +148,3 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert source_folder("maker/small") == folder
     assert hub.asked == []
-
-
-def test_an_interruption_ends_a_download(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that have begun come to their end; a second signal does not wait for them (tests/test_interruption.py)."""
-    answer, begun = small_hub_module.respond, threading.Event()
-
-    def interrupting(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
-        if path.endswith(".safetensors") and not begun.is_set():
-            begun.set()
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        return answer(hub, path, known)
-
-    monkeypatch.setattr(small_hub_module, "respond", interrupting)
-    assert main(["inspect", "maker/small"]) == 130
-    assert begun.is_set()

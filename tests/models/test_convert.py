@@ -149,16 +149,6 @@ def test_tying_is_seen_on_the_meta_device() -> None:
     assert find_targets(model, lm_head=True).dense == {"lm_head": "shares its weight with the input embedding"}
 
 
-def test_ignore() -> None:
-    targets = find_targets(_llama(), ignore=["model.layers.0.mlp.up_proj", r"re:.*\.o_proj", "lm_head"])
-    assert [name for name, why in targets.dense.items() if why == "on the ignore list"] == [
-        "model.layers.0.self_attn.o_proj",
-        "model.layers.0.mlp.up_proj",
-        "model.layers.1.self_attn.o_proj",
-        "lm_head",
-    ]
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
