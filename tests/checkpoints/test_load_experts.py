@@ -22,7 +22,7 @@ import slidesparse
 from slidesparse.checkpoints import load_experts
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm import expert_times
+from slidesparse.gemm import expert_times, select
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.layer.settle import Chooser
 from slidesparse.models.experts import Experts, find_experts
