@@ -40,12 +40,6 @@ def test_linears_stay_on_one_backend_up_to_where_the_gpu_is_the_slower_side() ->
     assert [linear.weight.forms for linear in routed] == [linear.weight.forms for linear in linears]
 
 
-def test_the_gpu_must_be_done_first_on_that_backend() -> None:
-    linears, slow = chain(MIXED, MIXED), (1.0, 1.1 * HOST_US, 1.1 * HOST_US, 1.1 * HOST_US)
-    assert keep_one_backend(linears, speeds(linears, QUICK, slow), 512) == (linears, 512)
-    assert keep_one_backend(linears, speeds(linears, slow, QUICK), 512)[1] == TOKENS[-1]
-
-
 def test_what_has_a_graph_is_left_alone() -> None:
     before = Route(0, "dense"), Route(16, "hopper"), Route(1500, "dense")
     linears = chain(SPARSE, before)
@@ -64,12 +58,6 @@ def test_the_times_of_all_linears_together_decide() -> None:
         assert keep_one_backend(linears, slow | quick, 512)[1] == last
 
 
-@pytest.mark.parametrize("sparse", [(1.0, None, 1.0, 1.0), (None, None, None, None)])
-def test_a_backend_without_a_time_is_not_taken(sparse: tuple[float | None, ...]) -> None:
-    linears = chain(MIXED, MIXED)
-    assert keep_one_backend(linears, speeds(linears, QUICK, sparse), 512) == (linears, 512)
-
-
 def test_without_times_or_a_form_in_common_nothing_changes() -> None:
     linears = chain(MIXED, MIXED)
     known = speeds(linears[:1], QUICK, QUICK)
@@ -79,9 +67,22 @@ def test_without_times_or_a_form_in_common_nothing_changes() -> None:
     assert keep_one_backend(both, known | speeds(alone, QUICK, QUICK), 512) == (both, 512)
 
 
-def test_the_user_says_how_long_the_host_takes() -> None:
-    linears, times = chain(MIXED, MIXED), (1.0, HOST_US / 4, HOST_US / 2, HOST_US)
-    known = speeds(linears, times, times)
-    ends = [keep_one_backend(linears, known, 512, share * HOST_US)[1] for share in (1, 0.5, 0.25, 0.2, 0)]
-    assert ends == [4096, 2048, 1024, 512, 512]
-    assert keep_one_backend(linears, known, 512, 0)[0] == linears
+SLOW, GROWING = (1.0, *3 * (1.1 * HOST_US,)), (1.0, HOST_US / 4, HOST_US / 2, HOST_US)
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "share", "last"),
+    [
+        (QUICK, SLOW, 1, 512),  # the GPU must be done first on that backend
+        (SLOW, QUICK, 1, 4096),
+        (QUICK, (1.0, None, 1.0, 1.0), 1, 512),
+        (QUICK, (None, None, None, None), 1, 512),
+        *((GROWING, GROWING, *told) for told in ((1, 4096), (0.5, 2048), (0.25, 1024), (0.2, 512), (0, 512))),
+    ],
+)
+def test_how_far_one_backend_is_kept(dense: Times, sparse: Times, share: float, last: int) -> None:
+    """By the share of the usual time that the user says the host takes."""
+    linears = chain(MIXED, MIXED)
+    routed, found = keep_one_backend(linears, speeds(linears, dense, sparse), 512, share * HOST_US)
+    assert found == last
+    assert (routed == linears) == (last == 512)
