@@ -15,7 +15,7 @@ from slidesparse.weights.pattern import Pattern
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.kernels.linear import AUTO
-from slidesparse_bench.kernels.operands import AUTO_SIX_BITS
+from slidesparse_bench.kernels.operands import AUTO_SIX_BITS, rounding_for
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
 from slidesparse_bench.serve.serve_options import BATCHED_TOKENS
@@ -82,7 +82,8 @@ class ServeProfile:
             densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
             keys.append(key(CONTROL, densest, "dense", self.graphs))
         for backend in self.backends:
-            for pattern in self.patterns:
+            six_bits = rounding_for(backend, dtype) == "6bit"  # which dense weights take, too
+            for pattern in (*self.patterns, *([DENSE_VARIANT] * six_bits)):
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
         keys += [key(rival, DENSE_VARIANT, "", None) for rival in self.rivals if RIVALS[rival] != dtype]
