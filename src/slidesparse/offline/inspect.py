@@ -265,7 +265,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
 def _choose(pattern: Pattern, weight: torch.Tensor, bits: int) -> tuple[Choice, dict[str, int]]:
     """Return the choice of ``auto`` on this machine, and the bytes of each kept form of the weight."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, pattern != DENSE, bits)
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits)
     choice = choose(problem)
     return choice, {name: _form_bytes(name, problem) for name in choice.backends}
 
