@@ -162,7 +162,7 @@ def write_checkpoint(
         folder: To make.
         config: From :func:`model_config`.
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
-        pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
+        pattern: The pattern; with ``DENSE`` nothing is pruned, or marked unless it has six bits.
         device: Device on which the weights are drawn.
         rounding: How weights are rounded.
         lm_head: Whether the output embedding is stored as linears are.
@@ -188,7 +188,7 @@ def write_checkpoint(
         extra["quantization_config"] = four_bit_config(four_bits, alone)
     elif dtype != torch.bfloat16:
         extra["quantization_config"] = quantization_config(dtype, alone, "lm_head" if lm_head else None)
-    if pattern != DENSE:
+    if pattern != DENSE or rounding == "6bit":
         leaves = ("gate_proj", "up_proj", "down_proj")
         treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
         extra[MARKER_KEY] = Marker(pattern, tuple(alone), experts=treated).to_config()

@@ -72,7 +72,7 @@ class ServeProfile:
         if dtype != "bf16":  # in which nothing is joined
             keys.append(key(CONTROL, DENSE_VARIANT, "dense", self.graphs))
         for backend in self.backends:
-            six_bits = rounding_for(backend, dtype) == "6bit"
+            six_bits = rounding_for(backend, dtype) == "6bit"  # which dense weights take, too
             for pattern in (DENSE_VARIANT, *self.patterns) if six_bits else self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
