@@ -254,4 +254,5 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
 def _choose(pattern: Pattern, weight: torch.Tensor, bits: int) -> Choice:
     """Return the choice of ``auto`` on this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return choose(Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=bits))
+    out, columns = weight.shape
+    return choose(Problem(pattern, weight.dtype, out, columns, device, pattern != DENSE, bits))
