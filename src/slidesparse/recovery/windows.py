@@ -13,8 +13,14 @@ from slidesparse.errors import InputError
 from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
-from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, encode, load_tokenizer, tokens_before
-from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.offline.calibrate.calibration import (
+    check_tokens,
+    cut_windows,
+    load_tokenizer,
+    tokens_before,
+    tokens_of,
+)
+from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.recovery.options import RecoverOptions
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -96,7 +102,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
     train, evaluation = [], []
     for text, inside, count in zip(texts, documents, shares(texts, options.eval_windows), strict=True):
-        tokens = encode(tokenizer, as_text(inside, tokenizer), show=None)
+        tokens = tokens_of(inside, tokenizer, show=None)
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:
