@@ -122,6 +122,7 @@ def staged(
                 _begin(work, stored)
                 require_space(destination, n_bytes - work.size())
                 yield work
+                _keep_modes(work.output, source)
                 _sync_all(work.output)
                 _give_name(work, destination)
                 _sync(destination.parent)
@@ -318,6 +319,14 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
 def _clear(partial: Path) -> None:
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _keep_modes(output: Path, source: Path) -> None:
+    """Let nobody read a file of the output who could not read the source's: that of its name, or config.json."""
+    for path in (output, *output.rglob("*")):
+        known = (source / path.relative_to(output), source / "config.json", source)
+        for like in [one for one in known if one.exists() and one.is_dir() == path.is_dir()][:1]:
+            path.chmod(path.stat().st_mode & 0o777 & (like.stat().st_mode | 0o700))
 
 
 def _sync_all(folder: Path) -> None:

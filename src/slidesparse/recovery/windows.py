@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from slidesparse.errors import InputError
+from slidesparse.files.data_digest import data_digest
 from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
@@ -76,8 +79,13 @@ class Windows:
             self.orders[key] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
         return windows[self.orders[key][index]]
 
+    def digest(self) -> str:
+        """Return a digest of the windows and their shares, by which a run that goes on knows its texts."""
+        parts = [*map(data_digest, [*self.train, self.evaluation, self.bounds])]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
     def save(self, path: Path) -> None:
-        """Write the windows, so that a resumed run need not tokenise again."""
+        """Write the windows for the other processes of a run."""
         tensors = {f"train.{i}": one for i, one in enumerate(self.train)} | {"evaluation": self.evaluation}
         write_tensors(path, tensors)
 
@@ -85,8 +93,8 @@ class Windows:
     def load(cls, path: Path, options: RecoverOptions) -> Windows:
         """Read the windows that :meth:`save` wrote."""
         reader, weights = TensorReader(path), [weighted(text).weight for text in options.texts]
-        train = [reader.tensor(f"train.{i}") for i in range(len(weights))]
-        return cls(train, reader.tensor("evaluation"), weights, options.seed)
+        train = [reader.verified(f"train.{i}") for i in range(len(weights))]
+        return cls(train, reader.verified("evaluation"), weights, options.seed)
 
 
 def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
