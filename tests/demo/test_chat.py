@@ -41,6 +41,11 @@ def test_it_prunes_asks_and_measures(model: Path, tmp_path: Path, capsys: pytest
         assert rows[pattern]["perplexity"] == measured.perplexity
 
 
+def test_an_empty_name_is_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--chat", "", "--device", "cpu"]) == 1
+    assert "got an empty path" in capsys.readouterr().err
+
+
 def test_an_interruption_promises_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was pruned so far lies in a temporary folder, with which it goes."""
 

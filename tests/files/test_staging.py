@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from checkpoints import add_tokenizer, by_magnitude, contents, make_checkpoint, make_source, write_text
+from checkpoints import add_tokenizer, by_magnitude, contents, make_checkpoint, make_source, tensors, write_text
 
 import slidesparse
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
 from slidesparse.files.staging import Workplace, new_folder, staged
@@ -286,3 +288,34 @@ def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Pat
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     ignored = replace(options, ignore=("re:.*layers.1.self_attn.*", "re:.*layers.1.mlp.*"))
     prune_checkpoint(tmp_path / "m", tmp_path / "s", ignored)
+
+
+def test_modes_of_files_stay(tmp_path: Path) -> None:
+    """What others could not read they cannot read in the output, either."""
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/notes.txt").write_text("")
+    for path in (tmp_path / "m").iterdir():
+        path.chmod(0o644 if path.name == "notes.txt" else 0o600)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "s").iterdir()}
+    assert modes.pop("notes.txt") == 0o644
+    assert set(modes.values()) == {0o600}
+    replace_file(tmp_path / "m/config.json", "{}")
+    assert (tmp_path / "m/config.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_prune_says_that_zeros_were_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    text = Calibration(str(write_text(tmp_path / "t.txt")), samples=2, length=16)
+    prune_checkpoint(tmp_path / "m", tmp_path / "p", by_magnitude("6:8", "bf16"))
+    options = PruneOptions("6:8", "bf16", method, None if method == "magnitude" else text)
+    prune_checkpoint(tmp_path / "p", tmp_path / "q", options)
+    assert "violate" not in caplog.text
+    values = tensors(tmp_path / "p")
+    values["model.layers.1.mlp.up_proj.weight"][3] = 1
+    safetensors.torch.save_file(values, tmp_path / "p/model.safetensors", {"format": "pt"})
+    prune_checkpoint(tmp_path / "p", tmp_path / "r", options)
+    assert "1 tensor of" in caplog.text
+    assert "violate its own pattern, and are pruned anew: model.layers.1.mlp.up_proj.weight" in caplog.text

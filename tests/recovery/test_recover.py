@@ -134,6 +134,14 @@ def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not copied, other weights or code: modeling_x.py" in capsys.readouterr().err
 
 
+def test_advice_is_this_commands(tmp_path: Path) -> None:
+    make_pair(tmp_path)
+    (tmp_path / "pruned/link").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match=r"link out of the source; got .*; put a copy in its place") as caught:
+        recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path))
+    assert "--links" not in str(caught.value)
+
+
 def test_the_first_line_says_what_is_trained_on(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A budget that is no whole number of steps is rounded, and not in silence."""
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=300))
@@ -585,6 +593,7 @@ def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> Non
         ({"tokens": 100}, "--tokens; got 100; needed 256 or more, those of a step"),
         ({"rounding": "6bit"}, "--rounding 6bit; got --dtype None"),
         *(({name: value}, f"--{name}; got") for name, value in (("window", 1), ("lr", -1.0), ("batch", 16))),
+        *(({name: value}, f"--{name}; got") for name, value in (("tokens", 10**16), ("lr", 1e9), ("batch", 1 << 60))),
         *(({"train": "some"}, "--train; got"), ({"eval_windows": 0}, "--eval-windows; got")),
     ],
 )

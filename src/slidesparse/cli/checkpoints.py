@@ -50,7 +50,7 @@ def _add_demo(commands: Commands) -> None:
     demo = add_command(commands, "demo", _demo, text)
     demo.add_argument("--plot", type=named_path, help=f"where the plot goes (default: {PLOT})")
     text = "ask a chat model, dense and pruned: a folder, a .gguf or NAMESPACE/NAME (default: SmolLM2-135M-Instruct)"
-    demo.add_argument("--chat", nargs="?", const="", metavar="CHECKPOINT", help=text)
+    demo.add_argument("--chat", nargs="?", const=True, metavar="CHECKPOINT", help=text)
     add_device(demo)
 
 
@@ -60,7 +60,7 @@ def _demo(options: argparse.Namespace) -> int:
 
         if options.plot is not None:
             raise InputError("options without effect", got="--plot with --chat", remedy="leave out one of them")
-        print_outcome(options, run_chat(options.chat or None, device_of(options)))
+        print_outcome(options, run_chat(None if options.chat is True else options.chat, device_of(options)))
         return 0
     from slidesparse.cli import failure
     from slidesparse.demo.run import draw_demo, run_demo

@@ -93,7 +93,7 @@ def run_chat(source: str | None = None, device: str = "cpu") -> ChatReport:
     Raises:
         CheckpointError: There is no such model, or it cannot be loaded.
     """
-    where, began, rows, name = usable_device(device), time.perf_counter(), [], source or _usual()
+    where, began, rows, name = usable_device(device), time.perf_counter(), [], _usual() if source is None else source
     with TemporaryDirectory(prefix="slidesparse-") as folder:
         dense = _dense(name, Path(folder, "dense"))
         try:

@@ -99,7 +99,8 @@ class Pair:
         """Make the student's linears round as when served."""
         marker = Marker.require(self.pruned.config, self.pruned.path)
         if find_experts(self.student.model):
-            raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy="leave it out")
+            remedy = "leave out --dtype and --rounding"
+            raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy=remedy)
         dtype = parse_dtype(options.dtype or "int8")
         linears = self.student.linears(marker)
         roundings = {name: rounding_of(options.rounding, marker.pattern_of(name)) for name in linears}

@@ -82,7 +82,7 @@ def recover(
         pair.warn_of_another_teacher()
     _check_windows(pair, options, ranks)
     compiled = pair.compilable and compiles(where)
-    files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
+    files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards}, links=None)
     lr = options.lr or default_lr(text_config(pair.student.model.config).hidden_size)
     with ordered_sums(where), _connected(ranks, where):
         with _explained():
