@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 from collections.abc import Callable
@@ -319,3 +320,20 @@ def test_prune_says_that_zeros_were_filled(tmp_path: Path, caplog: pytest.LogCap
     prune_checkpoint(tmp_path / "p", tmp_path / "r", options)
     assert "1 tensor of" in caplog.text
     assert "violate its own pattern, and are pruned anew: model.layers.1.mlp.up_proj.weight" in caplog.text
+
+
+def test_who_has_no_lock_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs make the working folder at once, and the other one has its lock before this one."""
+    make, handles = staging._make, []
+
+    def made_at_once(partial: Path) -> list[Path]:
+        found = make(partial)
+        handles.append(os.open(partial, os.O_RDONLY))
+        fcntl.flock(handles[0], fcntl.LOCK_EX)
+        return found
+
+    monkeypatch.setattr(staging, "_make", made_at_once)
+    with pytest.raises(CheckpointError, match="another run is writing"), staged(tmp_path / "s", tmp_path / "m", {}, 0):
+        pass
+    os.close(handles[0])
+    assert (tmp_path / "s.partial").is_dir()

@@ -114,8 +114,8 @@ def staged(
     destination = new_folder(destination, source)
     work = Workplace(partial_folder(destination))
     made = _make(work.path)
-    try:
-        with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
+    with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
+        try:  # only here: who has no lock removes nothing
             stored = as_stored(record)
             refuse_another_run(work, stored, as_written)
             with _left_in_order(work, destination):
@@ -127,10 +127,10 @@ def staged(
                 _give_name(work, destination)
                 _sync(destination.parent)
             shutil.rmtree(work.path, ignore_errors=True)
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only where it is empty
+        finally:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only where it is empty
 
 
 def bytes_to_write(
