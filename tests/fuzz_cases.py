@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("dense", "sharded", "w8a8", "pruned")
-COMMANDS = ("inspect", "prune", "eval", "load")
+SOURCES = ("dense", "sharded", "w8a8", "pruned", "floats", "kept")
+"""Folders of checkpoints: ``floats`` is pruned in a float type, and so is ``kept``, with the work of a run that ended
+early; ``recover`` goes on from there, and that work is damaged in place of the folder."""
+
+COMMANDS = ("inspect", "prune", "eval", "load", "recover", "chats")
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,32 @@ def damage(folder: Path, name: str, number: int) -> None:
         FOLDER_DAMAGES[name](folder, rng)
 
 
+def write_data(folder: Path, number: int) -> None:
+    """Write chats, and a data set of several kinds of files, with odd values for some of their keys."""
+    rng = random.Random(number)
+    call = {"function": {"name": "add", "arguments": rng.choice(('{"a": 1}', "{", "[]"))}}
+    lines = []
+    for place in range(6):
+        answer = {"role": "assistant", "content": "a number", "tool_calls": [call], "reasoning_content": "hm"}
+        line = {
+            "messages": [{"role": "user", "content": "what is two"}, answer],
+            "tools": [],
+            "tokens": [5],
+            "seal": "",
+        }
+        lines.append(change_json(line, rng) if number and rng.random() < 0.3 else line | {"id": place})
+    ends = ("\n", "\n", "\r\n", "\n\n") if number else ("\n",)
+    text = "".join(json.dumps(one) + rng.choice(ends) for one in lines)
+    (folder / "data/data").mkdir(parents=True)
+    for path in ("chats.jsonl", "data/data/train-0.jsonl", "data/data/test.jsonl"):
+        (folder / path).write_text(text)
+    (folder / "data/README.md").write_text("about")
+
+
 # -- arguments -----------------------------------------------------------------------------------------------------
+
+TEXTS = ("TEXT", "SOURCE", "missing", "CHATS", "DATA", "")
+"""Texts: those in capitals are files and folders of a case."""
 
 WORDS = (
     *("", "x", "0", "-1", "1", "1e999", "nan", "99999999999999999999", "re:(", "re:.*q_proj", "=", "a=b"),
@@ -220,7 +248,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--ignore": ("re:.*mlp.*", "re:.*", "lm_head", "model.layers.0.self_attn.q_proj"),
         "--layer": ("re:.*down_proj=4:6", "re:.*down_proj=dense", "re:.*q_proj=2:4", "re:.*=dense"),
         "--links": ("refuse", "copy", "skip"),
-        "--calibration": ("TEXT", "SOURCE", "missing"),
+        "--calibration": TEXTS,
         "--samples": ("2", "4"),
         "--length": ("2", "16"),
         "--seed": ("0", "7"),
@@ -229,19 +257,54 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--json": (),
     },
     "eval": {
-        "--text": ("TEXT", "SOURCE", "missing"),
+        "--text": TEXTS,
         "--window": ("16", "2", "64"),
         "--stride": ("8", "1", "64"),
         "--batch": ("1", "4"),
         "--json": (),
     },
+    "recover": {
+        "--text": (*TEXTS, "TEXT:3", "CHATS:0.5", "DATA:1e300"),
+        "--tokens": ("128", "64", "1G0", "9999999G"),
+        "--lr": ("1e-3", "30", "1e30", "nan"),
+        "--batch": ("32", "64", "8"),
+        "--window": ("8", "16", "100000"),
+        "--eval-windows": ("1", "4"),
+        "--micro-batch": ("1", "2"),
+        "--train": ("body", "linears", "all"),
+        "--dtype": ("int8", "fp8"),
+        "--rounding": ("absmax", "6bit"),
+        "--seed": ("0", "7"),
+        "--save-minutes": ("0.0001", "5"),
+        "--self-chats": ("0", "2"),
+        "--prompts": ("CHATS", "TEXT"),
+        "--dense": ("BASE", "SOURCE"),
+        "--no-bos": (),
+        "--json": (),
+    },
+    "chats": {
+        "--count": ("1", "3", "0"),
+        "--prompts": TEXTS,
+        "--max-tokens": ("1", "4", "1000"),
+        "--seed": ("0", "7", "-1"),
+        "--writer": ("auto", "transformers"),
+        "--json": (),
+    },
 }
+
+WRITING = ("prune", "recover", "chats")
+"""Commands with a destination."""
 
 USUAL: dict[str, list[str]] = {
     "inspect": [],
     "load": [],
     "prune": ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
+    "recover": [
+        *("--text", "TEXT", "--tokens", "96", "--batch", "32", "--window", "8", "--eval-windows", "2", "--lr", "1e-3"),
+        *("--dense", "BASE", "--device", "cpu"),
+    ],
+    "chats": ["--count", "2", "--prompts", "CHATS", "--max-tokens", "2", "--device", "cpu"],
 }
 
 
@@ -260,10 +323,13 @@ def command_line(case: Case, folder: Path) -> list[str]:
         words.append(option)
         if known[option]:
             words.append(rng.choice(known[option]) if rng.random() < 0.75 else rng.choice(WORDS))
-    named = {"TEXT": str(folder / "text.txt"), "SOURCE": str(folder / "m")}
-    words = [named.get(word, word) for word in words]
-    out = [str(folder / "out")] if case.command == "prune" else []
-    if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and case.command == "prune":
+    named = {"TEXT": "text.txt", "SOURCE": "m", "CHATS": "chats.jsonl", "DATA": "data", "BASE": "base"}
+    parts = (word.partition(":") for word in words)
+    words = [
+        f"{folder / named[name]}{colon}{end}" if name in named else name + colon + end for name, colon, end in parts
+    ]
+    out = [str(folder / "out")] if case.command in WRITING else []
+    if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and out:
         places = ("m", "m/in", "out/..", "text.txt", "text.txt/x", "n" * 300, "a/b/c")
         out = [str(folder / random.Random(case.arguments[0]).choice(places))]
     return [case.command, str(folder / "m"), *out, *words]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,8 +75,9 @@ def recover(
     """
     where = usable_device(device)
     pair = Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
+    destination = usable_path(destination, "destination")
     for source in (pair.dense.path, pair.pruned.path):
-        destination = new_folder(usable_path(destination, "destination"), source)
+        destination = new_folder(destination, source)
     if ranks.is_first:
         pair.warn_of_another_teacher()
     _check_windows(pair, options, ranks)
@@ -105,7 +105,7 @@ def recover(
             ranks.wait()
             with _explained():
                 windows = windows or Windows.load(work.kept / WINDOWS, options)
-                training = training_on(windows=windows, lr=lr)
+                training = training_on(windows, lr)
                 figures = _train(training, work)
                 trained = figures["kept"] == "after"
                 tensors = gathered(training.parameters, pair.student, pair.pruned, ranks.is_first) if trained else {}
@@ -130,7 +130,7 @@ def _check_windows(pair: Pair, options: RecoverOptions, ranks: Ranks) -> None:
 
 def _set_up(
     pair: Pair, options: RecoverOptions, ranks: Ranks, device: torch.device, compiled: bool
-) -> Callable[..., Training]:
+) -> Callable[[Windows, float], Training]:
     """Divide both networks among the processes, fill and check them, and return the training, but for text and rate."""
     fit = Fit.of_all(ranks.gather(astuple(fit_memory(pair.size, options, ranks.world, device))))
     mesh = init_device_mesh(device.type, (ranks.world,))
@@ -162,8 +162,11 @@ def _set_up(
         compile_(dense)  # only now: the passes before had other shapes
     parameters = {name: one for name, one in filled.items() if one.requires_grad}
     held &= parameters.keys()
-    made = {"student": student, "dense": dense, "parameters": parameters, "held": held, "fit": fit}
-    return partial(Training, **made, options=options, ranks=ranks, device=device)
+
+    def training_on(windows: Windows, lr: float) -> Training:
+        return Training(student, dense, windows, parameters, held, options, lr, fit, ranks, device)
+
+    return training_on
 
 
 def _train(training: Training, work: Workplace) -> dict[str, Any]:

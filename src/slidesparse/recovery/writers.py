@@ -100,7 +100,9 @@ class TransformersWriter:
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=ids.device)
         torch.manual_seed(seed)
         try:
-            rows = self.model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, use_cache=True).tolist()
+            how = {"attention_mask": mask, "max_new_tokens": max_tokens, "use_cache": True}
+            with other_library():  # some decompress their weights in the first call
+                rows = self.model.generate(ids, **how).tolist()
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

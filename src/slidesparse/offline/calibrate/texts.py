@@ -265,8 +265,9 @@ def document(where: str, row: Any) -> Document:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise InputError(f"tools of {where}", got=f"{tools!r:.80}", needed="a list of objects")
     tokens, seal = fields.get("tokens"), fields.get("seal")
-    known = isinstance(tokens, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in tokens)
-    return Chat(map(_message, messages), tools, where, tokens if known else (), str(seal))
+    if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
+        tokens = []
+    return Chat(map(_message, messages), tools, where, tokens, str(seal))
 
 
 def _wrong_part(document: Any) -> str:
