@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat, takewhile
 from pathlib import Path
@@ -81,7 +83,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
     vocabulary = vocabulary_digest(tokenizer)
     part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
-    with open(part, "a+b") as file, progress_bar("answers", len(ids), unit="answers") as advance:
+    with open(part, "a+b") as file, _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
         advance(first := _answers_in(file, part, vocabulary))
         again = f"; {first} are there from an interrupted run" if first else ""
         LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
@@ -97,6 +99,17 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
                 minutes = (time.monotonic() - began) / 60 / len(answers) * left
                 LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
         part.replace(path)
+
+
+@contextmanager
+def _left_in_order(part: Path) -> Iterator[None]:
+    """Remove a file after an exception if there is no answer in it."""
+    try:
+        yield
+    except BaseException:
+        if part.exists() and not part.stat().st_size:
+            part.unlink()
+        raise
 
 
 def _line(asked: Chat, text: str, tokens: list[int], vocabulary: str) -> bytes:
@@ -199,6 +212,10 @@ def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> lis
     if room < 1:
         raise InputError("--max-tokens", got=max_tokens, needed=f"less than {room + max_tokens}, which {model} reads")
     ids = ids_of(tokenizer, templated(asked, tokenizer, to_answer=True), add_special_tokens=False)
+    for chat, one in zip(asked, ids, strict=True):
+        if not one:
+            where = f" on {chat.where}" if chat.where else ""
+            raise InputError(f"the chat template writes nothing{where}", remedy=f"mend that of {model}")
     if cut := sum(len(one) > room for one in ids):
         LOG.warning("%d prompts are cut to their last %d tokens: the model has no room for more", cut, room)
     return [one[-room:] for one in ids]
