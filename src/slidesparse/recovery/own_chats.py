@@ -83,22 +83,24 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
     vocabulary = vocabulary_digest(tokenizer)
     part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
-    with open(part, "a+b") as file, _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
-        advance(first := _answers_in(file, part, vocabulary))
+    with open(part, "a+b") as file:
+        first = _answers_in(file, part, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""
         LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
-        for start in range(first, len(ids), kind.at_once):
-            began, some = time.monotonic(), slice(start, start + kind.at_once)
-            answers = writer.answer(ids[some], longest, options.seed + start)
-            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-            tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
-            file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
-            file.flush()
-            advance(len(answers))
-            if start == first and (left := len(ids) - start - len(answers)):
-                minutes = (time.monotonic() - began) / 60 / len(answers) * left
-                LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
-        part.replace(path)
+        with _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
+            advance(first)
+            for start in range(first, len(ids), kind.at_once):
+                began, some = time.monotonic(), slice(start, start + kind.at_once)
+                answers = writer.answer(ids[some], longest, options.seed + start)
+                texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+                tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
+                file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
+                file.flush()
+                advance(len(answers))
+                if start == first and (left := len(ids) - start - len(answers)):
+                    minutes = (time.monotonic() - began) / 60 / len(answers) * left
+                    LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
+            part.replace(path)
 
 
 @contextmanager
