@@ -37,7 +37,9 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.data_digest import data_digest
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.tensor_writer import TensorWriter, write_tensors
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery import state
 from slidesparse.recovery.networks import StudentNetwork
@@ -235,6 +237,23 @@ def test_one_flipped_bit_of_a_state_is_found(pair: Path, tmp_path: Path, name: s
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"damaged; got other .*; remove .*out.partial and run again"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+
+
+def test_a_state_of_several_processes_is_taken_over_by_one(pair: Path, tmp_path: Path) -> None:
+    """Each of them writes its rows, the last one perhaps fewer."""
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
+    interrupted(pair, tmp_path / "out", options(pair))
+    kept = tmp_path / "out.partial/kept/step-00000003"
+    values = safetensors.torch.load_file(kept / "rank-0.safetensors")
+    digests = []
+    for rank in range(3):
+        parts = {name: (one.tensor_split([30, 60])[rank] if one.dim() else one) for name, one in values.items()}
+        write_tensors(kept / f"rank-{rank}.safetensors", parts)
+        digests.append({name: data_digest(one) for name, one in parts.items()})
+    content = {"progress": read_json(kept / "progress.json")["progress"], "digests": digests}
+    write_json(kept / "progress.json", {**content, "seal": state._seal(content)})
+    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
 
 def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
