@@ -87,6 +87,11 @@ def test_whole_messages_and_tools_go_to_the_template(tmp_path: Path, kind: str, 
     assert "does not read 'weight'" in caplog.text
     assert "reasoning" not in caplog.text
     assert "'name'" not in caplog.text
+    for arguments in ("{", '"a"', "5"):  # are no object, and stay as they are
+        called = {"function": {"name": "add", "arguments": arguments}}
+        path = tmp_path / "d.jsonl"
+        path.write_text(json.dumps({"messages": [{"role": "assistant", "tool_calls": [called]}]}))
+        assert read_documents(path) == [[{"role": "assistant", "tool_calls": [called]}]]
     path.write_text(json.dumps({"messages": TOOLED, "tools": "{"}))
     with pytest.raises(InputError):
         read_documents(path)

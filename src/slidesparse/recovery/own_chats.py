@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat, takewhile
@@ -84,7 +84,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     vocabulary = vocabulary_digest(tokenizer)
     part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
     with open(part, "a+b") as file:
-        first = _answers_in(file, part, vocabulary)
+        first = _answers_in(file, part, ids, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""
         LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
         with _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
@@ -122,7 +122,7 @@ def _line(asked: Chat, text: str, tokens: list[int], vocabulary: str) -> bytes:
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
-def _answers_in(file: BinaryIO, part: Path, vocabulary: str) -> int:
+def _answers_in(file: BinaryIO, part: Path, asked: list[list[int]], vocabulary: str) -> int:
     """Lock a file, cut off what is no whole answer, as a kill leaves it, and return the number of answers."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,18 +131,20 @@ def _answers_in(file: BinaryIO, part: Path, vocabulary: str) -> int:
     if not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
         raise InputError(f"{part} was finished by another command")
     lines = part.read_bytes().splitlines(keepends=True)
-    whole = [*takewhile(lambda line: _is_answer(line, vocabulary), lines)]
+    pairs = zip(lines, asked, strict=False)
+    whole = [line for line, _ in takewhile(lambda pair: _is_answer(pair[0], vocabulary, pair[1]), pairs)]
     file.truncate(sum(map(len, whole)))
     return len(whole)
 
 
-def _is_answer(line: bytes, vocabulary: str) -> bool:
-    """Return whether a line is undamaged, and by a model of this tokenizer."""
+def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
+    """Return whether a line is undamaged, of a model with this tokenizer, and answers the prompt of these tokens."""
     try:
         chat = document("chat", parse_json(line, "chat", non_finite=True))
     except InputError:
         return False
-    return line.endswith(b"\n") and isinstance(chat, Chat) and chat.has_tokens_of(vocabulary)
+    is_whole = line.endswith(b"\n") and isinstance(chat, Chat) and chat.has_tokens_of(vocabulary)
+    return is_whole and chat.tokens[: len(asked)] == [*asked]
 
 
 def _is_whole(path: Path, count: int, vocabulary: str) -> bool:
@@ -198,14 +200,14 @@ def _prompts(options: ChatOptions) -> list[Chat]:
             documents = [*documents[0].split("\n")]  # not at what else Python takes for the end of a line
     chats = (Chat([{"role": "user", "content": one}]) if isinstance(one, str) else one for one in documents)
     ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
-    usable = [Chat(chat[:end], chat.tools, chat.where) for chat, end in ends if end and _says(chat[end - 1])]
+    usable = [
+        Chat(chat[:end], chat.tools, chat.where)
+        for chat, end in ends
+        if end and chat[end - 1].get("content", "").strip()
+    ]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
     return [usable[i % len(usable)] for i in range(options.count)]
-
-
-def _says(message: dict[str, Any]) -> bool:
-    return bool(str(message.get("content", "")).strip())
 
 
 def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> list[list[int]]:

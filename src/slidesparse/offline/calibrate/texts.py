@@ -309,6 +309,7 @@ def _call(call: Any) -> Any:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"])}
     if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-        with suppress(InputError):  # some templates do want a string
-            return {**call, "arguments": parse_json(call["arguments"], "arguments")}
+        with suppress(InputError):  # a template may want other strings
+            if isinstance(parsed := parse_json(call["arguments"], "arguments"), dict):
+                return {**call, "arguments": parsed}
     return call
