@@ -42,6 +42,9 @@ FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}. {% endfor %}{{ 'so ' if add_generation_prompt }}"
 
+SPEAKERS = ("slidesparse: ", "recover: ", "answers: ")
+"""What lines begin with: errors and warnings, and how far a command came."""
+
 TIME_LIMIT = 60
 """Seconds of a core after which a command hangs. They take a tenth of one."""
 
@@ -167,7 +170,8 @@ def check(case: Case, sources: Path, folder: Path) -> int:
         verify(case, words, folder, sources)
     elif not (status == 1 and case.command == "inspect" and ("PROBLEM" in out or '"faults"' in out)):
         lines = err.splitlines()
-        assert len(lines) == 1 or status == 2 or all(line.startswith("slidesparse: ") for line in lines), said
+        assert len(lines) == 1 or status == 2 or all(line.startswith(SPEAKERS) for line in lines), said
+        assert lines[-1].startswith("slidesparse: ") or status == 2, said
         assert lines, said
         assert len(lines[-1]) < 2000, said
         assert after == before or " keeps " in lines[-1], said

@@ -143,8 +143,9 @@ def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
         chat = document("chat", parse_json(line, "chat", non_finite=True))
     except InputError:
         return False
-    is_whole = line.endswith(b"\n") and isinstance(chat, Chat) and chat.has_tokens_of(vocabulary)
-    return is_whole and chat.tokens[: len(asked)] == [*asked]
+    if not isinstance(chat, Chat) or not chat.has_tokens_of(vocabulary):
+        return False
+    return line.endswith(b"\n") and chat.tokens[: len(asked)] == [*asked]
 
 
 def _is_whole(path: Path, count: int, vocabulary: str) -> bool:
