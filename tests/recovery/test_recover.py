@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from checkpoints import (
     write_text,
 )
 from rank_processes import run_ranks
-from small_models import make
+from small_models import build, make
 
 import slidesparse
 from slidesparse.base.progress import quietly
@@ -42,7 +43,7 @@ from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.tensor_writer import TensorWriter, write_tensors
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery import state
-from slidesparse.recovery.networks import StudentNetwork
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork
 from slidesparse.recovery.options import RecoverOptions
 from slidesparse.recovery.run import recover
 from slidesparse.recovery.state import State
@@ -548,6 +549,23 @@ def test_models_that_scale_their_logits(tmp_path: Path, scale: float) -> None:
     write_text(tmp_path / "text.txt", 900)
     prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
     refused(tmp_path, "Granite.* cannot be trained here; got logits that are not the product")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_plain"), [("llama4-text", False), ("gemma2", True), ("recurrentgemma", False), ("cohere", False)]
+)
+def test_logits_of_other_forms(name: str, is_plain: bool) -> None:
+    """Recurrent Gemma caps them under another name, and small ones hardly change by it."""
+    network = DenseNetwork(build(ARCHITECTURES[name]).float().eval())
+    with nullcontext() if is_plain else pytest.raises(InputError, match="cannot be trained here"):
+        network.require_plain_head(torch.arange(16)[None])
+
+
+def test_a_model_with_an_encoder_is_refused(pair: Path, tmp_path: Path) -> None:
+    make(tmp_path / "base", ARCHITECTURES["bart"])
+    prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
+    with pytest.raises(InputError, match="BartForConditionalGeneration cannot be trained here"):
+        recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(pair))
 
 
 @pytest.mark.parametrize("name", ["base", "pruned"])

@@ -114,8 +114,7 @@ def _meta_model(checkpoint: Checkpoint) -> MetaModel:
     refuse_faults(meta, checkpoint)
     meta.tie()
     model: Any = meta.model
-    if not all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output")) or (
-        model.get_output_embeddings() is None
-    ):
+    has_both = all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output"))
+    if not has_both or model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} cannot be trained here", needed="a causal language model")
     return meta
