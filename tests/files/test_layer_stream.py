@@ -283,8 +283,8 @@ def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = {"train": Rows("one", None)}
     with pytest.raises(InputError, match="row 1; got"):
         read_text(tmp_path)
-    found = {"test": Rows("three")}
-    with pytest.raises(InputError, match="is no data set with texts"):
+    found = {"test": Rows("three"), "dev": Rows("four")}
+    with pytest.raises(InputError, match="got the splits test, dev; needed a split train; name the folder of a split"):
         read_text(tmp_path)
 
 

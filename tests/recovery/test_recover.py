@@ -552,7 +552,8 @@ def test_models_that_scale_their_logits(tmp_path: Path, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_plain"), [("llama4-text", False), ("gemma2", True), ("recurrentgemma", False), ("cohere", False)]
+    ("name", "is_plain"),
+    [("llama4-text", False), ("blip2", False), ("gemma2", True), ("recurrentgemma", False), ("cohere", False)],
 )
 def test_logits_of_other_forms(name: str, is_plain: bool) -> None:
     """Recurrent Gemma caps them under another name, and small ones hardly change by it."""

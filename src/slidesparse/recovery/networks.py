@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from slidesparse.base.torch_private import compile_forms
 from slidesparse.checkpoints.check_tensors import check_finite
 from slidesparse.checkpoints.meta_model import MetaModel
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import text_config
 from slidesparse.recovery.loss import Predictions, compare, distillation, divergence
@@ -65,23 +65,28 @@ class DenseNetwork(Network):
             InputError: The logits are another function of the hidden states.
             CheckpointError: Some are NaN or Inf.
         """
-        seen: dict[str, torch.Tensor] = {}
-        self(ids)  # several processes gather the output embedding
-        hooks = [
-            self.decoder.register_forward_hook(lambda _, args, out: seen.update(hidden=out[0])),
-            self.model.get_output_embeddings().register_forward_hook(
-                lambda _, args, out: seen.update(read=args[0], given=out)
-            ),
-        ]
-        with hooked(hooks):
-            logits = self.model(input_ids=ids, use_cache=False).logits
+        what, seen = f"{type(self.model).__name__} cannot be trained here", dict[str, torch.Tensor]()
+
+        def see_decoder(_: Any, args: Any, out: Any) -> None:
+            seen["hidden"] = out[0]
+
+        def see_head(_: Any, args: Any, out: Any) -> None:
+            seen["read"], seen["given"] = args[0], out
+
+        head = self.model.get_output_embeddings()
+        try:
+            self(ids)  # several processes gather the output embedding
+            hooks = [self.decoder.register_forward_hook(see_decoder), head.register_forward_hook(see_head)]
+            with hooked(hooks):
+                logits = self.model(input_ids=ids, use_cache=False).logits
+        except (AttributeError, TypeError, ValueError) as error:  # a model of another kind
+            raise InputError(what, got=first_line(error), needed="a causal language model") from error
         if not bool(logits.isfinite().all()):
             raise CheckpointError(f"{type(self.model).__name__} of --dense predicts NaN or Inf", needed="finite logits")
         given = seen["given"] if "given" in seen else logits.new_zeros(0)
         given = given if self.cap is None else self.cap * torch.tanh(given / self.cap)
         read, hidden = (seen.get(name, given) for name in ("read", "hidden"))
         if not (torch.equal(given.float(), logits.float()) and torch.equal(read, hidden)):
-            what = f"{type(self.model).__name__} cannot be trained here"
             got = "logits that are not the product of hidden state and output embedding"
             raise InputError(what, got=got, needed="a model that does not scale its logits")
 

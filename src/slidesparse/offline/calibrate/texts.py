@@ -220,14 +220,11 @@ def _data_set(folder: Path) -> Iterator[Document]:
     with _explained(f"{folder} is no data set with texts", needed=needed):
         loaded: Any = datasets.load_from_disk(str(folder))
         if isinstance(loaded, dict):
-            splits = [*loaded]
-            if "train" not in loaded and len(splits) != 1:
-                remedy = f"name the folder of one of them, such as {folder / str((splits or ['train'])[0])}"
-                got = f"the splits {', '.join(map(str, splits[:9]))}"
+            if "train" not in loaded:
+                got, remedy = f"the splits {', '.join(map(str, loaded))}", "name the folder of a split in it"
                 raise InputError(f"{folder} is a data set", got=got, needed="a split train", remedy=remedy)
-            split = "train" if "train" in loaded else splits[0]
-            LOG.warning("%s: read is its split %s", folder, split)
-            loaded = loaded[split]
+            LOG.warning("%s: read is its split train", folder)
+            loaded = loaded["train"]
         for number, row in enumerate(loaded.select_columns([one for one in COLUMNS if one in loaded.column_names])):
             yield document(f"{folder}, row {number}", row)
 
